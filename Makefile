@@ -1,0 +1,64 @@
+# Each target does all its own set-up, on a machine with Python 3.11 or later and nothing else.
+#   make demo    the main job, on the network that is shipped in the package
+#   make test    checks, tests, the README's examples: what CI runs
+#   make check   ruff and mypy alone
+#   make bench   the table of ratios, with rivals
+#   make clean   remove what the others made
+
+PYTHON ?= python3
+VENV := .venv
+BENCH_VENV := .venv-bench
+PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+
+.PHONY: demo test check bench clean
+.DEFAULT_GOAL := test
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes in first and alone: by its pin, so that no other package draws in another build of it.
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) torch
+	touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[cli]"
+	touch $@
+
+$(VENV)/.check: pyproject.toml $(VENV)/.torch
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[cli,check]"
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test,check]"
+	touch $@
+
+$(BENCH_VENV)/.bench: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) torch
+	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[bench]"
+	touch $@
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/hookline demo --out runs/demo
+
+check: $(VENV)/.check
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# The page is tested in a real Chromium, Debian's.
+test: $(VENV)/.test
+	command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq chromium; }
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest
+
+bench: $(BENCH_VENV)/.bench
+	$(BENCH_VENV)/bin/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,49 @@
+"""hookline: see, measure and change what flows through any PyTorch model.
+
+    import hookline as hl
+
+    with hl.record(model, nn.Conv2d) as run:
+        model(x)
+    run["layer1.0.conv1"]
+"""
+
+from hookline.engine import EVERYWHERE as EVERYWHERE
+from hookline.engine import Inventory as Inventory
+from hookline.engine import Line as Line
+from hookline.engine import Report as Report
+from hookline.engine import Selection as Selection
+from hookline.engine import Site as Site
+from hookline.engine import attach as attach
+from hookline.engine import inventory as inventory
+from hookline.engine import select as select
+from hookline.engine.errors import AmbiguousError as AmbiguousError
+from hookline.engine.errors import AttachError as AttachError
+from hookline.engine.errors import FolderError as FolderError
+from hookline.engine.errors import HooklineError as HooklineError
+from hookline.engine.errors import HooklineWarning as HooklineWarning
+from hookline.engine.errors import InputError as InputError
+from hookline.engine.errors import ModelError as ModelError
+from hookline.engine.errors import NotRecordedError as NotRecordedError
+from hookline.engine.errors import OverwrittenError as OverwrittenError
+from hookline.engine.errors import SelectionError as SelectionError
+from hookline.engine.errors import SiteError as SiteError
+from hookline.engine.errors import StructureError as StructureError
+from hookline.recordings import Recording as Recording
+from hookline.recordings import open_recording as open
+from hookline.verbs import Summary as Summary
+from hookline.verbs import edit as edit
+from hookline.verbs import edits as edits
+from hookline.verbs import features as features
+from hookline.verbs import record as record
+from hookline.verbs import summary as summary
+from hookline.verbs import watch as watch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
+    "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
+    "OverwrittenError", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError",
+    "StructureError", "Summary", "attach", "edit", "edits", "features", "inventory", "open",
+    "record", "select", "summary", "watch",
+]  # fmt: skip

@@ -1,0 +1,67 @@
+"""Every error and warning that hookline raises. Imports only the standard library.
+
+A message names the thing, says what was expected, and ends with what to do. One class for each
+kind of mistake, so that a caller can catch one without catching the others; each also is the
+built-in error that Python programmers would reach for.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+
+class HooklineError(Exception):
+    """The base of all hookline errors: `except hl.HooklineError` catches them all."""
+
+
+class SelectionError(HooklineError, LookupError):
+    """A selector is malformed, or matches nothing in this model."""
+
+
+class SiteError(HooklineError, LookupError):
+    """A site exists, but the leaf that was asked for does not, in the value that flowed there."""
+
+
+class NotRecordedError(HooklineError, LookupError):
+    """A recording has no value for this site: it was never selected, or it never fired."""
+
+
+class AmbiguousError(HooklineError, LookupError):
+    """A look-up has several answers: several calls, or several passes."""
+
+
+class OverwrittenError(HooklineError, RuntimeError):
+    """A recorded tensor was changed in place after it was recorded."""
+
+
+class StructureError(HooklineError, TypeError):
+    """A hook returned a value that cannot stand where the old one stood."""
+
+
+class AttachError(HooklineError, RuntimeError):
+    """Hooks cannot be attached here, or in this way."""
+
+
+class FolderError(HooklineError, OSError):
+    """A recording's folder cannot be written, or what is there is not a recording."""
+
+
+class ModelError(HooklineError, ValueError):
+    """A model cannot be found, built or loaded from the name that was given."""
+
+
+class InputError(HooklineError, ValueError):
+    """An input cannot be read, or does not fit the model."""
+
+
+class HooklineWarning(UserWarning):
+    """Something is probably not what you meant; the numbers are still the model's own."""
+
+
+def warn(message: str) -> None:
+    """Warn, at the first line up the stack that is not hookline's own."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, HooklineWarning, stacklevel=level)

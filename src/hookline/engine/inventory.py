@@ -1,0 +1,138 @@
+"""Inventory: every hook now on a model, and whose it is. Imports modules, taps, torch_internals."""
+
+from __future__ import annotations
+
+import inspect
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from hookline.engine.modules import walk
+from hookline.engine.taps import RootTap, Tap
+from hookline.engine.torch_internals import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
+
+
+@final
+@dataclass(frozen=True)
+class HookEntry:
+    """One hook that is on a model now.
+
+    Args:
+        path: the module it is on (or module and parameter); "(every module)" for process-wide ones.
+        kind: "forward_pre", "forward", "backward", "grad", "state_dict", ...
+        owner: "hookline", "torch", the name of an installed package, or "yours".
+        function: the name of the function, as it was defined.
+        where: the file and line of its definition, where Python knows it.
+    """
+
+    path: str
+    kind: str
+    owner: str
+    function: str
+    where: str
+
+
+@final
+@dataclass(frozen=True)
+class Inventory:
+    """Every hook on a model, in registration order. Print it, iterate it, take its length."""
+
+    entries: tuple[HookEntry, ...]
+    modules: int
+
+    def __iter__(self) -> Iterator[HookEntry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return f"no hooks on {self.modules} modules"
+        rows = [
+            (e.path or "(root)", e.kind, e.owner, e.function, e.where) for e in self.entries
+        ]  # fmt: skip
+        rows.insert(0, ("path", "kind", "owner", "function", "where"))
+        widths = [max(len(row[k]) for row in rows) for k in range(4)]
+        return "\n".join(
+            "  ".join([*(f"{row[k]:{widths[k]}}" for k in range(4)), row[4]]).rstrip()
+            for row in rows
+        )
+
+
+def inventory(model: nn.Module) -> Inventory:
+    """List every hook now on a model: hookline's, torch's, a library's, yours.
+
+        >>> model = nn.Linear(2, 2)
+        >>> handle = model.register_forward_hook(lambda module, args, output: None)
+        >>> [(entry.kind, entry.owner) for entry in inventory(model)]
+        [('forward', 'yours')]
+
+    Args:
+        model: any module. Nothing is run or changed.
+
+    Returns:
+        The hooks on its modules and parameters, and the process-wide ones.
+    """
+    nodes = walk(model)
+    return Inventory(tuple(_entries(nodes)), len(nodes))
+
+
+def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
+    for kind, hook in global_hooks():
+        yield _entry("(every module)", kind, hook)
+    for node in nodes:
+        for kind in HOOK_DICTS:
+            for hook in hook_dict(node.module, kind).values():
+                yield _entry(node.path, kind, hook)
+        for name, parameter in node.module.named_parameters(recurse=False):
+            for kind, hook in tensor_hooks(parameter):
+                yield _entry(f"{node.path}.{name}".lstrip("."), kind, hook)
+
+
+def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
+    # Load-state-dict pre-hooks come wrapped by torch, and partials by anyone.
+    inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
+    owner = getattr(inner, "__self__", None)
+    code: Any = inner
+    if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
+        code = type(inner)
+    module = getattr(code, "__module__", None) or ""
+    try:
+        file = inspect.getsourcefile(code) or ""
+        line = inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        file, line = "", 0
+    name = getattr(code, "__qualname__", type(inner).__name__)
+    if isinstance(owner, Tap | RootTap):
+        return HookEntry(path, kind, "hookline", _label(owner), "")
+    where = f"{file}:{line}" if file else ""
+    return HookEntry(path, kind, _owner(module, file), name, where)
+
+
+def _label(owner: Tap | RootTap) -> str:
+    if isinstance(owner, RootTap):
+        return f"pass {owner.rank.name.lower()}s"
+    return f"{owner.rank.name.lower()} {owner.site}"
+
+
+def _owner(module: str, file: str) -> str:
+    top = module.partition(".")[0]
+    if top in ("torch", "hookline"):
+        return top
+    path = Path(file)
+    if file and any(path.is_relative_to(folder) for folder in _library_folders()):
+        return "python" if top in sys.stdlib_module_names else top
+    return "yours"
+
+
+def _library_folders() -> list[str]:
+    user = site.getusersitepackages()
+    paths = sysconfig.get_paths()
+    return [*site.getsitepackages(), user, paths["purelib"], paths["platlib"], paths["stdlib"]]

@@ -1,0 +1,101 @@
+"""Report: what a line matched and attached, how often it fired, and why some of it never did.
+
+Imports site, modules, passes, taps, torch_internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+
+from hookline.engine.modules import Node
+from hookline.engine.passes import Passes
+from hookline.engine.site import Site
+from hookline.engine.taps import Tap
+from hookline.engine.torch_internals import is_compiled
+
+_OTHER_CONTEXT = (
+    "the model ran in another thread or async task, and a line in a `with` block sees its own;"
+    " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
+)
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What a line did. Print it, or read its attributes.
+
+    Args:
+        name: the verb that made the line.
+        model_type: the class of the model.
+        passes: how many passes the line saw.
+        elsewhere: how often the model ran in another thread or async task, unseen.
+        ended: whether the line has ended.
+        fired: each site with the number of times that it fired.
+        why: for sites that never fired, the reason.
+    """
+
+    name: str
+    model_type: str
+    passes: int
+    elsewhere: int
+    ended: bool
+    fired: tuple[tuple[Site, int], ...]
+    why: Mapping[Site, str]
+
+    @property
+    def silent(self) -> tuple[Site, ...]:
+        """The sites that never fired."""
+        return tuple(site for site, count in self.fired if not count)
+
+    def warning(self) -> str | None:
+        """What a person should be told at the end of the line; None if all went as asked."""
+        if not self.silent:
+            return None
+        if not self.passes:
+            reason = _OTHER_CONTEXT if self.elsewhere else "the model did not run while it lasted"
+            return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
+        shown = "; ".join(f"{site}: {self.why[site]}" for site in self.silent[:3])
+        more = f"; and {len(self.silent) - 3} more" if len(self.silent) > 3 else ""
+        share = f"{len(self.silent)} of {len(self.fired)} sites never fired"
+        return f"hl.{self.name}: {share}: {shown}{more}."
+
+    def __str__(self) -> str:
+        state = "ended" if self.ended else "attached"
+        passes = f"{self.passes} pass{'es' * (self.passes != 1)}"
+        head = (
+            f"hl.{self.name} on {self.model_type}: {len(self.fired)} sites, {passes},"
+            f" {len(self.fired) - len(self.silent)} fired, {len(self.silent)} never; {state}"
+        )
+        if self.elsewhere:
+            head += f"; {self.elsewhere} runs in other threads or tasks were not seen"
+        width = max((len(str(site) or '""') for site, _ in self.fired), default=0)
+        lines = [
+            f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
+            + (f"  never: {self.why[site]}" if site in self.why else "")
+            for site, count in self.fired
+        ]
+        return "\n".join([head, *lines])
+
+
+def explain(tap: Tap, node: Node, passes: Passes, root: nn.Module) -> str:
+    """Why a tap has not fired, as far as can be told from outside the model's code."""
+    if not passes.started:
+        return _OTHER_CONTEXT if passes.elsewhere else "the model has not run"
+    if tap.site.call is not None and tap.ran:
+        runs = "once" if tap.ran == 1 else f"{tap.ran} times"
+        return f"the module ran {runs} in a pass, so there is no call #{tap.site.call}"
+    parent = node.parent.module if node.parent is not None else None
+    if is_compiled(root):
+        return "the model is compiled, and code compiled before the line ignores its hooks"
+    if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
+        return "MultiheadAttention uses out_proj's weights without calling it; select its parent"
+    above = node.parent
+    while above is not None:
+        if isinstance(above.module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            return "not called; torch's fast path runs a whole encoder layer as one operation"
+        above = above.parent
+    return "not reached in this forward, or its .forward was called directly"

@@ -1,0 +1,69 @@
+"""What a raw hook may return. Imports tree, errors.
+
+torch takes any return but None for the new value: a stray `True` becomes the layer's output, and a
+pre-hook's list becomes one argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hookline.engine import tree
+from hookline.engine.errors import StructureError
+
+
+def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
+    """The result of a forward hook, if it can be an output.
+
+    Raises:
+        StructureError: the output held tensors, and the result holds none.
+    """
+    output = values[-1]
+    if not _has_tensor(result) and _has_tensor(output):
+        raise StructureError(
+            f"the hook returned {_show(result)}, which would become the output in place of"
+            f" {tree.describe(output)}.\nReturn the new output, or None to leave it as it is."
+        )
+    return result
+
+
+def check_forward_pre(with_kwargs: bool) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """The check for the results of a forward-pre hook."""
+    return _check_args_kwargs if with_kwargs else _check_args
+
+
+def _check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    args = values[1]
+    took_list = len(args) == 1 and isinstance(args[0], list)
+    # A list where there was none is a mistake for a tuple; torch would pass it as one argument.
+    if isinstance(result, list) and not took_list:
+        raise StructureError(
+            f"the pre-hook returned {_show(result)}, which would become one argument."
+            "\nReturn a tuple of arguments, a single argument, or None."
+        )
+    new: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+    if not _has_tensor(new) and _has_tensor(args):
+        raise StructureError(
+            f"the pre-hook returned {_show(result)} in place of {tree.describe(args)}."
+            "\nReturn a tuple of arguments, a single argument, or None to leave them as they are."
+        )
+    return new
+
+
+def _check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not (is_pair and isinstance(result[0], tuple) and isinstance(result[1], dict)):
+        raise StructureError(
+            f"the pre-hook (with_kwargs) returned {_show(result)}."
+            "\nReturn (args, kwargs), a tuple and a dict, or None to leave them as they are."
+        )
+    return result
+
+
+def _has_tensor(value: Any) -> bool:
+    return next(tree.tensors(value), None) is not None
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else tree.describe(value)

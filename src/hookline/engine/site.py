@@ -1,0 +1,102 @@
+"""Site: one place where a value flows, and how it is written. Imports tree and errors.
+
+The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
+`block:output.last_hidden_state`, `block#2`. A path alone means the module's output.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from hookline.engine.errors import SelectionError
+from hookline.engine.tree import Key, Leaf, leaf_text
+
+PORTS: Final = ("input", "output")
+
+_GRAMMAR = re.compile(
+    r"""(?P<path>[^:#\[\]]*)
+        (?: : (?P<port>[^.:#\[\]]*) )?
+        (?P<leaf> (?: \[[^\[\]]*\] | \.[^.:#\[\]]+ )* )
+        (?: \# (?P<call>[^#]*) )?""",
+    re.VERBOSE,
+)
+_LEAF_KEY = re.compile(r"\[\s*(-?\d+)\s*\]|\[\s*(['\"])(.*?)\2\s*\]|\.([^.\[\]]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place where a value flows: a module path, a port, and where needed a leaf and a call.
+
+        >>> str(Site("h.3", "output", (0,)))
+        'h.3:output[0]'
+
+    Args:
+        path: the module's dotted path; the root's is the empty string.
+        port: "input" or "output".
+        leaf: the keys that lead to one part of the value; () is the whole value.
+        call: the k-th run of the module within a pass, from 0; None is every run.
+        aliases: the other paths of the same module, where it is shared.
+        module_type: the name of the module's class.
+    """
+
+    path: str
+    port: str = "output"
+    leaf: Leaf = ()
+    call: int | None = None
+    aliases: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    module_type: str = field(default="", compare=False, repr=False)
+
+    def __str__(self) -> str:
+        port = "" if self.port == "output" and self.path and not self.leaf else f":{self.port}"
+        call = "" if self.call is None else f"#{self.call}"
+        return f"{self.path}{port}{leaf_text(self.leaf)}{call}"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteText:
+    """A written site or glob, taken apart; `port` is None where none was written."""
+
+    path: str
+    port: str | None
+    leaf: Leaf
+    call: int | None
+
+
+def parse(text: str) -> SiteText:
+    """Take a written site or glob apart.
+
+        >>> parse("h.*:output[0]#2")
+        SiteText(path='h.*', port='output', leaf=(0,), call=2)
+
+    Raises:
+        SelectionError: the text does not follow the grammar, or names an unknown port.
+    """
+    match = _GRAMMAR.fullmatch(text)
+    if match is None:
+        raise SelectionError(_malformed(text, "it cannot be read"))
+    port, call = match["port"], match["call"]
+    if port is not None and port not in PORTS:
+        raise SelectionError(
+            f"unknown port {port!r} in {text!r}: the ports are {', '.join(PORTS)}."
+            f"\nWrite {match['path']}:output, or {match['path']} alone, for the output."
+        )
+    if call is not None and not call.isdigit():
+        raise SelectionError(_malformed(text, f"{call!r} is not a call number such as #0"))
+    leaf: list[Key] = []
+    position = 0
+    while position < len(match["leaf"]):
+        key = _LEAF_KEY.match(match["leaf"], position)
+        if key is None:
+            raise SelectionError(_malformed(text, f"{match['leaf']!r} is not a leaf"))
+        leaf.append(int(key[1]) if key[1] is not None else (key[3] if key[2] else key[4]))
+        position = key.end()
+    return SiteText(match["path"], port, tuple(leaf), None if call is None else int(call))
+
+
+def _malformed(text: str, why: str) -> str:
+    return (
+        f"malformed selector {text!r}: {why}."
+        "\nThe form is PATH[:PORT][LEAF][#CALL], as in 'h.*:output[0]' or 'block#2'."
+    )

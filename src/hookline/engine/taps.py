@@ -1,0 +1,269 @@
+"""Taps: the objects whose bound methods torch calls as hooks.
+
+Imports passes, tree, site, torch_internals.
+
+A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
+it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
+that a copy of a hooked model never writes into the original's recording.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.engine import tree
+from hookline.engine.passes import Pass, Passes
+from hookline.engine.site import Site
+from hookline.engine.torch_internals import discard_hooks_of
+
+See = Callable[[Pass, Any], Any]
+
+
+class Rank(IntEnum):
+    """Where a hook stands among the others on its module; foreign hooks count as HOOK."""
+
+    BEGIN = -1
+    EDIT = 0
+    HOOK = 1
+    RECORD = 2
+    END = 3
+
+
+class Tap:
+    """What every tap shares: whose it is, whether it may fire now, how often it did.
+
+    Args:
+        site: where it is.
+        passes: the passes of its line.
+        see: called with the pass and the value; what it returns, unless None, replaces the value.
+        rank: its place among the hooks of its module.
+    """
+
+    __slots__ = ("fired", "lane", "passes", "ran", "rank", "see", "site")
+
+    def __init__(self, site: Site, passes: Passes, see: See, rank: Rank) -> None:
+        self.site = site
+        self.passes = passes
+        self.lane = passes.lane
+        self.rank = rank
+        self.fired = 0
+        self.ran = 0
+        if site.leaf:
+            see = _at_leaf(see, site)
+        if site.call is not None:
+            see = _at_call(see, site.call, self)
+        self.see = see
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert, (type(self),)
+
+    def __deepcopy__(self, memo: Any) -> Tap:
+        return _inert(type(self))
+
+    def _outside(self, module: nn.Module) -> Pass | None:
+        """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""
+        if self.passes is _INERT:
+            discard_hooks_of(module, self)
+            return None
+        return self.passes.outside()
+
+    def _note(self, error: Exception) -> None:
+        error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
+
+
+class OutputTap(Tap):
+    """Sees what a module returns: a forward hook."""
+
+    __slots__ = ()
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook itself: the hot path."""
+        current = self.lane.current
+        if current is None:
+            current = self._outside(module)
+            if current is None:
+                return None
+        self.fired += 1
+        try:
+            return self.see(current, output)
+        except Exception as error:
+            self._note(error)
+            raise
+
+
+class InputTap(Tap):
+    """Sees what a module is called with, as bound arguments: a forward-pre hook with kwargs."""
+
+    __slots__ = ("_signature",)
+
+    def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The hook itself: the hot path for a lone tensor, which needs no names."""
+        current = self.lane.current
+        if current is None:
+            current = self._outside(module)
+            if current is None:
+                return None
+        self.fired += 1
+        try:
+            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+                new = self.see(current, args[0])
+                return None if new is None else ((new,), kwargs)
+            if not args and len(kwargs) == 1:
+                ((name, value),) = kwargs.items()
+                if isinstance(value, Tensor):
+                    new = self.see(current, value)
+                    return None if new is None else ((), {name: new})
+            names, rest = self._parameters(module)
+            new = self.see(current, {**_bind(args, names, rest), **kwargs})
+            return None if new is None else _unbind(new, len(args), names, rest, kwargs)
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def _parameters(self, module: nn.Module) -> tuple[list[str], str | None]:
+        """The positional parameters of the module's forward, and the name of its `*args`."""
+        try:
+            return self._signature
+        except AttributeError:
+            pass
+        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names, rest = [], None
+        try:
+            for parameter in inspect.signature(module.forward).parameters.values():
+                if parameter.kind in named:
+                    names.append(parameter.name)
+                elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                    rest = parameter.name
+        except (TypeError, ValueError):  # a forward written in C has no signature
+            pass
+        self._signature: tuple[list[str], str | None] = (names, rest)
+        return self._signature
+
+
+def _bind(args: tuple[Any, ...], names: list[str], rest: str | None) -> dict[str, Any]:
+    """Positional arguments by name; those that no parameter takes are numbered: `arg2`."""
+    bound = dict(zip(names, args, strict=False))
+    if len(args) > len(names):
+        if rest is not None:
+            bound[rest] = args[len(names) :]
+        else:
+            bound.update((f"arg{k}", args[k]) for k in range(len(names), len(args)))
+    return bound
+
+
+def _unbind(
+    new: Any, n_args: int, names: list[str], rest: str | None, kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Bound arguments back in the form in which they came: positional ones stay positional."""
+    args = [new[name] for name in names[:n_args]]
+    if n_args > len(names):
+        if rest is not None:
+            args.extend(new[rest])
+        else:
+            args.extend(new[f"arg{k}"] for k in range(len(names), n_args))
+    return tuple(args), {name: new[name] for name in kwargs}
+
+
+class RawTap(Tap):
+    """Passes torch's own arguments to a user's function and checks what comes back."""
+
+    __slots__ = ("check", "function")
+
+    def __init__(
+        self,
+        site: Site,
+        passes: Passes,
+        function: Callable[..., Any],
+        check: Callable[..., Any],
+    ) -> None:
+        self.function = function
+        self.check = check
+        super().__init__(site, passes, self._call, Rank.HOOK)
+
+    def fire(self, module: nn.Module, *values: Any) -> Any:
+        """The hook itself."""
+        current = self.lane.current
+        if current is None:
+            current = self._outside(module)
+            if current is None:
+                return None
+        self.fired += 1
+        try:
+            return self.see(current, (module, *values))
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
+        result = self.function(*values)
+        return None if result is None else self.check(result, values)
+
+
+def _at_leaf(see: See, site: Site) -> See:
+    leaf, where = site.leaf, str(site)
+
+    def at_leaf(current: Pass, value: Any) -> Any:
+        new = see(current, tree.get(value, leaf, where))
+        return None if new is None else tree.put(value, leaf, new)
+
+    return at_leaf
+
+
+def _at_call(see: See, call: int, tap: Tap) -> See:
+    def at_call(current: Pass, value: Any) -> Any:
+        count = current.calls.get(tap, 0)
+        current.calls[tap] = count + 1
+        tap.ran = max(tap.ran, count + 1)
+        if count == call:
+            return see(current, value)
+        tap.fired -= 1
+        return None
+
+    return at_call
+
+
+def _inert(kind: type[Tap]) -> Tap:
+    tap = kind.__new__(kind)
+    tap.site, tap.passes, tap.lane = Site(""), _INERT, _INERT.lane
+    tap.fired, tap.ran, tap.rank = 0, 0, Rank.HOOK
+    return tap
+
+
+_INERT = Passes()
+_INERT.closed = True
+
+
+class RootTap:
+    """Tells a line's passes when its root begins and ends. Inert in copies, as every tap is."""
+
+    __slots__ = ("passes", "rank")
+
+    def __init__(self, passes: Passes, rank: Rank) -> None:
+        self.passes = passes
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inert_root, (int(self.rank),)
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """The forward-pre hook."""
+        if self.passes is _INERT:
+            discard_hooks_of(module, self)
+            return
+        self.passes.begin(module, args)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook, always called."""
+        if self.passes is _INERT:
+            discard_hooks_of(module, self)
+            return
+        self.passes.end(module, args, output)
+
+
+def _inert_root(rank: int) -> RootTap:
+    return RootTap(_INERT, Rank(rank))

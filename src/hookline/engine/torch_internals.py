@@ -1,0 +1,135 @@
+"""Every private name of torch that hookline touches, each behind one function. Imports only torch.
+
+When torch moves one of them, this is the one file to mend; `tests/engine/test_torch_internals.py`
+says for each what would break.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+HookDict = OrderedDict[int, Callable[..., Any]]
+
+# Wrappers that add a segment to every path below them, by where they are defined: compared by name,
+# because importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
+_WRAPPERS: dict[tuple[str, str], str] = {
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.optim.swa_utils", "AveragedModel"): "module",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
+        "_fsdp_wrapped_module"
+    ),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "CheckpointWrapper",
+    ): "_checkpoint_wrapped_module",
+}
+_WRAPPER_NAMES = frozenset(name for _, name in _WRAPPERS)
+
+# kind of hook -> the dictionary on a module that holds it
+HOOK_DICTS: dict[str, str] = {
+    "forward_pre": "_forward_pre_hooks",
+    "forward": "_forward_hooks",
+    "backward_pre": "_backward_pre_hooks",
+    "backward": "_backward_hooks",
+    "state_dict_pre": "_state_dict_pre_hooks",
+    "state_dict": "_state_dict_hooks",
+    "load_state_dict_pre": "_load_state_dict_pre_hooks",
+    "load_state_dict": "_load_state_dict_post_hooks",
+}
+
+
+def new_hook_id() -> int:
+    """A number that no hook of torch has or will have: torch's own counter hands it out."""
+    return RemovableHandle(OrderedDict()).id
+
+
+def hook_dict(module: nn.Module, kind: str) -> HookDict:
+    """The ordered dictionary of hooks of this kind on this module.
+
+    Writing to it directly costs a tenth of `register_forward_hook`, and is the only way to put a
+    hook before or after particular others.
+    """
+    hooks: HookDict = module.__dict__[HOOK_DICTS[kind]]
+    return hooks
+
+
+def hook_flags(
+    module: nn.Module, kind: str, *, with_kwargs: bool, always_call: bool
+) -> list[dict[int, bool]]:
+    """The dictionaries in which torch marks hooks that want kwargs or must always be called."""
+    flags: list[dict[int, bool]] = []
+    if with_kwargs:
+        flags.append(module.__dict__[f"_{kind}_hooks_with_kwargs"])
+    if always_call:
+        flags.append(module.__dict__[f"_{kind}_hooks_always_called"])
+    return flags
+
+
+def discard_hooks_of(module: nn.Module, owner: object) -> None:
+    """Take every forward and forward-pre hook that is a bound method of `owner` off this module."""
+    for kind in ("forward_pre", "forward"):
+        hooks = hook_dict(module, kind)
+        for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is owner]:
+            del hooks[key]
+            for flag in ("with_kwargs", "always_called"):
+                module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
+
+
+def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every process-wide module hook, as (kind, hook)."""
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        table: HookDict = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+        for hook in table.values():
+            yield kind, hook
+
+
+def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every hook on a tensor's gradient, as (kind, hook)."""
+    for kind, name in (("grad", "_backward_hooks"), ("accumulated", "_post_accumulate_grad_hooks")):
+        for hook in (getattr(tensor, name, None) or {}).values():
+            yield kind, hook
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Direct children by name; `named_children` would drop an object's second name."""
+    found: dict[str, nn.Module | None] = module.__dict__["_modules"]
+    return found
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch's wrappers: compiled, parallel, averaged, checkpointed, sharded."""
+    while True:
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPER_NAMES:
+                attribute = _WRAPPERS.get((kind.__module__, kind.__name__))
+                if attribute is not None:
+                    break
+        else:
+            return module
+        inner = children(module).get(attribute)
+        if inner is None:
+            return module
+        module = inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module go through `torch.compile`."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return any(
+        (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
+        for kind in type(module).__mro__
+    )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called at all: `ModuleList` and other mere holders can not."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__

@@ -1,0 +1,140 @@
+"""Nested values as JSON and tensors by name, and back. Imports only torch and engine.tree.
+
+Nothing read here is executed: named tuples come back as named tuples of the same name and fields,
+dataclasses and `ModelOutput` as `Fields`; their classes are not imported from what a file says.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import tree
+
+# What the safetensors format can hold.
+# fmt: off
+STORABLE = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+})
+# fmt: on
+
+
+@final
+class Fields(dict[str, Any]):
+    """The named fields of a dataclass or `ModelOutput` that was saved: by attribute or by key."""
+
+    type_name: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"{self.type_name or 'Fields'} has no field {name!r}; it has {', '.join(self)}."
+            ) from None
+
+
+@final
+class Lost:
+    """Stands for a part of a value that could not be saved; its repr says what it was."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"<not saved: {self.what}>"
+
+
+def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+    """A value as JSON. `put` stores a tensor and returns its name; `lost` hears what cannot be."""
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, put, lost)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return {"float": value.hex()}  # exact, and JSON has no nan or inf
+    parts = tree.items(value)
+    type_name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        kind = "namedtuple"
+    elif isinstance(value, tuple) and type(value) is not torch.Size:
+        kind = "tuple"
+    elif isinstance(value, list):
+        kind = "list"
+    elif isinstance(value, Mapping) and not hasattr(type(value), "__dataclass_fields__"):
+        kind = "dict"
+    elif hasattr(type(value), "__dataclass_fields__"):
+        kind = "fields"
+    else:
+        lost(type_name)
+        return {"lost": type_name}
+    encoded = [[_key(key), encode(part, put, lost)] for key, part in parts or []]
+    return {kind: encoded, "type": type_name}
+
+
+def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+    tensor = value.detach()
+    what = f"{tree.full(tensor)}, {tensor.layout}"
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        lost(what)
+        return {"lost": what}
+    if tensor.dtype is torch.complex128:
+        return {"complex": put(torch.view_as_real(tensor.resolve_conj()))}
+    if tensor.dtype not in STORABLE:
+        lost(what)
+        return {"lost": what}
+    return {"tensor": put(tensor)}
+
+
+def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
+    """The value that was encoded; `get` finds a tensor by name.
+
+    Raises:
+        ValueError: the data is not what `encode` writes.
+    """
+    if data is None or isinstance(data, bool | int | str):
+        return data
+    if not isinstance(data, dict) or not data:
+        raise ValueError(f"not an encoded value: {data!r}")
+    kind = next(iter(data))
+    if kind == "tensor":
+        return get(data[kind])
+    if kind == "complex":
+        return torch.view_as_complex(get(data[kind]))
+    if kind == "float":
+        return float.fromhex(data[kind])
+    if kind == "lost":
+        return Lost(str(data[kind]))
+    pairs = [(key, decode(part, get)) for key, part in data[kind]]
+    values = [part for _, part in pairs]
+    if kind == "tuple":
+        return tuple(values)
+    if kind == "list":
+        return values
+    if kind == "dict":
+        return dict(pairs)
+    name = str(data.get("type", "Fields")).rpartition(".")[2]
+    if kind == "namedtuple":
+        return _named_tuple(name, [str(key) for key, _ in pairs])(*values)
+    if kind == "fields":
+        fields = Fields(pairs)
+        fields.type_name = name
+        return fields
+    raise ValueError(f"not an encoded value: {kind!r}")
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, str | int) else repr(key)
+
+
+def _named_tuple(name: str, fields: list[str]) -> Callable[..., Any]:
+    legal = name.isidentifier() and not keyword.iskeyword(name)
+    return namedtuple(name if legal else "Saved", fields, rename=True)

@@ -1,0 +1,339 @@
+"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding and engine.
+
+    manifest.json            sites, passes, structures, the report; names every tensor
+    values-00000.safetensors the tensors, in files of about 2 GiB
+
+The folder is written beside its place and renamed into it, so that a crash at any moment leaves
+either no recording or a whole one. Nothing is pickled, and nothing in a folder is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hookline.engine import Report, Site
+from hookline.engine.errors import FolderError
+from hookline.recordings.encoding import decode, encode
+
+FORMAT = "hookline-recording"
+VERSION = 1
+MANIFEST = "manifest.json"
+_FILE_BYTES = 2 * 1024**3
+
+
+class Entry(NamedTuple):
+    """One value of one pass. While recording, plain tuples of the same three are noted instead.
+
+    Args:
+        site: its number among the sites.
+        value: the value, or where it is stored.
+        stamp: the versions of its tensors when it was recorded; None where that cannot change.
+    """
+
+    site: int
+    value: Any
+    stamp: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class Contents:
+    """What a folder holds, as plain data.
+
+    Args:
+        report: what the line did.
+        sites: the sites that were selected.
+        passes: for each pass its number, whether it failed, and its entries in firing order.
+        lost: the parts of values that could not be saved, as "site: what".
+        modules: every module of the model: path and type.
+    """
+
+    report: Report
+    sites: tuple[Site, ...]
+    passes: list[tuple[int, bool | None, list[Entry]]]
+    lost: list[str] = field(default_factory=list)
+    modules: tuple[tuple[str, str], ...] = ()
+
+
+@final
+class Stored:
+    """A value that lies in a folder; `load()` reads it, memory-mapped."""
+
+    __slots__ = ("_data", "_folder")
+
+    def __init__(self, folder: Path, data: Any) -> None:
+        self._folder = folder
+        self._data = data
+
+    def load(self) -> Any:
+        """Read the value.
+
+        Raises:
+            FolderError: the folder is gone or damaged.
+        """
+        try:
+            return decode(self._data, self._tensor)
+        except (OSError, SafetensorError, ValueError, TypeError, AttributeError) as error:
+            raise FolderError(
+                f"{self._folder} is damaged or gone: {_first_line(error)}.\nRecord it again."
+            ) from error
+
+    def _tensor(self, name: str) -> Tensor:
+        file, _, key = str(name).partition("/")
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"a tensor's file is outside the folder: {file!r}")
+        with safe_open(self._folder / file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(key)
+        return tensor
+
+
+@final
+class _Writer:
+    """Gathers tensors and writes a file whenever enough have come together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._files = 0
+        self._known: dict[tuple[Any, ...], str] = {}
+        self._storages: set[int] = set()
+        self._alive: list[Tensor] = []  # or an address could be given to another tensor meanwhile
+
+    def put(self, tensor: Tensor) -> str:
+        """Store a tensor; one that was stored before, under the same memory, only once."""
+        identity = (
+            tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+        )  # fmt: skip
+        if tensor.numel() and identity in self._known:
+            return self._known[identity]
+        self._alive.append(tensor)
+        name = f"values-{self._files:05}.safetensors/{len(self._pending)}"
+        data = tensor.to("cpu").contiguous()
+        storage = data.untyped_storage()
+        if storage.nbytes() != data.nbytes or storage.data_ptr() in self._storages:
+            data = data.clone()  # safetensors refuses tensors that share memory
+        self._storages.add(data.untyped_storage().data_ptr())
+        self._pending[name.partition("/")[2]] = data
+        self._known[identity] = name
+        self._bytes += data.nbytes
+        if self._bytes >= _FILE_BYTES:
+            self.flush()
+        return name
+
+    def flush(self) -> None:
+        """Write what has come together."""
+        if self._pending:
+            path = self._folder / f"values-{self._files:05}.safetensors"
+            save_file(self._pending, path)
+            _sync(path)
+            self._files += 1
+        self._pending, self._bytes, self._known, self._alive = {}, 0, {}, []
+        self._storages = set()
+
+
+def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
+    """Write a recording's folder; an older recording there is replaced.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        FolderError: the folder holds something else, or the disk is full or read-only. Nothing is
+            left half-written.
+    """
+    target = Path(folder)
+    check_target(target)
+    building = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building.mkdir()
+        lost = _write_contents(building, contents)
+        if lost:
+            contents.lost[:] = lost
+        _sync(building)
+        _move_into_place(building, target)
+    except (OSError, SafetensorError) as error:
+        raise FolderError(
+            f"cannot write the recording {target}: {_first_line(error)}."
+            "\nNothing was left behind; choose a folder on a disk with room that you may write to."
+        ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target
+
+
+def check_target(folder: str | os.PathLike[str]) -> None:
+    """Make sure that a recording may be written here.
+
+    Raises:
+        FolderError: there is something that is not a recording.
+    """
+    target = Path(folder)
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FolderError(f"{target} is a file; name a folder for the recording.")
+    held = sorted(child.name for child in target.iterdir())
+    if held and MANIFEST not in held:
+        raise FolderError(
+            f"{target} holds something else ({', '.join(held[:3])}{', …' * (len(held) > 3)})."
+            "\nName a new folder, an empty one, or an older recording to replace."
+        )
+
+
+def read(folder: str | os.PathLike[str]) -> Contents:
+    """Read a recording's manifest; its values are read when they are asked for.
+
+    Raises:
+        FolderError: there is no recording, it is of a newer version, or its manifest is damaged.
+    """
+    path = Path(folder)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+    except FileNotFoundError:
+        there = "there is no such folder" if not path.exists() else f"it has no {MANIFEST}"
+        raise FolderError(
+            f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{path / MANIFEST} cannot be read: {_first_line(error)}.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise FolderError(f"{path} is not a recording: its {MANIFEST} is something else's.")
+    if manifest.get("version") != VERSION:
+        raise FolderError(
+            f"{path} is a recording of version {manifest.get('version')}; this hookline reads"
+            f" version {VERSION}.\nOpen it with the hookline that wrote it"
+            f" ({manifest.get('hookline', 'unknown')}), or record it again."
+        )
+    try:
+        return _read_contents(path, manifest)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FolderError(
+            f"{path / MANIFEST} is damaged: {type(error).__name__} {_first_line(error)}."
+            "\nRecord it again."
+        ) from error
+
+
+def _write_contents(folder: Path, contents: Contents) -> list[str]:
+    writer = _Writer(folder)
+    lost: list[str] = list(contents.lost)
+    passes = []
+    for number, failed, entries in contents.passes:
+        encoded = []
+        for entry in entries:
+            site = str(contents.sites[entry.site])
+            value = entry.value.load() if isinstance(entry.value, Stored) else entry.value
+            note = partial(_note, lost, site)
+            encoded.append([entry.site, encode(value, writer.put, note)])
+        passes.append({"number": number, "failed": failed, "values": encoded})
+    writer.flush()
+    report = contents.report
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "hookline": _version(),
+        "torch": str(torch.__version__),
+        "model": report.model_type,
+        "sites": [
+            {
+                "path": site.path, "port": site.port, "leaf": list(site.leaf), "call": site.call,
+                "aliases": list(site.aliases), "type": site.module_type,
+            }
+            for site in contents.sites
+        ],
+        "modules": [list(row) for row in contents.modules],
+        "report": {
+            "name": report.name, "passes": report.passes, "elsewhere": report.elsewhere,
+            "fired": [count for _, count in report.fired],
+            "why": {str(site): text for site, text in report.why.items()},
+        },
+        "lost": lost,
+        "passes": passes,
+    }  # fmt: skip
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1), "utf-8")
+    _sync(path)
+    return lost
+
+
+def _note(lost: list[str], site: str, what: str) -> None:
+    lost.append(f"{site}: {what}")
+
+
+def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
+    sites = tuple(
+        Site(
+            row["path"], row["port"], tuple(row["leaf"]), row["call"],
+            tuple(row["aliases"]), row["type"],
+        )
+        for row in manifest["sites"]
+    )  # fmt: skip
+    passes = []
+    for row in manifest["passes"]:
+        entries = [Entry(int(site), Stored(folder, data)) for site, data in row["values"]]
+        if any(not 0 <= entry.site < len(sites) for entry in entries):
+            raise ValueError("a value of a site that is not listed")
+        passes.append((int(row["number"]), row["failed"], entries))
+    by_text = {str(site): site for site in sites}
+    kept = manifest["report"]
+    report = Report(
+        name=str(kept["name"]),
+        model_type=str(manifest["model"]),
+        passes=int(kept["passes"]),
+        elsewhere=int(kept["elsewhere"]),
+        ended=True,
+        fired=tuple(zip(sites, map(int, kept["fired"]), strict=True)),
+        why={by_text[text]: str(why) for text, why in kept["why"].items()},
+    )
+    modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
+    return Contents(report, sites, passes, [str(item) for item in manifest["lost"]], modules)
+
+
+def _move_into_place(building: Path, target: Path) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        building.replace(target)  # one rename: there or not there
+        return
+    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+    target.replace(old)
+    try:
+        building.replace(target)
+    except OSError:
+        old.replace(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Push a file, or a folder's names, to the disk: the rename must not overtake them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
+
+
+def _version() -> str:
+    try:
+        return version("hookline")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,18 @@
+"""What people do: each verb is a selection, a hook and a sink."""
+
+from hookline.verbs import edits as edits
+from hookline.verbs.calling import as_found as as_found
+from hookline.verbs.calling import call as call
+from hookline.verbs.edit import edit as edit
+from hookline.verbs.features import features as features
+from hookline.verbs.record import RecordLine as RecordLine
+from hookline.verbs.record import record as record
+from hookline.verbs.summary import Summary as Summary
+from hookline.verbs.summary import summary as summary
+from hookline.verbs.watch import Watch as Watch
+from hookline.verbs.watch import watch as watch
+
+__all__ = [
+    "RecordLine", "Summary", "Watch", "as_found", "call", "edit", "edits", "features", "record",
+    "summary", "watch",
+]  # fmt: skip

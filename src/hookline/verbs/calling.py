@@ -1,0 +1,60 @@
+"""Running a model on whatever a person gives as its input. Imports torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.engine.errors import InputError
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Run a model: a tuple is its arguments, a mapping its keyword arguments.
+
+    A function is called as it is: code that runs the model somewhere inside. Anything else is the
+    model's only argument.
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if callable(inputs) and not isinstance(inputs, Tensor | nn.Module):
+        return inputs()
+    return model(inputs)
+
+
+@contextmanager
+def as_found(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode without gradients, and leave it as it was.
+
+    Training flags, buffers and random states are put back afterwards.
+
+    Raises:
+        InputError: the model has lazy parameters, which its first run would create for good.
+    """
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(parameter):
+            raise InputError(
+                f"the parameter {name} is lazy: the first run of the model would create it for"
+                " good.\nRun the model once yourself, then ask again."
+            )
+    flags = {module: module.training for module in model.modules()}
+    buffers = [(b, b.clone(), b._version) for b in model.buffers() if not b.is_meta]
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in flags.items():
+                module.training = training
+            for buffer, before, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)

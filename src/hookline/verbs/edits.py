@@ -1,0 +1,116 @@
+"""edits: ready-made functions for `hl.edit`. Each takes a tensor and returns a new one.
+
+Factors and values may be tensors that require gradients: they are trained through the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine import tree
+from hookline.engine.errors import StructureError
+
+Edit = Callable[[Tensor], Tensor]
+
+__all__ = ["add", "clamp", "noise", "replace", "scale"]
+
+
+def scale(factor: float | Tensor) -> Edit:
+    """Multiply the value by a factor; 0 switches it off.
+
+        >>> scale(2.0)(torch.ones(2)).tolist()
+        [2.0, 2.0]
+
+    Args:
+        factor: a number, or a tensor that broadcasts to the value's shape.
+    """
+    return lambda value: _tensor(value, "scale") * _like(factor, value)
+
+
+def add(offset: float | Tensor) -> Edit:
+    """Add an offset: a steering vector, a bias.
+
+        >>> add(torch.tensor([0.0, 1.0]))(torch.zeros(2)).tolist()
+        [0.0, 1.0]
+
+    Args:
+        offset: a number, or a tensor that broadcasts to the value's shape.
+    """
+    return lambda value: _tensor(value, "add") + _like(offset, value)
+
+
+def replace(new: float | Tensor) -> Edit:
+    """Put another value in its place: an activation recorded in another run, a constant.
+
+        >>> replace(3.0)(torch.zeros(2)).tolist()
+        [3.0, 3.0]
+
+    Args:
+        new: a number, or a tensor that broadcasts to the value's shape.
+    """
+
+    def change(value: Tensor) -> Tensor:
+        # A copy: an expanded tensor could not be written to by an in-place layer behind.
+        other = torch.as_tensor(_like(new, value), dtype=value.dtype, device=value.device)
+        return other.expand_as(_tensor(value, "replace")).clone()
+
+    return change
+
+
+def noise(std: float, *, seed: int | None = None) -> Edit:
+    """Add Gaussian noise. It is drawn from a generator of its own: torch's stays untouched.
+
+        >>> change = noise(0.1, seed=0)
+        >>> bool((change(torch.zeros(4)) != 0).all())
+        True
+
+    Args:
+        std: the standard deviation, in the value's own units.
+        seed: makes the sequence of draws repeatable; None draws fresh ones.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def change(value: Tensor) -> Tensor:
+        tensor = _tensor(value, "noise")
+        generator = generators.get(tensor.device)
+        if generator is None:
+            generator = generators[tensor.device] = torch.Generator(tensor.device)
+            generator.seed() if seed is None else generator.manual_seed(seed)
+        drawn = torch.randn(
+            tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device
+        )
+        return tensor + std * drawn
+
+    return change
+
+
+def clamp(min: float | None = None, max: float | None = None) -> Edit:
+    """Hold the value between two bounds, as `torch.clamp`.
+
+        >>> clamp(min=0)(torch.tensor([-1.0, 1.0])).tolist()
+        [0.0, 1.0]
+
+    Args:
+        min: the lower bound, or None.
+        max: the upper bound, or None.
+    """
+    return lambda value: _tensor(value, "clamp").clamp(min, max)
+
+
+def _tensor(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        leaves = [tree.leaf_text(leaf) for leaf, _ in tree.tensors(value)]
+        raise StructureError(
+            f"hl.edits.{name} changes a tensor; the value here is {tree.describe(value)}."
+            f"\nSelect a tensor: {', '.join(f'PATH:output{leaf}' for leaf in leaves[:4])}."
+        )
+    return value
+
+
+def _like(other: float | Tensor, value: Tensor) -> float | Tensor:
+    """A tensor on the value's device and in its dtype, or the value's dtype would change."""
+    return other.to(value.device, value.dtype) if isinstance(other, Tensor) else other

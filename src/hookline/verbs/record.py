@@ -1,0 +1,197 @@
+"""record: keep the values at the selected sites. Imports engine and recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypedDict, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Line, Pass, Rank, Report, Selector, Site, check_ports, tree
+from hookline.recordings import Recording, stamp
+
+See = Callable[[Pass, Any], None]
+
+
+class Keep(TypedDict, total=False):
+    """What of a value is kept, and where. The options that `record` and `features` share.
+
+    Args:
+        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself.
+        device: where to keep tensors.
+        dtype: the dtype of floating tensors as kept; others stay as they are.
+        detach: False keeps the autograd graph, and with it the memory of the whole pass.
+        copy: copy every tensor, so that in-place operations later in the model cannot change it.
+    """
+
+    keep: Callable[[Any], Any] | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    detach: bool
+    copy: bool
+
+
+@final
+class RecordLine:
+    """A line that fills a recording: a context manager that gives it, or ended by `remove()`."""
+
+    def __init__(self, line: Line, recording: Recording) -> None:
+        self._line = line
+        self.recording = recording
+
+    def __enter__(self) -> Recording:
+        self._line.__enter__()
+        return self.recording
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._line.__exit__(kind, error, traceback)
+        finally:
+            self.recording.finish(self._line.report())
+
+    def remove(self) -> None:
+        """End the line: take its hooks off. The recording stays."""
+        try:
+            self._line.remove()
+        finally:
+            self.recording.finish(self._line.report())
+
+    def report(self) -> Report:
+        """What was matched and attached, how often each site fired, and why some never did."""
+        return self._line.report()
+
+
+def record(
+    model: nn.Module,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] = "output",
+    keep: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    detach: bool = True,
+    copy: bool = False,
+) -> RecordLine:
+    """Record the values at the selected sites, while the block lasts.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with record(model, nn.Linear) as run:
+        ...     _ = model(torch.zeros(4, 2))
+        >>> run["0"].shape
+        torch.Size([4, 3])
+
+    The model computes what it would have computed, to the last bit. Values are kept as they are
+    after edits. A value that an in-place operation changes later (`ReLU(inplace=True)`, `+=`) is
+    never returned as if it were right: the look-up raises, and `copy=True` records it in time.
+    Inference tensors, on which such a change cannot be noticed, are always copied.
+
+    Args:
+        model: the model. Hooks are attached now, and taken off at the end of the block.
+        selector: which sites; as in `hl.select`. None is every module.
+        ports: "output", "input" or both, for selectors that name no port. An input is the tensor,
+            if that is all the module was called with, else a dict of its arguments by name.
+        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself.
+        device: where to keep tensors.
+        dtype: the dtype of floating tensors as kept; others stay as they are.
+        detach: False keeps the autograd graph, and with it the memory of the whole pass.
+        copy: copy every tensor, so that in-place operations later in the model cannot change it.
+
+    Returns:
+        A line; `with ... as run` gives its `Recording`. Without `with`: `line.recording`, and
+        `line.remove()` to end it.
+
+    Raises:
+        SelectionError: the selector matches nothing, or a port is unknown.
+        AttachError: the model cannot be hooked.
+        SiteError: (when the model runs) a selected leaf is not in the value.
+    """
+    return start_recording(
+        model, selector, "record", check_ports(ports),
+        keep=keep, device=device, dtype=dtype, detach=detach, copy=copy,
+    )[0]  # fmt: skip
+
+
+def start_recording(
+    model: nn.Module, selector: Selector, name: str, ports: tuple[str, ...], **options: Any
+) -> tuple[RecordLine, Line]:
+    """Attach a recording line for a verb called `name`; also gives the bare line."""
+    line = Line(model, name=name)
+    selection = line.select(selector, ports)
+    modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
+    recording = Recording(selection.sites, line.report, modules)
+    line.passes.sink = recording
+    numbers = {site: number for number, site in enumerate(selection.sites)}
+    plain = options.get("detach", True) and not any(
+        options.get(key) for key in ("keep", "device", "dtype", "copy")
+    )
+
+    def bind(site: Site) -> See:
+        return _keep_plain(numbers[site]) if plain else _keep(numbers[site], **options)
+
+    line.tap(selection, bind, Rank.RECORD)
+    return RecordLine(line, recording), line
+
+
+def _keep_plain(number: int) -> See:
+    """Keep a value as it is, detached: the hot path, one append for a tensor."""
+
+    def see(current: Pass, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                value = value.detach()
+            try:
+                current.log.append((number, value, value._version))
+            except RuntimeError:  # an inference tensor has no version
+                current.log.append((number, value.clone(), None))
+        else:
+            kept = tree.map_tensors(_detached, value)
+            current.log.append((number, kept, stamp(kept)))
+
+    return see
+
+
+def _keep(
+    number: int,
+    keep: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    detach: bool = True,
+    copy: bool = False,
+) -> See:
+    def store(tensor: Tensor) -> Tensor:
+        moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+        # A slice would keep the memory of the whole it was cut from.
+        is_part = keep is not None and _is_part(moved)
+        if moved is tensor and (copy or is_part or moved.is_inference()):
+            return moved.clone()
+        return moved
+
+    def see(current: Pass, value: Any) -> None:
+        if detach:
+            value = tree.map_tensors(Tensor.detach, value)
+        if keep is not None:
+            try:
+                value = keep(value)
+            except Exception as error:
+                error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
+                raise
+        kept = tree.map_tensors(store, value)
+        current.log.append((number, kept, stamp(kept)))
+
+    return see
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes

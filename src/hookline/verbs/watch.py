@@ -1,0 +1,132 @@
+"""watch: print each module as it runs. Imports engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self, TextIO, final
+
+import torch
+from torch import nn
+
+from hookline.engine import Line, Pass, Rank, Report, Selection, Selector, Site, blame, tree
+
+
+@final
+class Watch:
+    """A line that prints: a context manager, or ended by `remove()`."""
+
+    def __init__(self, line: Line, model: nn.Module, file: TextIO | None) -> None:
+        self._line = line
+        self._model: nn.Module | None = model
+        self._file = file
+
+    def __enter__(self) -> Self:
+        self._line.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._model is not None:
+            found = blame(self._model, error)
+            if found is not None:
+                text = str(error).strip().splitlines() or [""]
+                self._print(f"!! {found}, raised {type(error).__name__}: {text[0]}")
+        self._model = None
+        self._line.__exit__(kind, error, traceback)
+
+    def remove(self) -> None:
+        """End the line: take its hooks off."""
+        self._model = None
+        self._line.remove()
+
+    def report(self) -> Report:
+        """What was matched and attached, and how often each site fired."""
+        return self._line.report()
+
+    def start(self, selection: Selection) -> None:
+        """Attach: an input tap starts a module's clock, an output tap prints it."""
+        inputs = [site for site in selection if site.port == "input"]
+        width = max(
+            (len(site.path) + 2 * site.path.count(".") + 2 for site in inputs), default=8
+        )  # fmt: skip
+
+        def bind(site: Site) -> Any:
+            return _enter(site) if site.port == "input" else self._leave(site, min(width, 44))
+
+        self._line.tap(selection, bind, Rank.RECORD)
+
+    def _leave(self, site: Site, width: int) -> Any:
+        name = site.path or "(root)"
+
+        def see(current: Pass, value: Any) -> None:
+            now = time.perf_counter()
+            stack = current.log
+            while stack and stack[-1][0] != site.path:
+                stack.pop()  # a module that raised, and whose caller went on
+            _, began, got = stack.pop() if stack else (None, now, "?")
+            label = "  " * len(stack) + name
+            self._print(
+                f"{label:{width}}  {site.module_type:18} {got} -> {_shown(value)}"
+                f"  {(now - began) * 1e3:.2f} ms"
+            )
+
+        return see
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._file if self._file is not None else sys.stdout)
+
+
+def watch(
+    model: nn.Module, selector: Selector = None, *, file: TextIO | None = None
+) -> Watch:  # fmt: skip
+    """Print each module as it runs: depth, path, type, shapes, dtype, mean, std, time.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with watch(model, file=io.StringIO()):
+        ...     _ = model(torch.zeros(4, 2))
+
+    A module is printed when it has run, so a container comes after what it holds; the indentation
+    is the depth of the call. Statistics are of the first floating tensor, in float32. Where a
+    module raises, the last line names it and what it got.
+
+    Args:
+        model: the model.
+        selector: which modules; as in `hl.select`, without ports. None is every module.
+        file: where to print; None is the standard output.
+
+    Returns:
+        A line: a context manager, or ended by `remove()`.
+
+    Raises:
+        SelectionError: the selector matches nothing.
+    """
+    line = Line(model, name="watch")
+    watching = Watch(line, model, file)
+    watching.start(line.select(selector, ("input", "output")))
+    return watching
+
+
+def _enter(site: Site) -> Any:
+    def see(current: Pass, value: Any) -> None:
+        current.log.append((site.path, time.perf_counter(), tree.form(value)))
+
+    return see
+
+
+def _shown(value: Any) -> str:
+    """A value's shape and dtype, and the mean and deviation of its first floating tensor."""
+    text = tree.form(value)
+    for _, tensor in tree.tensors(value):
+        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
+            continue
+        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            std, mean = torch.std_mean(tensor.detach().float(), correction=0)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{text} {dtype}  mean {mean.item():.4g}  std {std.item():.4g}"
+    return text

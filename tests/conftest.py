@@ -1,0 +1,125 @@
+"""Small models that behave like real ones, for all tests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """Conv, batch norm, an in-place ReLU that overwrites the batch norm's output, a residual."""
+
+    def __init__(self, channels: int = 4):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.bn(self.conv(x))) + x
+
+
+class SmallNet(nn.Module):
+    """A little convolutional network with the shapes of a big one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.layer1 = nn.Sequential(Block(), Block())
+        self.layer2 = nn.Sequential(Block(), Block())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.layer2(self.layer1(self.stem(x)))
+        return self.fc(self.pool(x).flatten(1))
+
+
+class Looped(nn.Module):
+    """One block, run three times in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(2, 2)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return self.head(x)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Out:
+    """A dataclass that torch's pytrees do not know."""
+
+    hidden: torch.Tensor
+    extra: object = None
+
+
+class Nested(nn.Module):
+    """Returns every kind of structure, from every kind of argument."""
+
+    def forward(self, x, *rest, scale=None, **options):
+        return OrderedDict(
+            pair=Pair(x + 1, [x * 2, None]),
+            out=Out(x - 1, extra={"n": 3, "deep": (x,)}),
+            text="kept",
+        )
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Nested()
+
+    def forward(self, x):
+        return self.inner(x, x, scale=2.0, mask=x > 0)
+
+
+@pytest.fixture
+def net() -> SmallNet:
+    torch.manual_seed(0)
+    return SmallNet().eval()
+
+
+@pytest.fixture
+def image() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def looped() -> Looped:
+    torch.manual_seed(0)
+    return Looped()
+
+
+@pytest.fixture
+def holder() -> Holder:
+    return Holder()
+
+
+def state(model: nn.Module) -> list[object]:
+    """All that a line could leave behind: hooks in order, attributes, modes, numbers, randomness."""
+    found: list[object] = [torch.get_rng_state().tolist()]
+    for path, module in model.named_modules():
+        hooks = {
+            name: list(value.items())
+            for name, value in vars(module).items()
+            if "_hooks" in name and hasattr(value, "items")
+        }
+        found.append((path, module.training, sorted(vars(module)), hooks))
+    found += [(name, t._version, t.tolist()) for name, t in model.state_dict().items()]
+    return found
+
+
+@pytest.fixture
+def left_as_found():
+    return state

@@ -1,0 +1,149 @@
+"""Selectors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline as hl
+from hookline.engine.select import glob
+
+
+def paths(model, selector, **options):
+    return [str(site) for site in hl.select(model, selector, **options)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "refuses"),
+    [
+        ("*", ["a", ""], ["a.b"]),
+        ("a.*", ["a.b", "a.1"], ["a", "a.b.c", "ab"]),
+        ("**", ["a", "a.b.c", ""], []),
+        ("a.**", ["a.b", "a.b.c"], ["a", "ab.c"]),
+        ("**.b", ["b", "a.b", "a.c.b"], ["ab", "a.xb"]),
+        ("a.**.b", ["a.b", "a.x.b", "a.x.y.b"], ["ab", "a.xb", "axb"]),
+        ("{a,b.c}.d", ["a.d", "b.c.d"], ["b.d"]),
+        ("h.{1*,2}", ["h.1", "h.12", "h.2"], ["h.21"]),
+        ("fc*", ["fc", "fc2"], ["fc.1", "xfc"]),
+        ("a.b+", ["a.b+"], ["a.bb"]),
+    ],
+)
+def test_globs(pattern, matches, refuses):
+    regex = glob(pattern)
+    assert all(regex.fullmatch(path) for path in matches)
+    assert not any(regex.fullmatch(path) for path in refuses)
+
+
+segment = st.text("ab1", min_size=1, max_size=2)
+
+
+@given(st.lists(segment, min_size=1, max_size=4), st.data())
+def test_a_path_matches_itself_with_any_segment_starred(segments, data):
+    path = ".".join(segments)
+    k = data.draw(st.integers(0, len(segments) - 1))
+    starred = ".".join([*segments[:k], "*", *segments[k + 1 :]])
+    assert glob(path).fullmatch(path)
+    assert glob(starred).fullmatch(path)
+    assert glob("**." + segments[-1]).fullmatch(path)
+    assert glob(path + ".**").fullmatch(path) is None
+    assert glob(path + ".**").fullmatch(path + ".x.y")
+
+
+def test_every_kind_of_selector(net):
+    blocks = ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
+    assert paths(net, "layer*.*") == blocks
+    assert paths(net, re.compile(r"layer\d\.\d$")) == blocks
+    assert paths(net, type(net.layer1[0])) == blocks
+    assert paths(net, net.layer1[1]) == ["layer1.1"]
+    assert paths(net, lambda path, module: path.count(".") == 1) == blocks
+    assert paths(net, ["layer2.1", "layer1.0"]) == ["layer1.0", "layer2.1"]
+    assert paths(net, "") == [":output"]
+    assert len(paths(net, None)) == len(list(net.modules()))
+
+
+def test_selections_combine(net):
+    conv = hl.select(net, nn.Conv2d)
+    layer1 = hl.select(net, "layer1.**")
+    assert paths(net, conv & layer1) == ["layer1.0.conv", "layer1.1.conv"]
+    assert paths(net, conv - layer1) == ["stem", "layer2.0.conv", "layer2.1.conv"]
+    assert paths(net, (conv & layer1) | "fc") == ["layer1.0.conv", "layer1.1.conv", "fc"]
+    assert "stem" in conv
+    assert "fc" not in conv
+
+
+def test_ports_leaves_and_calls_follow_a_glob(net):
+    assert paths(net, "layer1.*:input#1") == ["layer1.0:input#1", "layer1.1:input#1"]
+    assert paths(net, "layer1.*[0]") == ["layer1.0:output[0]", "layer1.1:output[0]"]
+    assert paths(net, "fc", ports=("input", "output")) == ["fc:input", "fc"]
+    assert paths(net, "fc:output", ports="input") == ["fc"]
+
+
+def test_a_shared_module_is_one_site_found_by_either_path():
+    shared = nn.Linear(1, 1)
+    model = nn.Sequential()
+    model.add_module("a", shared)
+    model.add_module("b", shared)
+    (site,) = hl.select(model, "b")
+    assert (site.path, site.aliases) == ("a", ("b",))
+    assert paths(model, "*") == ["a"]
+
+
+def test_paths_with_signs_of_the_grammar_can_be_selected_as_they_stand():
+    model = nn.ModuleDict({"a:b": nn.Linear(1, 1), "c#1": nn.Linear(1, 1)})
+    assert [site.path for site in hl.select(model, "a:b")] == ["a:b"]
+    assert [site.path for site in hl.select(model, "c#1")] == ["c#1"]
+
+
+def test_mere_holders_are_left_out_of_wide_selections():
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.parts = nn.ModuleList([nn.Linear(1, 1)])
+    assert paths(model, "**") == [":output", "0", "parts.0"]
+    with pytest.raises(hl.SelectionError, match=r"nothing flows through 'parts'.*\n.*'parts\.\*'"):
+        hl.select(model, "parts")
+
+
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        ("layer9", "Did you mean 'layer"),
+        ("layer1.0.cnv", "Did you mean 'layer1.0.conv'"),
+        ("zzz*", "'zzz*' matches no module of SmallNet"),
+        (nn.LSTM, "LSTM matches no module of SmallNet. Its types: AdaptiveAvgPool2d"),
+        (re.compile("zzz"), "re.compile('zzz') matches no module"),
+        (nn.Linear(1, 1), "this Linear matches no module"),
+        (["fc", "zzz"], "'zzz' matches no module"),
+        ([], "empty"),
+        (3, "int is no selector"),
+        (torch.zeros(1), "a tensor is not a place"),
+        (int, "int is not a module type"),
+        ("fc:outptu", "unknown port 'outptu'"),
+        ("{fc", "brace"),
+    ],
+)
+def test_a_selector_that_cannot_be_used_says_why_in_at_most_three_lines(net, selector, said):
+    with pytest.raises(hl.SelectionError) as caught:
+        hl.select(net, selector)
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_selection_of_another_model_is_refused(net):
+    other = hl.select(nn.Sequential(nn.Linear(1, 1)), "0")
+    with pytest.raises(hl.SelectionError, match="another model"):
+        hl.select(net, other)
+
+
+def test_unknown_ports_are_refused(net):
+    with pytest.raises(hl.SelectionError, match="unknown port 'gradient'"):
+        hl.select(net, "fc", ports=("gradient",))
+    with pytest.raises(hl.SelectionError, match="no port"):
+        hl.select(net, "fc", ports=())
+
+
+def test_a_selection_prints_its_sites_and_types(net):
+    assert repr(hl.select(net, "fc")) == "1 site\nfc  (Linear)"

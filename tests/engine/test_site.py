@@ -1,0 +1,70 @@
+"""How a site is written."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookline.engine.errors import SelectionError
+from hookline.engine.select import parse_site
+from hookline.engine.site import PORTS, Site, parse
+
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
+sites = st.builds(
+    Site,
+    path=st.lists(names | st.integers(0, 20).map(str), max_size=3).map(".".join),
+    port=st.sampled_from(PORTS),
+    leaf=st.lists(names | st.integers(0, 9) | st.just("a key"), max_size=3).map(tuple),
+    call=st.none() | st.integers(0, 99),
+)
+
+
+@given(sites)
+def test_what_is_written_reads_back_as_the_same_site(site):
+    assert parse_site(str(site)) == site
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("layer4.1.conv2", Site("layer4.1.conv2")),
+        ("h.3:output[0]", Site("h.3", leaf=(0,))),
+        ("h.3[0]", Site("h.3", leaf=(0,))),
+        ("block:output.last_hidden_state", Site("block", leaf=("last_hidden_state",))),
+        ('block:output["a key"][1]', Site("block", leaf=("a key", 1))),
+        ("block#2", Site("block", call=2)),
+        ("block:input.mask#0", Site("block", "input", ("mask",), 0)),
+        ("", Site("")),
+        (":output", Site("")),
+        (":input", Site("", "input")),
+        ("h:output[-1]", Site("h", leaf=(-1,))),
+    ],
+)
+def test_the_grammar_of_the_docs(text, expected):
+    assert parse_site(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("conv:grad_outptu", "unknown port 'grad_outptu'"),
+        ("conv:", "unknown port ''"),
+        ("conv#x", "'x' is not a call number"),
+        ("conv[a b]", "not a leaf"),
+        ("conv[0", "cannot be read"),
+        ("conv#1#2", "cannot be read"),
+    ],
+)
+def test_malformed_sites_say_what_is_wrong_and_show_the_form(text, said):
+    with pytest.raises(SelectionError) as caught:
+        parse(text)
+    assert said in str(caught.value)
+    assert "output" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_path_alone_is_the_output():
+    assert str(Site("a.b")) == "a.b"
+    assert str(Site("a.b", "input")) == "a.b:input"
+    assert str(Site("")) == ":output"
