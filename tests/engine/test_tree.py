@@ -108,8 +108,10 @@ def test_dictionaries_keep_their_type():
 
 def test_torchs_own_named_tuples_are_rebuilt():
     result = torch.max(torch.eye(2), dim=0)
-    new = tree.put(result, ("indices",), torch.tensor([5, 5])) if hasattr(result, "_fields") else (
-        tree.put(result, (1,), torch.tensor([5, 5]))
+    new = (
+        tree.put(result, ("indices",), torch.tensor([5, 5]))
+        if hasattr(result, "_fields")
+        else (tree.put(result, (1,), torch.tensor([5, 5])))
     )
     assert type(new) is type(result)
     assert new.indices.tolist() == [5, 5]

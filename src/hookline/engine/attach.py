@@ -61,6 +61,7 @@ class Line:
         self.passes = Passes(sink)
         self.taps: list[Tap] = []
         self.quiet = False
+        self.lenient = False
         self.model_type = type(model).__name__
         self._nodes: list[Node] = []
         self._root: nn.Module | None = None
@@ -71,8 +72,6 @@ class Line:
         if isinstance(model, nn.Module):
             self._nodes = walk(model)
             self._root = model
-        else:
-            DISPATCHER.add(self._catch)
 
     # -- what verbs use -------------------------------------------------------------------------
 
@@ -82,7 +81,15 @@ class Line:
         return self._nodes
 
     def select(self, selector: Selector, ports: tuple[str, ...] = ("output",)) -> Selection:
-        """The sites that a selector matches in the line's model."""
+        """The sites that a selector matches in the line's model.
+
+        Raises:
+            AttachError: the line has no model: it is everywhere.
+        """
+        if self._is_everywhere:
+            raise AttachError(
+                f"hl.{self.name} needs a model; hl.EVERYWHERE goes with hl.attach and raw hooks."
+            )
         return select_nodes(self._nodes, selector, ports)
 
     def tap(
@@ -197,6 +204,7 @@ class Line:
         if self._is_everywhere:
             if always_call:
                 raise AttachError("always_call is not offered with hl.EVERYWHERE.")
+            self._start()
             tap = RawTap(Site("", module_type="any"), self.passes, hook, check)
             self.taps.append(tap)
             self._catch.add(kind, selector, tap, with_kwargs=with_kwargs, prepend=prepend)
@@ -223,6 +231,8 @@ class Line:
         so that a selector that matches nothing leaves nothing behind."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        if self._is_everywhere:
+            DISPATCHER.add(self._catch)
         if self._root is not None and not len(self._placements):
             begin, end = RootTap(self.passes, Rank.BEGIN), RootTap(self.passes, Rank.END)
             self._placements.place(self._root, "forward_pre", begin.begin, Rank.BEGIN)
@@ -266,6 +276,9 @@ class Line:
         # The report outlives the line; the model must not be kept alive by it.
         self._nodes, self._root = [], None
 
+    def _may_leave_out(self) -> bool:
+        return self.lenient or self.passes.failed > 0
+
     def report(self) -> Report:
         """What was matched and attached, how often each site fired, and why some never did."""
         why = self._explain() if self._why is None else self._why
@@ -290,7 +303,9 @@ class Line:
     def _warn(self) -> None:
         if self.quiet or self._is_everywhere:
             return
-        message = self.report().warning()
+        report = self.report()
+        # A pass that failed, or a choice of everything there is, may well leave sites out.
+        message = None if report.passes and self._may_leave_out() else report.warning()
         if message:
             warn(message)
 

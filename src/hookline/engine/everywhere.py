@@ -17,6 +17,7 @@ from hookline.engine.errors import SelectionError
 from hookline.engine.placing import register_everywhere
 from hookline.engine.select import Selector
 from hookline.engine.taps import RawTap
+from hookline.engine.torch_internals import forget_global_hook
 
 
 @final
@@ -82,6 +83,8 @@ class _Dispatcher:
     def add(self, line: Catch) -> None:
         """Let a line see this context."""
         with self._lock:
+            if line in self._lines:
+                return
             self._lines.append(line)
             if not self._handles:
                 self._handles = register_everywhere(self._forward_pre, self._forward)
@@ -95,7 +98,7 @@ class _Dispatcher:
                 self._lines.remove(line)
             if not self._lines:
                 while self._handles:
-                    self._handles.pop().remove()
+                    forget_global_hook(self._handles.pop())
 
     @staticmethod
     def _forward_pre(module: nn.Module, args: Any) -> Any:

@@ -54,7 +54,7 @@ class Inventory:
 
     def __str__(self) -> str:
         if not self.entries:
-            return f"no hooks on {self.modules} modules"
+            return f"no hooks on {self.modules} module{'s' * (self.modules != 1)}"
         rows = [
             (e.path or "(root)", e.kind, e.owner, e.function, e.where) for e in self.entries
         ]  # fmt: skip

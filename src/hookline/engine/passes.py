@@ -79,7 +79,7 @@ class _Lane(threading.local):
 class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`."""
 
-    __slots__ = ("_numbers", "bound", "closed", "elsewhere", "lane", "sink", "started")
+    __slots__ = ("_numbers", "bound", "closed", "elsewhere", "failed", "lane", "sink", "started")
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.lane = _Lane()
@@ -88,6 +88,7 @@ class Passes:
         self.closed = False
         self.started = 0
         self.elsewhere = 0
+        self.failed = 0
         self._numbers = itertools.count()
 
     def enter(self) -> None:
@@ -161,6 +162,7 @@ class Passes:
 
     def _finish(self, current: Pass, *, failed: bool) -> None:
         current.failed = failed
+        self.failed += failed
         current.frame = current.handled = None
         if self.sink is not None:
             self.sink.end_pass(current)

@@ -91,6 +91,12 @@ def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield kind, hook
 
 
+def forget_global_hook(handle: RemovableHandle) -> None:
+    """Remove a process-wide forward hook whole: torch leaves its with-kwargs mark behind."""
+    handle.remove()
+    torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+
+
 def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every hook on a tensor's gradient, as (kind, hook)."""
     for kind, name in (("grad", "_backward_hooks"), ("accumulated", "_post_accumulate_grad_hooks")):
@@ -132,4 +138,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called at all: `ModuleList` and other mere holders can not."""
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    try:
+        inherited = type(module).forward is nn.Module.forward
+    except AttributeError:  # a scripted module's forward belongs to its instances
+        return True
+    return not inherited or "forward" in module.__dict__

@@ -54,9 +54,10 @@ def replace(new: float | Tensor) -> Edit:
     """
 
     def change(value: Tensor) -> Tensor:
+        tensor = _tensor(value, "replace")
+        other = torch.as_tensor(_like(new, tensor), dtype=tensor.dtype, device=tensor.device)
         # A copy: an expanded tensor could not be written to by an in-place layer behind.
-        other = torch.as_tensor(_like(new, value), dtype=value.dtype, device=value.device)
-        return other.expand_as(_tensor(value, "replace")).clone()
+        return other.expand_as(tensor).clone()
 
     return change
 

@@ -123,6 +123,7 @@ def start_recording(
 ) -> tuple[RecordLine, Line]:
     """Attach a recording line for a verb called `name`; also gives the bare line."""
     line = Line(model, name=name)
+    line.lenient = selector is None
     selection = line.select(selector, ports)
     modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
     recording = Recording(selection.sites, line.report, modules)

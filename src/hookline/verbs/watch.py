@@ -107,6 +107,7 @@ def watch(
         SelectionError: the selector matches nothing.
     """
     line = Line(model, name="watch")
+    line.lenient = selector is None
     watching = Watch(line, model, file)
     watching.start(line.select(selector, ("input", "output")))
     return watching

@@ -1,0 +1,189 @@
+"""Checkpoint files: read without unpickling, and fitted to a model. Imports errors and packages."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.engine.errors import HooklineError, ModelError
+from hookline.models.packages import first_line
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
+_WRAPPERS = ("module.", "_orig_mod.")
+_N_KEYS_NAMED = 3
+
+
+def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a state dict from a checkpoint, without running anything that is in the file.
+
+        >>> torch.save({"state_dict": nn.Linear(2, 2).state_dict(), "epoch": 3}, "last.ckpt")
+        >>> list(read_state_dict("last.ckpt"))
+        ['weight', 'bias']
+
+    Args:
+        file: a `.pt`, `.pth`, `.bin` or `.ckpt` file of `torch.save`, or a `.safetensors` file.
+            It holds the state dict itself, or a dict with it under `state_dict` or `model`.
+
+    Returns:
+        The state dict, on the CPU, with its keys as they are in the file.
+
+    Raises:
+        ModelError: there is no such file, its suffix is none of these, it needs unpickling, it
+            is broken, or it holds no state dict.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "is not there"
+        raise ModelError(
+            f"the checkpoint {path} {what}.\n--weights is default, none, or a file "
+            f"({', '.join(_SUFFIXES)})."
+        )
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ModelError(
+            f"the checkpoint {path} has the suffix {path.suffix or '(none)'}, which hookline does "
+            f"not read.\nIt reads {', '.join(_TORCH_SUFFIXES)} (torch.save) and .safetensors."
+        )
+    content = read_tensors(path, ModelError)
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
+        raise ModelError(
+            f"{path} holds no state dict: {_say_content(content)}.\nA state dict, or a dict with "
+            "one under state_dict or model, was expected: torch.save(model.state_dict(), FILE)."
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
+    """Read a `torch.save` or `.safetensors` file onto the CPU, without unpickling.
+
+        >>> read_tensors(Path("x.pt"), InputError).shape
+        torch.Size([1, 3, 224, 224])
+
+    Args:
+        path: the file. `.safetensors` is read as such; any other suffix through `torch.load`.
+        error_type: the error to raise.
+
+    Returns:
+        What the file holds; for `.safetensors` a dict of tensors.
+
+    Raises:
+        HooklineError: of type `error_type`: the file needs unpickling, or is broken.
+    """
+    try:
+        if path.suffix.lower() == ".safetensors":
+            return load_file(path, device="cpu")
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        # torch names the class that it refused; a file of another kind has no such line.
+        refused = re.search(r"(?:Unsupported global|Unsupported class): ?\w* (\S+)", str(error))
+        if refused is None:
+            raise error_type(_say_broken(path, "it is no torch.save file")) from error
+        raise error_type(
+            f"{path} needs unpickling ({refused[1]}), which can run any code, so hookline does "
+            "not do it.\nWhere you trust the file, load it yourself and save its tensors alone: "
+            "torch.save(model.state_dict(), FILE), or as .safetensors."
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise error_type(_say_broken(path, first_line(error))) from error
+
+
+def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: str) -> None:
+    """Load a state dict into a model, all of it or with an error that says what does not fit.
+
+        >>> fit_state_dict(nn.Linear(2, 2), {"module.weight": w, "module.bias": b}, "mine", "a.pt")
+
+    Args:
+        model: the model, changed in place.
+        state: its state dict; the prefixes `module.` and `_orig_mod.` of wrappers are removed.
+        name: the model's name, for the message.
+        source: the file's name, for the message.
+
+    Raises:
+        ModelError: keys are missing, unexpected or of another shape; up to three of each are
+            named.
+    """
+    own = model.state_dict(keep_vars=True)
+    bare = {_without_wrappers(key): value for key, value in state.items()}
+    # A model may have a submodule called `module` of its own: then its keys fit as they are.
+    if len(own.keys() & bare.keys()) > len(own.keys() & state.keys()):
+        state = bare
+    reshaped = [
+        f"{key}: {_say_shape(state[key])} in the file, {_say_shape(tensor)} in the model"
+        for key, tensor in own.items()
+        if key in state and _differs(tensor, state[key])
+    ]
+    missing = [key for key in own if key not in state]
+    # Buffers that the model computes itself, and that files of older releases still hold.
+    computed = {name for name, _ in model.named_buffers()} - own.keys()
+    unexpected = [key for key in state if key not in own and key not in computed]
+    if not reshaped:
+        try:
+            # torch knows which keys older files may leave out (num_batches_tracked, ...).
+            result = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise ModelError(f"{source} does not fit {name}: {first_line(error)}") from error
+        # A tied parameter has several keys, and is loaded once any of them is.
+        loaded = {id(own[key]) for key in own if key in state}
+        missing = [key for key in result.missing_keys if id(own.get(key)) not in loaded]
+        unexpected = [key for key in result.unexpected_keys if key not in computed]
+    problems = [
+        f"{len(keys)} {what} ({', '.join(keys[:_N_KEYS_NAMED])}"
+        f"{', ...' if len(keys) > _N_KEYS_NAMED else ''})"
+        for what, keys in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", reshaped),
+        )
+        if keys
+    ]
+    if problems:
+        raise ModelError(
+            f"{source} does not fit {name}. Of its keys: {'; '.join(problems)}.\n"
+            "Name the model that the file was saved from, or save this model's own: "
+            "torch.save(model.state_dict(), FILE)."
+        )
+
+
+def _differs(own: Any, other: Any) -> bool:
+    if not isinstance(own, Tensor) or not isinstance(other, Tensor) or is_lazy(own):
+        return False
+    return own.shape != other.shape
+
+
+def _without_wrappers(key: str) -> str:
+    while key.startswith(_WRAPPERS):
+        key = key.split(".", 1)[1]
+    # torch.compile wraps submodules too, so its prefix may stand further in.
+    return key.replace("._orig_mod.", ".")
+
+
+def _say_shape(tensor: Any) -> str:
+    return "x".join(str(size) for size in tensor.shape) or "scalar"
+
+
+def _say_content(content: Any) -> str:
+    if isinstance(content, dict):
+        keys = ", ".join(str(key) for key in list(content)[:_N_KEYS_NAMED])
+        return f"it is a dict with the keys {keys}" if keys else "it is an empty dict"
+    return f"it is a {type(content).__name__}"
+
+
+def _say_broken(path: Path, reason: str) -> str:
+    return (
+        f"{path} cannot be read as a {path.suffix} file: {reason}.\n"
+        "It may be cut short or of another kind: compare its size with the original's, and copy "
+        "or save it again."
+    )

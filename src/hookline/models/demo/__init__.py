@@ -1,0 +1,9 @@
+"""The demo: a digits classifier that hookline ships, so that everything runs without a download."""
+
+from __future__ import annotations
+
+from hookline.models.demo.digits import load_demo_digits as load_demo_digits
+from hookline.models.demo.digits import load_digits_net as load_digits_net
+from hookline.models.demo.digits import preprocess_digit as preprocess_digit
+
+__all__ = ["load_demo_digits", "load_digits_net", "preprocess_digit"]

@@ -1,0 +1,69 @@
+"""The files that the demo ships: its weights and eight digits. `train.py` makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hookline.models.demo.net import DigitsNet
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FOLDER = Path(__file__).parent
+
+
+def load_demo_digits() -> tuple[Tensor, Tensor]:
+    """Read eight handwritten digits, 0 to 7, that the demo's model was not trained on.
+
+        >>> images, labels = load_demo_digits()
+        >>> images.shape
+        torch.Size([8, 1, 8, 8])
+
+    Returns:
+        The pictures, shape `(8, 1, 8, 8)`, float32 from 0 (dark) to 1 (light), and their labels,
+        shape `(8,)`, int64.
+    """
+    samples = load_file(_FOLDER / "samples.safetensors")
+    return samples["images"], samples["labels"]
+
+
+def load_digits_net(*, default_weights: bool = True) -> DigitsNet:
+    """Build the demo's model.
+
+        >>> images, labels = load_demo_digits()
+        >>> load_digits_net()(images).argmax(dim=1)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+
+    Args:
+        default_weights: False leaves the weights random.
+
+    Returns:
+        The model, in eval mode.
+    """
+    net = DigitsNet()
+    if default_weights:
+        net.load_state_dict(load_file(_FOLDER / "digits.safetensors"))
+    return net.eval()
+
+
+def preprocess_digit(picture: Image) -> Tensor:
+    """Prepare a picture of one light digit on a dark ground for the demo's model.
+
+        >>> preprocess_digit(Image.new("RGB", (28, 28))).shape
+        torch.Size([1, 8, 8])
+
+    Args:
+        picture: a picture of any mode and size; it is resized to 8x8.
+
+    Returns:
+        Shape `(1, 8, 8)`, float32 from 0 (dark) to 1 (light).
+    """
+    # 4 is PIL.Image.Resampling.BOX: the mean over each cell, as the data set was made.
+    small = picture.convert("L").resize((8, 8), 4)
+    return torch.from_numpy(np.asarray(small, dtype=np.float32) / 255).unsqueeze(0)

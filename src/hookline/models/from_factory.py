@@ -1,0 +1,162 @@
+"""path/to/file.py:FACTORY, package.module:FACTORY. Imports errors, loaded, packages, pictures."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from hookline.engine.errors import ModelError
+from hookline.models.loaded import Loaded
+from hookline.models.packages import first_line
+from hookline.models.pictures import guess_preprocess
+
+_N_NAMES_LISTED = 8
+
+
+def load_file_factory(file: str, factory: str) -> Loaded:
+    """Run a Python file, and call a function of it that makes a model.
+
+        >>> load_file_factory("nets/tiny.py", "make").name
+        'nets/tiny.py:make'
+
+    Args:
+        file: the path of the file. While it runs, modules beside it can be imported.
+        factory: a function or class in it that is called without arguments, or a model in it.
+
+    Returns:
+        The model; pictures are prepared by a guess (see `guess_preprocess`).
+
+    Raises:
+        ModelError: there is no such file or no such name in it, running it or calling the
+            factory fails, or what comes back is no `nn.Module`.
+    """
+    path = Path(file).expanduser()
+    if not path.is_file():
+        there = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, there, n=3, cutoff=0.7)
+        hint = f"Did you mean {', '.join(close)}?" if close else "Give the path of a Python file."
+        raise ModelError(f"there is no file {path}.\n{hint}")
+    with _importable_from(path.resolve().parent):
+        module = _run_file(path)
+        return _make(module, str(file), factory)
+
+
+def load_module_factory(module_name: str, factory: str) -> Loaded:
+    """Import a module, and call a function of it that makes a model.
+
+        >>> load_module_factory("torch.nn", "Identity").model
+        Identity()
+
+    Args:
+        module_name: a module that can be imported, also from the current folder.
+        factory: as for `load_file_factory`.
+
+    Returns:
+        The model; pictures are prepared by a guess (see `guess_preprocess`).
+
+    Raises:
+        ModelError: as for `load_file_factory`.
+    """
+    with _importable_from(Path.cwd()):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise _failed(f"the module {module_name}", "cannot be imported", error) from error
+            raise ModelError(
+                f"{module_name}:{factory}: there is no module {error.name!r}.\nCheck the spelling, "
+                "install it, or give the file: path/to/file.py:FACTORY."
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise _failed(f"the module {module_name}", "cannot be imported", error) from error
+        return _make(module, module_name, factory)
+
+
+def _run_file(path: Path) -> ModuleType:
+    # In sys.modules, as dataclasses and pickle expect, under a name that no other file has.
+    digest = zlib.crc32(str(path.resolve()).encode())
+    module_name = f"_hookline_{path.stem}_{digest:08x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} cannot be run as a Python file.\nGive a file that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise _failed(str(path), "cannot be run", error) from error
+    return module
+
+
+def _make(module: ModuleType, place: str, factory: str) -> Loaded:
+    name = f"{place}:{factory}"
+    made = getattr(module, factory, None)
+    if made is None or not callable(made):
+        raise _no_factory(module, place, factory)
+    # A model may stand in the file ready-made; a class or a function is called.
+    if not isinstance(made, nn.Module):
+        try:
+            made = made()
+        except (Exception, SystemExit) as error:
+            raise _failed(name, "called without arguments, failed", error) from error
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"{name} returned a {type(made).__name__}; an nn.Module was expected.\n"
+            "Let the factory end with `return model`."
+        )
+    return Loaded(name, made, guess_preprocess)
+
+
+def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
+    public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+    own = [k for k in public if getattr(vars(module)[k], "__module__", "") == module.__name__]
+    names = own or public  # a package's __init__ may define nothing itself
+    what = "cannot be called" if hasattr(module, factory) else "is not there"
+    close = difflib.get_close_matches(factory, public, n=1)
+    listed = ", ".join(names[:_N_NAMES_LISTED])
+    if len(names) > _N_NAMES_LISTED:
+        listed += f" and {len(names) - _N_NAMES_LISTED} more"
+    return ModelError(
+        f"{place}:{factory}: {factory} {what}.\n"
+        + (f"Did you mean {close[0]}? " if close else "")
+        + (f"What can be called there: {listed}." if names else "There is no function or class.")
+    )
+
+
+def _failed(what: str, how: str, error: BaseException) -> ModelError:
+    frames = traceback.extract_tb(error.__traceback__)
+    # A call that does not fit the factory's arguments fails here, not in the person's file.
+    frame = frames[-1] if frames and frames[-1].filename != __file__ else None
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f" ({Path(error.filename).name}, line {error.lineno})"
+    elif frame is not None:
+        place = f" ({Path(frame.filename).name}, line {frame.lineno})"
+    else:
+        place = ""
+    return ModelError(
+        f"{what} {how}: {first_line(error)}{place}.\n"
+        "A factory is a function without arguments that returns an nn.Module."
+    )
+
+
+@contextmanager
+def _importable_from(folder: Path) -> Iterator[None]:
+    """Let modules in the folder be imported for a while, as `python file.py` would."""
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:
+            sys.path.remove(entry)

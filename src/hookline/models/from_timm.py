@@ -1,0 +1,94 @@
+"""timm:NAME. Imports errors, loaded, packages, pictures and from_torchvision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookline.engine.errors import ModelError
+from hookline.models.from_torchvision import unknown_name
+from hookline.models.loaded import Loaded
+from hookline.models.packages import cannot_fetch, first_line, import_package, is_reachable
+from hookline.models.pictures import in_mode
+
+# In the order in which timm looks for them.
+_HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def load_timm(model_name: str, *, default_weights: bool) -> Loaded:
+    """Build a model of timm, with the weights that timm has as its default or with random ones.
+
+        >>> load_timm("resnet18.a1_in1k", default_weights=False).model.num_classes
+        1000
+
+    Args:
+        model_name: one of `timm.list_models()`, or of `timm.list_pretrained()`: a model with a
+            tag that names its weights.
+        default_weights: False builds with random weights and downloads nothing.
+
+    Returns:
+        The model, with the preparation of pictures and the labels that timm publishes for it.
+
+    Raises:
+        ModelError: timm is not installed or has no such model, or the weights cannot be fetched.
+    """
+    name = f"timm:{model_name}"
+    timm = import_package("timm", name)
+    architecture, _, tag = model_name.partition(".")
+    if not timm.is_model(architecture):
+        raise unknown_name(name, model_name, timm.list_models(), "timm.list_models()")
+    tagged = timm.list_pretrained(f"{architecture}.*")
+    if tag and model_name not in tagged:
+        raise unknown_name(name, model_name, tagged, f"timm.list_pretrained('{architecture}.*')")
+    if default_weights:
+        _check_source(timm, model_name, name)
+    try:
+        model = timm.create_model(model_name, pretrained=default_weights)
+    except Exception as error:  # the hub's, the network's and timm's own errors share no base
+        if default_weights:
+            raise cannot_fetch(name, "its weights", first_line(error)) from error
+        raise ModelError(f"{name} cannot be built: {first_line(error)}.") from error
+    config = timm.data.resolve_model_data_config(model)
+    mode = "L" if config["input_size"][0] == 1 else "RGB"
+    preprocess = in_mode(timm.data.create_transform(**config), mode)
+    return Loaded(name, model, preprocess, None, _labels(timm, model))
+
+
+def _check_source(timm: Any, model_name: str, name: str) -> None:
+    """Make sure that the weights are here or can be fetched, before timm tries for a minute."""
+    config = timm.get_pretrained_cfg(model_name)
+    hub_id = getattr(config, "hf_hub_id", None)
+    url = getattr(config, "url", None)
+    if hub_id:
+        hub = import_package("huggingface_hub", name)
+        files = [config.hf_hub_filename] if config.hf_hub_filename else _HUB_FILES
+        repository = hub_id.partition("@")[0]
+        if any(isinstance(hub.try_to_load_from_cache(repository, file), str) for file in files):
+            return
+        if hub.constants.HF_HUB_OFFLINE:
+            raise cannot_fetch(name, "its weights", f"{repository} is not cached: HF_HUB_OFFLINE")
+        if not is_reachable(hub.constants.ENDPOINT):
+            raise cannot_fetch(name, "its weights", f"no connection to {hub.constants.ENDPOINT}")
+    elif url:
+        cached = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+        if not cached.is_file() and not is_reachable(url):
+            raise cannot_fetch(name, "its weights", f"no connection to {url}")
+    else:
+        tags = ", ".join(timm.list_pretrained(f"{model_name}.*")[:3])
+        raise ModelError(
+            f"timm publishes no weights for {model_name}{f'; it does for {tags}' if tags else ''}."
+            "\nUse --weights none for random weights, or --weights FILE for a checkpoint."
+        )
+
+
+def _labels(timm: Any, model: nn.Module) -> tuple[str, ...] | None:
+    config: Any = getattr(model, "pretrained_cfg", {})
+    n_classes = getattr(model, "num_classes", None)
+    labels = config.get("label_names")
+    if not labels:
+        subset = timm.data.infer_imagenet_subset(model)
+        labels = timm.data.ImageNetInfo(subset).label_descriptions() if subset else ()
+    return tuple(labels) if labels and len(labels) == n_classes else None

@@ -1,0 +1,89 @@
+"""torchvision:NAME. Imports errors, loaded, packages, checkpoints and pictures."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hookline.engine.errors import ModelError
+from hookline.models.checkpoints import read_tensors
+from hookline.models.loaded import Loaded, Preprocess
+from hookline.models.packages import cannot_fetch, first_line, import_package, is_reachable
+from hookline.models.pictures import in_mode
+
+
+def load_torchvision(model_name: str, *, default_weights: bool) -> Loaded:
+    """Build a model of torchvision, with the weights that torchvision has as its default or none.
+
+        >>> load_torchvision("resnet18", default_weights=False).labels[0]
+        'tench'
+
+    Args:
+        model_name: one of `torchvision.models.list_models()`.
+        default_weights: False builds with random weights and downloads nothing.
+
+    Returns:
+        The model. The preparation of pictures and the labels are those of its default weights,
+        also where the weights are random.
+
+    Raises:
+        ModelError: torchvision is not installed or has no such model, or the weights cannot be
+            fetched.
+    """
+    name = f"torchvision:{model_name}"
+    models = import_package("torchvision", name).models
+    known = models.list_models()
+    if model_name not in known:
+        raise unknown_name(name, model_name, known, "torchvision.models.list_models()")
+    weights = getattr(models.get_model_weights(model_name), "DEFAULT", None)
+    if default_weights and weights is None:
+        raise ModelError(
+            f"torchvision publishes no weights for {model_name}.\n"
+            "Use --weights none for random weights, or --weights FILE for a checkpoint."
+        )
+    options: dict[str, Any] = {}
+    if default_weights:
+        _fetch_safely(weights, name)
+    # Detectors and segmenters download a pretrained backbone unless they are told not to.
+    elif "weights_backbone" in inspect.signature(models.get_model_builder(model_name)).parameters:
+        options["weights_backbone"] = None
+    model = models.get_model(model_name, weights=weights if default_weights else None, **options)
+    labels = weights.meta.get("categories") if weights else None
+    preprocess: Preprocess | None = in_mode(weights.transforms()) if weights else None
+    return Loaded(name, model, preprocess, None, tuple(labels) if labels else None)
+
+
+def unknown_name(name: str, short: str, known: list[str], listing: str) -> ModelError:
+    """The error for a model that a library does not have, with the names nearest to it."""
+    library = name.partition(":")[0]
+    close = difflib.get_close_matches(short, known, n=4, cutoff=0.6)
+    hint = (
+        f"Did you mean {', '.join(f'{library}:{match}' for match in close)}?"
+        if close
+        else f"{listing} lists the {len(known)} that it has."
+    )
+    return ModelError(f"{library} has no model {short!r}.\n{hint}")
+
+
+def _fetch_safely(weights: Any, name: str) -> None:
+    """Download a checkpoint into torch's cache, and make sure that it holds tensors alone.
+
+    torchvision reads it again, through an unpickler that would run what is in the file; after
+    this first reading, which refuses everything but tensors, there is nothing in it to run.
+    """
+    path = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
+    if not path.is_file():
+        if not is_reachable(weights.url):
+            raise cannot_fetch(name, "its weights", f"no connection to {weights.url}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = path.stem.rpartition("-")[2]
+        try:
+            torch.hub.download_url_to_file(weights.url, str(path), hash_prefix=digest)
+        except (urllib.error.URLError, OSError, RuntimeError) as error:
+            raise cannot_fetch(name, "its weights", first_line(error)) from error
+    read_tensors(path, ModelError)

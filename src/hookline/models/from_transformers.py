@@ -1,0 +1,229 @@
+"""hf:NAME and hf:FOLDER, through transformers. Imports errors, loaded, packages and pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hookline.engine.errors import InputError, ModelError
+from hookline.models.loaded import Loaded, Preprocess, Tokenize
+from hookline.models.packages import cannot_fetch, first_line, import_package, is_reachable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Without a limit of its own, a tokenizer says that it takes 1e30 tokens.
+_NO_LIMIT = 10**9
+
+
+def load_transformers(place: str, *, default_weights: bool) -> Loaded:
+    """Build a model of transformers from a folder or from its name on the Hugging Face hub.
+
+    Weights are read from `.safetensors` alone, and no code of a repository is ever run.
+
+        >>> load_transformers("openai-community/gpt2", default_weights=True).model.config.n_layer
+        12
+
+    Args:
+        place: a folder with a `config.json`, or a name on the hub.
+        default_weights: False builds from the configuration alone, with random weights.
+
+    Returns:
+        The model, of the class that its configuration names, with its tokenizer, its preparation
+        of pictures and its labels, as far as they are published with it.
+
+    Raises:
+        ModelError: transformers is not installed, the folder or its files are not there, the
+            model needs code of its own, or nothing can be fetched.
+    """
+    name = f"hf:{place}"
+    transformers = import_package("transformers", name)
+    folder = Path(place).expanduser()
+    is_folder = folder.is_dir()
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if is_folder:
+        place = str(folder)
+        _check_folder(folder, name)
+        options["local_files_only"] = True
+    else:
+        _check_hub_name(place, name)
+        options["local_files_only"] = not _is_hub_reachable(name)
+    config = _load_config(transformers, place, name, options)
+    model_class = _model_class(transformers, config)
+    if default_weights:
+        _check_safetensors(folder, place, name, options)
+    try:
+        if default_weights:
+            model = model_class.from_pretrained(
+                place, config=config, use_safetensors=True, **options
+            )
+        elif model_class is transformers.AutoModel:
+            model = model_class.from_config(config)
+        else:
+            model = model_class(config)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+        if isinstance(error, OSError) and not is_folder:
+            raise cannot_fetch(name, "its weights", first_line(error)) from error
+        raise ModelError(
+            f"{name} cannot be built as {model_class.__name__}: {first_line(error)}.\n"
+            "Its config.json and its weights must be those of one model."
+        ) from error
+    return Loaded(
+        name,
+        model,
+        _load_preprocess(transformers, place, options),
+        _load_tokenize(transformers, place, name, config, options),
+        _labels(config),
+    )
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{name}: the folder has no config.json, so it holds no model of transformers.\n"
+            "Give a folder that save_pretrained() wrote."
+        )
+
+
+def _check_hub_name(place: str, name: str) -> None:
+    if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", place) and not place.startswith("."):
+        return
+    raise ModelError(
+        f"{name}: there is no folder {place}, and it is no name on the hub (OWNER/NAME) either.\n"
+        "Give a folder that save_pretrained() wrote, or a name such as hf:openai-community/gpt2."
+    )
+
+
+def _is_hub_reachable(name: str) -> bool:
+    constants = import_package("huggingface_hub", name).constants
+    return not constants.HF_HUB_OFFLINE and is_reachable(constants.ENDPOINT)
+
+
+def _load_config(transformers: Any, place: str, name: str, options: dict[str, Any]) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(place, **options)
+    except OSError as error:
+        if Path(place).is_dir():
+            raise ModelError(
+                f"{name}: its config.json cannot be read: {first_line(error)}."
+            ) from error
+        if not options["local_files_only"]:
+            raise ModelError(
+                f"{name}: the hub has no such model, or it is not open to you: "
+                f"{first_line(error)}.\nLook the name up on the hub; where the model is gated, log "
+                "in first with `hf auth login`."
+            ) from error
+        raise ModelError(
+            f"{name}: there is no folder of that name, the hub cannot be reached, and the model's "
+            "config.json is not in the cache.\nGive a folder that save_pretrained() wrote, also "
+            "with --weights none or --weights FILE: both need its config.json."
+        ) from error
+    except (ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name} is made by code in its own repository, which hookline never runs.\n"
+                "Where you trust it, build it in a file of yours: path/to/file.py:FACTORY."
+            ) from error
+        raise ModelError(
+            f"{name}: this release of transformers does not know its model_type: "
+            f"{first_line(error)}.\nInstall the newest one: pip install -U transformers"
+        ) from error
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    # A configuration comes from anyone, and could name something that is no model.
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        return named
+    return transformers.AutoModel
+
+
+def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, Any]) -> None:
+    if folder.is_dir():
+        if any(folder.glob("*.safetensors")):
+            return
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt")]
+        instead = f"--weights {pickled[0]}" if pickled else "--weights FILE"
+        raise ModelError(
+            f"{name}: the folder has no weights as .safetensors, the only kind read from it.\n"
+            f"Use {instead} to load a checkpoint's tensors, or --weights none for random weights."
+        )
+    if options["local_files_only"]:
+        return  # what is not in the cache, transformers will miss
+    # Where a repository has none, transformers would ask a server to convert it, and wait.
+    hub = import_package("huggingface_hub", name)
+    files = ("model.safetensors", "model.safetensors.index.json")
+    try:
+        there = any(hub.file_exists(place, file) for file in files)
+    except Exception as error:  # the errors of the hub's client share no base that lasts
+        raise cannot_fetch(name, "its weights", first_line(error)) from error
+    if not there:
+        raise ModelError(
+            f"{name} has no weights as .safetensors on the hub, the only kind read from there.\n"
+            "Download its checkpoint and use --weights FILE, or use --weights none for random "
+            "weights."
+        )
+
+
+def _load_preprocess(transformers: Any, place: str, options: dict[str, Any]) -> Preprocess | None:
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(place, **options)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None  # most models take no pictures, and transformers says so by an error
+
+    def preprocess(picture: Image) -> Tensor:
+        batch: Any = processor(images=picture.convert("RGB"), return_tensors="pt")
+        pixels: Tensor = batch["pixel_values"][0]
+        return pixels
+
+    return preprocess
+
+
+def _load_tokenize(
+    transformers: Any, place: str, name: str, config: Any, options: dict[str, Any]
+) -> Tokenize | None:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None  # a model without a tokenizer, which transformers says by an error
+    # Where a model's type has a tokenizer but the files are not there, transformers makes up an
+    # empty one, which would turn every word into "unknown".
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        return None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    start = getattr(config, "decoder_start_token_id", None)
+
+    def tokenize(texts: list[str]) -> dict[str, Tensor]:
+        if len(texts) > 1 and tokenizer.pad_token is None:
+            raise InputError(
+                f"the tokenizer of {name} cannot pad texts to one length.\nGive one text at a time."
+            )
+        n_tokens = max(len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"])
+        limit = min(tokenizer.model_max_length, _NO_LIMIT)
+        if n_tokens > limit:
+            raise InputError(
+                f"the text is {n_tokens} tokens long, and {name} takes at most {limit}.\n"
+                "Shorten it, or split it into several texts, one a line of a .txt file."
+            )
+        tokens: dict[str, Tensor] = dict(
+            tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
+        )
+        if getattr(config, "is_encoder_decoder", False) and start is not None:
+            tokens["decoder_input_ids"] = torch.full((len(texts), 1), start)
+        return tokens
+
+    return tokenize
+
+
+def _labels(config: Any) -> tuple[str, ...] | None:
+    names: dict[int, str] = getattr(config, "id2label", None) or {}
+    # transformers fills in LABEL_0, LABEL_1, ... where nobody named them.
+    if not names or all(re.fullmatch(r"LABEL_\d+", str(label)) for label in names.values()):
+        return None
+    return tuple(str(names[index]) for index in sorted(names))

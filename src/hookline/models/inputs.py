@@ -1,0 +1,163 @@
+"""load_input: an INPUT, as a person types it, to a batch.
+
+Imports errors, pictures, arrays, random_batch and demo.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hookline.engine.errors import InputError
+from hookline.models import arrays, pictures
+from hookline.models.demo import load_demo_digits
+from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.packages import import_package
+from hookline.models.random_batch import PREFIX, make_random
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SUFFIXES = (*pictures.SUFFIXES, *arrays.SUFFIXES, ".txt")
+_N_TEXT_SHOWN = 40
+
+
+def load_input(spec: str, loaded: Loaded) -> Batch:
+    """Turn what a person typed into an input for a model.
+
+        >>> loaded = load_model("demo:digits")
+        >>> batch = load_input("demo", loaded)
+        >>> loaded.model(*batch.args, **batch.kwargs).shape
+        torch.Size([8, 10])
+
+    Args:
+        spec: a picture, or a folder of at most 64 pictures (sorted by name, prepared as the model
+            wants them, one batch); `.npy`, `.npz`, `.pt` or `.safetensors` (one array is the
+            argument, several are keyword arguments); `random:SHAPE[:DTYPE]`; for a model with a
+            tokenizer a `.txt` file, one text a line, or any other text as it stands; for
+            `demo:digits` also `demo`, the eight digits that hookline ships.
+        loaded: the model.
+
+    Returns:
+        The batch; nothing is moved or cast, except that numpy's float64 becomes float32 where the
+        model's parameters are float32, and then the description says so.
+
+    Raises:
+        InputError: the file is not there, broken or of an unknown kind, or the model takes no
+            such input. The message says what to do.
+    """
+    if spec.lower().startswith(PREFIX):
+        return make_random(spec, loaded)
+    if spec == "demo" and loaded.name == "demo:digits":
+        return _demo_batch()
+    expanded = os.path.expanduser(spec)
+    # os.path, as it answers False for a text too long to be a path, where Path raises.
+    if os.path.isdir(expanded):
+        return _picture_batch(Path(expanded), loaded)
+    if os.path.isfile(expanded):
+        return _file_batch(Path(expanded), loaded)
+    if loaded.tokenize is None or _means_a_file(spec):
+        raise _not_there(spec, loaded)
+    if not spec.strip():
+        raise InputError("the text is empty.\nGive a text, a file or random:SHAPE:int64.")
+    return _text_batch([spec], f'text "{_shorten(spec)}"', loaded)
+
+
+def _file_batch(path: Path, loaded: Loaded) -> Batch:
+    suffix = path.suffix.lower()
+    if suffix in pictures.SUFFIXES:
+        return _picture_batch(path, loaded)
+    if suffix in arrays.SUFFIXES:
+        return arrays.read_arrays(path, loaded.model)
+    if suffix == ".txt":
+        return _text_file_batch(path, loaded)
+    raise InputError(
+        f"{path} has the suffix {path.suffix or '(none)'}, which hookline does not read.\n"
+        f"It reads {', '.join(_SUFFIXES)}."
+    )
+
+
+def _picture_batch(path: Path, loaded: Loaded) -> Batch:
+    files, n_others = pictures.find_pictures(path) if path.is_dir() else ([path], 0)
+    opened = [pictures.open_picture(file) for file in files]
+    x = pictures.stack_pictures(opened, [file.name for file in files], loaded)
+    source = path.name
+    if path.is_dir():
+        source = f"{path.resolve().name}/ ({len(files)} pictures"
+        source += f", {n_others} other files left out)" if n_others else ")"
+    return _with_pictures(x, source, opened, loaded)
+
+
+def _demo_batch() -> Batch:
+    images, _ = load_demo_digits()
+    image_module = import_package("PIL.Image", "demo:digits", InputError)
+    opened = [image_module.fromarray((image[0] * 255).round().byte().numpy()) for image in images]
+    return Batch((images,), {}, f"eight digits, {describe(images)}", tuple(opened))
+
+
+def _with_pictures(x: Tensor, source: str, opened: list[Image], loaded: Loaded) -> Batch:
+    description = f"{source}, {describe(x)}"
+    # Models of several inputs (text and pictures) name the one that takes pictures.
+    if "pixel_values" in inspect.signature(loaded.model.forward).parameters:
+        return Batch((), {"pixel_values": x}, description, tuple(opened))
+    return Batch((x,), {}, description, tuple(opened))
+
+
+def _text_file_batch(path: Path, loaded: Loaded) -> Batch:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as text: save it as UTF-8.") from error
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise InputError(f"{path} is empty.\nWrite one text a line.")
+    return _text_batch(texts, f"{path.name} ({len(texts)} texts)", loaded)
+
+
+def _text_batch(texts: list[str], source: str, loaded: Loaded) -> Batch:
+    if loaded.tokenize is None:
+        raise InputError(
+            f"{source} is text, and {loaded.name} has no tokenizer.\n"
+            "Give it tokens (.npy, .npz, .pt, .safetensors or random:1x128:int64)."
+        )
+    kwargs: dict[str, Any] = dict(loaded.tokenize(texts))
+    parts = ", ".join(f"{key} {describe(value)}" for key, value in kwargs.items())
+    return Batch((), kwargs, f"{source}, {parts}")
+
+
+def _means_a_file(spec: str) -> bool:
+    return Path(spec).suffix.lower() in _SUFFIXES and not any(c.isspace() for c in spec)
+
+
+def _not_there(spec: str, loaded: Loaded) -> InputError:
+    path = Path(spec).expanduser()
+    shown = repr(_shorten(spec))
+    try:
+        there = sorted(entry.name for entry in path.parent.iterdir())
+    except (OSError, ValueError):
+        there = []
+    close = difflib.get_close_matches(path.name, there, n=3)
+    if close:
+        found = ", ".join(str(path.parent / name) for name in close)
+        return InputError(f"there is no file {shown}.\nDid you mean {found}?")
+    if spec == "demo":
+        return InputError("'demo' is the input of demo:digits alone.\nGive a file or random:SHAPE.")
+    if loaded.tokenize is not None:
+        return InputError(
+            f"there is no file {shown}.\nCheck the path; a text with a space in it is text."
+        )
+    takes = "a picture, a folder of pictures, " if loaded.preprocess else ""
+    return InputError(
+        f"there is no file {shown}, and {loaded.name} has no tokenizer, so it is not text either."
+        f"\nGive {takes}{', '.join(arrays.SUFFIXES)} or random:SHAPE (random:1x3x224x224)."
+    )
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _N_TEXT_SHOWN else text[: _N_TEXT_SHOWN - 3] + "..."

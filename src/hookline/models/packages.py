@@ -1,0 +1,125 @@
+"""Packages that hookline can do without: imported on use, and an error that says how to get them.
+
+Imports errors and _torchvision_import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+from typing import Any
+
+from hookline.engine.errors import HooklineError, ModelError
+from hookline.models._torchvision_import import import_torchvision
+
+_EXTRAS = {
+    "torchvision": "vision",
+    "timm": "vision",
+    "PIL": "vision",
+    "transformers": "text",
+    "huggingface_hub": "text",
+}
+# These import torchvision themselves where it is installed.
+_NEED_TORCHVISION = ("torchvision", "timm", "transformers")
+
+_PROBE_SECONDS = 10.0
+
+
+def import_package(
+    package: str, needed_by: str, error_type: type[HooklineError] = ModelError
+) -> Any:
+    """Import a package of one of hookline's extras.
+
+        >>> import_package("timm", "timm:resnet18").create_model("resnet18").num_classes
+        1000
+
+    Args:
+        package: "torchvision", "timm", "transformers", "huggingface_hub" or "PIL", or a
+            module inside one of them.
+        needed_by: what the person typed, for the message.
+        error_type: the error to raise.
+
+    Returns:
+        The package.
+
+    Raises:
+        HooklineError: of type `error_type`: the package is not installed (the message has the
+            command that installs it), or its import fails.
+    """
+    root = package.partition(".")[0]
+    try:
+        if root in _NEED_TORCHVISION and _is_installed("torchvision"):
+            import_torchvision()
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name not in (root, package):
+            raise error_type(_broken(root, needed_by, error)) from error
+        raise error_type(
+            f"{needed_by} needs the package {'pillow' if root == 'PIL' else root}, which is "
+            f'not installed.\nInstall it: pip install "hookline[{_EXTRAS[root]}]"'
+        ) from error
+    except (ImportError, RuntimeError, OSError) as error:
+        raise error_type(_broken(root, needed_by, error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Say an error in one line, without a full stop: its type and its first sentence, shortened."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].partition(". ")[0].strip().rstrip(".:") if lines else ""
+    text = text if len(text) <= 160 else text[:160].rpartition(" ")[0] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_reachable(url: str) -> bool:
+    """Ask a server once whether it can be reached, for at most ten seconds.
+
+    The libraries that download weights retry for half a minute for each file where there is no
+    network; this one question, asked first, is why hookline does not.
+
+        >>> is_reachable("http://127.0.0.1:9")
+        False
+
+    Args:
+        url: an address on that server.
+
+    Returns:
+        False where no connection can be made. A refusal (403, 404, ...) is an answer, and a
+        certificate that Python does not trust is left to the library, which may trust it.
+    """
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
+            return True
+    except urllib.error.HTTPError as error:
+        # A proxy that cannot reach the server answers in the server's place.
+        return error.code not in (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
+    except urllib.error.URLError as error:
+        return "certificate" in str(error.reason).lower()
+    except OSError:  # a connection that was made and then timed out or was dropped
+        return False
+
+
+def cannot_fetch(name: str, what: str, reason: str) -> ModelError:
+    """The error for weights, or a configuration, that are not here and cannot be downloaded."""
+    return ModelError(
+        f"{name}: {what} cannot be fetched ({reason}).\n"
+        "Use --weights none for random weights, or --weights FILE for a checkpoint on this disk."
+    )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a spec stands in its place
+        return False
+
+
+def _broken(package: str, needed_by: str, error: BaseException) -> str:
+    return (
+        f"{needed_by} needs the package {package}, which is installed but cannot be imported:\n"
+        f"{first_line(error)}\n"
+        f'Install it again: pip install --force-reinstall "hookline[{_EXTRAS[package]}]"'
+    )

@@ -1,0 +1,168 @@
+"""Pictures: opened, prepared and stacked into one batch. Imports errors, loaded and packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.engine.errors import InputError
+from hookline.models.loaded import Loaded, Preprocess, describe
+from hookline.models.packages import first_line, import_package
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (
+    ".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm",
+)  # fmt: skip
+MAX_PICTURES = 64
+
+_IMAGENET_MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32)
+_IMAGENET_STD = np.array([0.229, 0.224, 0.225], dtype=np.float32)
+
+
+def open_picture(path: Path) -> Image:
+    """Open a picture, whole, and upright if the camera noted how it was held.
+
+        >>> open_picture(Path("chelsea.png")).size
+        (451, 300)
+
+    Args:
+        path: the file.
+
+    Returns:
+        The picture in its own mode and size; of an animation the first frame.
+
+    Raises:
+        InputError: pillow is not installed, or the file is no picture or is broken.
+    """
+    image_module = import_package("PIL.Image", str(path), InputError)
+    ops = import_package("PIL.ImageOps", str(path), InputError)
+    try:
+        with image_module.open(path) as picture:
+            picture.load()
+            upright: Image = ops.exif_transpose(picture)
+            return upright
+    # For a broken file pillow raises any of these, by format.
+    except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as e:
+        raise InputError(
+            f"{path} cannot be read as a picture: {first_line(e)}.\n"
+            f"Open it in a viewer and save it again, as .png for instance."
+        ) from e
+
+
+def find_pictures(folder: Path) -> tuple[list[Path], int]:
+    """List the pictures of a folder by name.
+
+        >>> find_pictures(Path("photos"))
+        ([PosixPath('photos/a.png'), PosixPath('photos/b.jpg')], 1)
+
+    Args:
+        folder: the folder; folders inside it are not looked into.
+
+    Returns:
+        The pictures, and how many other files are there (hidden ones not counted).
+
+    Raises:
+        InputError: there is no picture in it, or there are more than 64.
+    """
+    files = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
+    found = [path for path in files if path.suffix.lower() in SUFFIXES]
+    if not found:
+        raise InputError(
+            f"the folder {folder} has no pictures ({len(files)} other files).\n"
+            f"Pictures end in {', '.join(SUFFIXES)}."
+        )
+    if len(found) > MAX_PICTURES:
+        raise InputError(
+            f"the folder {folder} has {len(found)} pictures, and a batch holds at most "
+            f"{MAX_PICTURES}.\nPut those that you want into a folder of their own."
+        )
+    return found, len(files) - len(found)
+
+
+def stack_pictures(pictures: list[Image], names: list[str], loaded: Loaded) -> Tensor:
+    """Prepare pictures as the model wants them, and stack them into one batch.
+
+        >>> stack_pictures([picture], ["chelsea.png"], load_model("timm:resnet18")).shape
+        torch.Size([1, 3, 224, 224])
+
+    Args:
+        pictures: the pictures, of any mode and size.
+        names: their names, for the messages.
+        loaded: the model.
+
+    Returns:
+        The batch, shape `(pictures, channels, height, width)`.
+
+    Raises:
+        InputError: the model takes no pictures, or its preparation fails for one of these, or
+            gives them different shapes.
+    """
+    if loaded.preprocess is None:
+        raise InputError(
+            f"{names[0]} is a picture, and {loaded.name} takes none: nothing is known about how "
+            "to prepare one for it.\nGive it "
+            + ("text, or " if loaded.tokenize else "")
+            + "tensors (.npy, .npz, .pt, .safetensors or random:SHAPE)."
+        )
+    rows: list[Tensor] = []
+    for picture, name in zip(pictures, names, strict=True):
+        try:
+            row = loaded.preprocess(picture)
+        except Exception as error:  # a library's transforms may raise anything
+            raise InputError(
+                f"{name} cannot be prepared for {loaded.name}: {first_line(error)}.\n"
+                "Give the prepared tensors instead (.npy, .pt, .safetensors)."
+            ) from error
+        if rows and row.shape != rows[0].shape:
+            raise InputError(
+                f"{name} and {names[0]} differ in shape once prepared for {loaded.name} "
+                f"({describe(row)} and {describe(rows[0])}), so they cannot be one batch.\n"
+                "Give one picture at a time, or pictures of one size."
+            )
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def in_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
+    """Wrap a library's transform, so that it takes pictures of any mode (grey, with alpha, ...).
+
+        >>> in_mode(ResNet18_Weights.DEFAULT.transforms())(Image.new("L", (300, 300))).shape
+        torch.Size([3, 224, 224])
+
+    Args:
+        transform: takes a picture of mode `mode`.
+        mode: "RGB", or "L" for models of one channel.
+    """
+    return lambda picture: transform(picture.convert(mode))
+
+
+def guess_preprocess(picture: Image) -> Tensor:
+    """Prepare a picture for a model that publishes no preparation of its own. This is a guess.
+
+    It is what most ImageNet models take: RGB, the short side resized to 256, the middle 224x224,
+    normalised with ImageNet's mean and standard deviation. A model trained on anything else needs
+    its own preparation: give it prepared tensors.
+
+        >>> guess_preprocess(open_picture(Path("chelsea.png"))).shape
+        torch.Size([3, 224, 224])
+
+    Args:
+        picture: a picture of any mode and size.
+
+    Returns:
+        Shape `(3, 224, 224)`, float32.
+    """
+    scale = 256 / min(picture.size)
+    width, height = (max(256, round(side * scale)) for side in picture.size)
+    left, top = (width - 224) // 2, (height - 224) // 2
+    # 2 is PIL.Image.Resampling.BILINEAR, and filters where it makes a picture smaller.
+    small = picture.convert("RGB").resize((width, height), 2)
+    pixels = np.asarray(small.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
+    normal = (pixels - _IMAGENET_MEAN) / _IMAGENET_STD
+    return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))

@@ -1,0 +1,88 @@
+"""random:SHAPE[:DTYPE]. Imports errors and loaded."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine.errors import InputError
+from hookline.models.loaded import Batch, Loaded, describe
+
+PREFIX = "random:"
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+    "double": torch.float64,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "long": torch.int64,
+    "int32": torch.int32,
+    "int": torch.int32,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+_SEED = 0
+_N_TOKENS = 100
+_MAX_ELEMENTS = 2**31
+
+
+def make_random(spec: str, loaded: Loaded) -> Batch:
+    """Draw the input that `random:SHAPE[:DTYPE]` says, the same one each time.
+
+        >>> make_random("random:1x128:int64", loaded).description
+        'random, 1x128 int64'
+
+    Args:
+        spec: `random:1x3x224x224`, or with a type: `random:1x128:int64`. Floats are drawn from
+            the normal distribution; integers from 0 to 99, or up to the size of the model's
+            vocabulary where that is less; bool is true and false alike. The type is float32
+            unless it is given.
+        loaded: the model.
+
+    Raises:
+        InputError: the shape or the type is malformed, or the tensor would be too large.
+    """
+    match = re.fullmatch(r"random:(\d+(?:x\d+)*)(?::(\w+))?", spec.strip(), re.IGNORECASE)
+    if match is None:
+        raise InputError(
+            f"{spec!r} is malformed: random:SHAPE or random:SHAPE:DTYPE was expected.\n"
+            "For instance random:1x3x224x224 for a picture, random:1x128:int64 for tokens."
+        )
+    dtype = _DTYPES.get((match[2] or "float32").lower())
+    if dtype is None:
+        raise InputError(f"{spec!r}: there is no type {match[2]!r}.\nUse {', '.join(_DTYPES)}.")
+    shape = [int(size) for size in re.split("x", match[1], flags=re.IGNORECASE)]
+    n_elements = 1
+    for size in shape:
+        n_elements *= size
+    if n_elements > _MAX_ELEMENTS:
+        raise InputError(
+            f"{spec!r} asks for {n_elements:,} numbers; at most {_MAX_ELEMENTS:,} are drawn.\n"
+            "Give a smaller shape."
+        )
+    tensor = _draw(shape, dtype, loaded.model)
+    return Batch((tensor,), {}, f"random, {describe(tensor)}")
+
+
+def _draw(shape: list[int], dtype: torch.dtype, model: nn.Module) -> Tensor:
+    # A generator of its own: the caller's randomness is not consumed.
+    generator = torch.Generator().manual_seed(_SEED)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    high = 2 if dtype is torch.bool else min(_N_TOKENS, _vocabulary(model))
+    return torch.randint(0, high, shape, generator=generator).to(dtype)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        embeddings = get() if callable(get) else None
+    except NotImplementedError:  # transformers' answer for a model without them
+        return _N_TOKENS
+    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else _N_TOKENS

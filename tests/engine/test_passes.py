@@ -1,0 +1,196 @@
+"""Passes and calls, threads and tasks, and what happens when a pass does not end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def test_each_run_of_the_root_is_a_pass(looped):
+    with hl.record(looped) as run:
+        for _ in range(4):
+            looped(torch.ones(1, 2))
+    assert [one.number for one in run.passes] == [0, 1, 2, 3]
+    assert all(len(one.calls("block")) == 3 for one in run.passes)
+    assert all(one.failed is False for one in run.passes)
+
+
+def test_a_root_that_calls_itself_stays_in_one_pass():
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = nn.Linear(1, 1)
+
+        def forward(self, x, depth):
+            return self(x, depth - 1) + self(x, depth - 1) if depth else self.leaf(x)
+
+    tree = Tree()
+    with hl.record(tree, ports=("input", "output")) as run:
+        tree(torch.ones(1), 2)
+        tree(torch.ones(1), 1)
+    assert [len(one.calls("leaf")) for one in run.passes] == [4, 2]
+    assert [len(one.calls("")) for one in run.passes] == [7, 3]
+
+
+def test_submodules_run_by_hand_are_gathered_in_a_pass_of_their_own(net, image):
+    with hl.record(net, "**.conv") as run:
+        hidden = net.stem(image)
+        net.layer1(hidden)
+        net.layer2(hidden)
+        net(image)
+    by_hand, whole = run.passes
+    assert len(by_hand) == 4
+    assert len(whole) == 4
+
+
+def test_a_failed_pass_keeps_what_came_before_and_is_marked(net, image):
+    def fail(module, args):
+        raise ValueError("stop")
+
+    with hl.record(net, "**.conv") as run:
+        with hl.attach(net) as line, pytest.raises(ValueError, match="stop"):
+            line.forward_pre("layer2.0.conv", fail)
+            net(image)
+        net(image)
+    broken, whole = run.passes
+    assert broken.failed is True
+    assert list(broken) == ["layer1.0.conv", "layer1.1.conv"]
+    assert whole.failed is False
+
+
+def test_a_model_run_inside_an_except_block_has_not_failed(net, image):
+    with hl.record(net, "fc") as run:
+        try:
+            raise KeyError("unrelated")
+        except KeyError:
+            net(image)
+    assert run.passes[0].failed is False
+
+
+def test_an_interrupt_ends_the_pass_at_the_next_run(net, image):
+    interrupts = [KeyboardInterrupt]
+
+    def interrupt(module, args):
+        if interrupts:
+            raise interrupts.pop()
+
+    with hl.record(net, "**.conv") as run, hl.attach(net) as line:
+        line.forward_pre("layer2.0", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            net(image)
+        net(image)
+    assert [one.failed for one in run.passes] == [True, False]
+    assert [len(one) for one in run.passes] == [2, 4]
+
+
+def test_two_threads_that_share_a_model_record_apart(net, image):
+    barrier = threading.Barrier(2)
+    expected = {k: net.stem(image * k) for k in (1, 2)}
+
+    def work(factor):
+        with hl.record(net, ["stem", "fc"]) as run:
+            barrier.wait()
+            for _ in range(20):
+                net(image * factor)
+            barrier.wait()
+        return run
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = dict(zip((1, 2), pool.map(work, (1, 2)), strict=True))
+    for factor, run in runs.items():
+        assert len(run.passes) == 20
+        assert all(torch.equal(one["stem"], expected[factor]) for one in run.passes)
+
+
+def test_two_threads_that_share_a_model_edit_apart(net, image):
+    plain = net(image)
+    barrier = threading.Barrier(2)
+
+    def work(factor):
+        with hl.edit(net, "fc", hl.edits.scale(factor)):
+            barrier.wait()
+            results = [net(image) for _ in range(20)]
+            barrier.wait()
+        return all(torch.equal(y, plain * factor) for y in results)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(work, (0.0, 3.0)))
+
+
+def test_async_tasks_that_share_a_model_record_apart(net, image):
+    async def work(factor):
+        with hl.record(net, "stem") as run:
+            for _ in range(5):
+                await asyncio.sleep(0)
+                net(image * factor)
+        return run
+
+    async def both():
+        return await asyncio.gather(work(1), work(2))
+
+    for factor, run in zip((1, 2), asyncio.run(both()), strict=True):
+        assert len(run.passes) == 5
+        assert all(torch.equal(one["stem"], net.stem(image * factor)) for one in run.passes)
+
+
+def test_a_model_run_in_another_thread_is_not_seen_and_that_is_said(net, image):
+    with (
+        pytest.warns(hl.HooklineWarning, match=r"saw nothing: the model ran in another thread"),
+        hl.record(net, "fc") as run,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(net, image).result()
+    with pytest.raises(hl.NotRecordedError, match="copy_context"):
+        run["fc"]
+
+
+def test_a_copied_context_brings_the_line_along(net, image):
+    with hl.record(net, "fc") as run, ThreadPoolExecutor(1) as pool:
+        pool.submit(contextvars.copy_context().run, net, image).result()
+    assert torch.equal(run["fc"], net(image))
+
+
+def test_a_line_without_a_with_block_sees_every_thread_each_ones_passes_apart(looped):
+    line = hl.record(looped, "block")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(looped, [torch.full((1, 2), float(k)) for k in range(40)]))
+    line.remove()
+    assert len(line.recording.passes) == 40
+    assert all(len(one.calls("block")) == 3 for one in line.recording.passes)
+
+
+def test_a_line_that_ends_in_another_context_than_it_began_in_ends(net, image, left_as_found):
+    before = left_as_found(net)
+    line = hl.record(net, "fc")
+    contextvars.copy_context().run(line.__enter__)
+    net(image)
+    line._line.quiet = True
+    line.__exit__(None, None, None)
+    assert left_as_found(net) == before
+
+
+def test_nested_lines_each_see_the_model_and_the_inner_edit(net, image):
+    with hl.record(net, "fc") as outer:
+        net(image)
+        with hl.edit(net, "fc", hl.edits.scale(0)), hl.record(net, "fc") as inner:
+            net(image)
+        net(image)
+    assert [bool(one["fc"].any()) for one in outer.passes] == [True, False, True]
+    assert not inner["fc"].any()
+
+
+def test_overlapping_lines_end_in_any_order(net, image):
+    first, second = hl.record(net, "fc"), hl.record(net, "fc")
+    net(image)
+    first.remove()
+    net(image)
+    second.remove()
+    assert (len(first.recording.passes), len(second.recording.passes)) == (1, 2)

@@ -1,0 +1,77 @@
+"""Reports and the warnings at the end of a line."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def test_the_report_counts_what_fired(looped):
+    with hl.record(looped, ["block", "head"]) as run:
+        looped(torch.ones(1, 2))
+    report = run.report()
+    assert [(str(site), count) for site, count in report.fired] == [("block", 3), ("head", 1)]
+    assert report.silent == ()
+    text = str(report)
+    assert "hl.record on Looped: 2 sites, 1 pass, 2 fired, 0 never; ended" in text
+    assert "block      3 x  Linear" in text
+
+
+def test_a_site_that_never_fired_is_warned_of_with_the_reason(net, image):
+    net.unused = nn.Linear(1, 1)
+    with pytest.warns(hl.HooklineWarning, match=r"unused: not reached in this forward") as caught:
+        with hl.edit(net, ["fc", "unused"], lambda t: t) as line:
+            net(image)
+    assert caught[0].filename == __file__
+    assert "never: not reached" in str(line.report())
+
+
+def test_a_line_in_which_nothing_ran_is_warned_of(net):
+    with pytest.warns(hl.HooklineWarning, match="the model did not run while it lasted"):
+        with hl.record(net, "fc"):
+            pass
+
+
+def test_a_call_that_never_came_says_how_often_the_module_ran(looped):
+    with pytest.warns(hl.HooklineWarning, match=r"the module ran 3 times in a pass"):
+        with hl.edit(looped, "block#7", lambda t: t):
+            looped(torch.ones(1, 2))
+
+
+def test_attentions_out_proj_is_explained():
+    attention = nn.MultiheadAttention(4, 2)
+    x = torch.zeros(3, 1, 4)
+    with pytest.warns(hl.HooklineWarning, match="uses out_proj's weights without calling it"):
+        with hl.record(attention, "out_proj"):
+            attention(x, x, x)
+
+
+def test_a_compiled_model_that_hides_its_modules_is_explained(net, image):
+    compiled = torch.compile(net, backend="eager")
+    compiled(image)
+    with pytest.warns(hl.HooklineWarning, match="the model is compiled"):
+        with hl.record(compiled, "layer1.0.conv") as run:
+            compiled(image)
+    with pytest.raises(hl.NotRecordedError, match="the model is compiled"):
+        run["layer1.0.conv"]
+    torch.compiler.reset()
+
+
+def test_no_warning_hides_an_exception(net):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="mine"), hl.record(net, "fc"):
+            raise ValueError("mine")
+
+
+def test_recording_everything_does_not_complain_of_what_a_model_leaves_out(net, image):
+    net.unused = nn.Linear(1, 1)
+    with hl.record(net) as run:
+        net(image)
+    with pytest.raises(hl.NotRecordedError, match="not reached"):
+        run["unused"]

@@ -1,0 +1,110 @@
+"""The private names of torch that hookline leans on: each test says what breaks when one moves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.engine import torch_internals as internals
+
+
+@pytest.mark.parametrize(
+    ("kind", "register"),
+    [
+        ("forward_pre", "register_forward_pre_hook"),
+        ("forward", "register_forward_hook"),
+        ("backward_pre", "register_full_backward_pre_hook"),
+        ("backward", "register_full_backward_hook"),
+        ("state_dict_pre", "register_state_dict_pre_hook"),
+        ("state_dict", "register_state_dict_post_hook"),
+        ("load_state_dict_pre", "register_load_state_dict_pre_hook"),
+        ("load_state_dict", "register_load_state_dict_post_hook"),
+    ],
+)
+def test_each_kind_of_hook_lies_in_its_dictionary(kind, register):
+    """If torch renames one, attaching or the inventory misses that kind."""
+    module = nn.Linear(1, 1)
+    handle = getattr(module, register)(lambda *a: None)
+    assert list(internals.hook_dict(module, kind)) == [handle.id]
+    assert type(internals.hook_dict(module, kind)) is OrderedDict
+
+
+def test_flags_lie_where_torch_reads_them():
+    """If torch moves them, hooks lose their kwargs, or are skipped when a module raises."""
+    module = nn.Linear(1, 1)
+    pre = module.register_forward_pre_hook(lambda *a: None, with_kwargs=True)
+    (flags,) = internals.hook_flags(module, "forward_pre", with_kwargs=True, always_call=False)
+    assert pre.id in flags
+    hook = module.register_forward_hook(lambda *a: None, with_kwargs=True, always_call=True)
+    kwargs, always = internals.hook_flags(module, "forward", with_kwargs=True, always_call=True)
+    assert hook.id in kwargs
+    assert hook.id in always
+
+
+def test_ids_are_torchs_own():
+    """If the counter moves, two hooks could share an id and one would vanish."""
+    module = nn.Linear(1, 1)
+    mine = internals.new_hook_id()
+    theirs = module.register_forward_hook(lambda *a: None).id
+    assert theirs == mine + 1
+
+
+def test_torch_leaves_a_mark_of_process_wide_hooks_and_hookline_removes_it():
+    """When torch stops leaving it, `forget_global_hook` can go."""
+    tables = torch.nn.modules.module
+    handle = tables.register_module_forward_hook(lambda *a: None, with_kwargs=True)
+    assert dict(internals.global_hooks())["forward"] is tables._global_forward_hooks[handle.id]
+    internals.forget_global_hook(handle)
+    assert not tables._has_any_global_hook()
+
+
+def test_hooks_on_parameters_are_found():
+    """If these attributes move, the inventory misses hooks on parameters."""
+    parameter = nn.Parameter(torch.zeros(1))
+    assert list(internals.tensor_hooks(parameter)) == []
+    parameter.register_hook(lambda grad: None)
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert [kind for kind, _ in internals.tensor_hooks(parameter)] == ["grad", "accumulated"]
+
+
+def test_wrappers_are_known_by_the_place_where_torch_defines_them():
+    """If torch moves a wrapper, its prefix comes back into every path."""
+    inner = nn.Linear(1, 1)
+    import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpointing
+
+    for wrapper in (
+        nn.DataParallel(inner),
+        torch.optim.swa_utils.AveragedModel(inner),
+        torch.compile(inner, backend="eager"),
+        checkpointing.CheckpointWrapper(inner),
+    ):
+        assert type(internals.unwrap(wrapper)) is nn.Linear
+
+
+def test_wrappers_that_need_processes_are_where_they_are_said_to_be():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for kind in (FullyShardedDataParallel, DistributedDataParallel):
+        assert (kind.__module__, kind.__name__) in internals._WRAPPERS
+
+
+def test_compiled_modules_are_known():
+    inner = nn.Linear(1, 1)
+    assert not internals.is_compiled(inner)
+    assert internals.is_compiled(torch.compile(inner, backend="eager"))
+    inner.compile(backend="eager")
+    assert internals.is_compiled(inner)
+
+
+def test_holders_without_a_forward_are_known():
+    assert not internals.has_forward(nn.ModuleList())
+    assert not internals.has_forward(nn.ModuleDict())
+    assert internals.has_forward(nn.Identity())
+    assert internals.has_forward(torch.jit.script(nn.ReLU()))
+    patched = nn.ModuleList()
+    patched.forward = lambda x: x
+    assert internals.has_forward(patched)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hookline.engine.errors import InputError
+from hookline.models import Loaded, load_input
+
+ONE = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
+
+
+def test_one_array_is_the_argument(linear, tmp_path):
+    np.save(tmp_path / "x.npy", ONE)
+    np.savez(tmp_path / "x.npz", anything=ONE)
+    torch.save(torch.from_numpy(ONE), tmp_path / "x.pt")
+    save_file({"anything": torch.from_numpy(ONE)}, tmp_path / "x.safetensors")
+    for suffix in (".npy", ".npz", ".pt", ".safetensors"):
+        batch = load_input(str(tmp_path / f"x{suffix}"), linear)
+        assert batch.kwargs == {}
+        assert len(batch.args) == 1
+        assert torch.equal(batch.args[0], torch.from_numpy(ONE))
+        assert batch.description == f"x{suffix}, 1x2x3 float32"
+
+
+def test_several_named_arrays_are_keyword_arguments(linear, tmp_path):
+    tensors = {"ids": torch.ones(1, 8, dtype=torch.int64), "mask": torch.zeros(1, 8)}
+    np.savez(tmp_path / "x.npz", **{key: value.numpy() for key, value in tensors.items()})
+    torch.save(tensors, tmp_path / "x.pt")
+    save_file(tensors, tmp_path / "x.safetensors")
+    for suffix in (".npz", ".pt", ".safetensors"):
+        batch = load_input(str(tmp_path / f"x{suffix}"), linear)
+        assert batch.args == ()
+        assert set(batch.kwargs) == {"ids", "mask"}
+        assert torch.equal(batch.kwargs["ids"], tensors["ids"])
+        assert batch.description == f"x{suffix}, ids 1x8 int64, mask 1x8 float32"
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_tuple_or_list_is_the_positional_arguments(linear, tmp_path, kind):
+    torch.save(kind([torch.zeros(2), torch.ones(3), None]), tmp_path / "x.pt")
+    batch = load_input(str(tmp_path / "x.pt"), linear)
+    assert [getattr(value, "shape", value) for value in batch.args] == [(2,), (3,), None]
+    assert batch.description == "x.pt, 2 float32, 3 float32, NoneType"
+
+
+def test_float64_of_numpy_becomes_the_models_float32_and_is_said(linear, tmp_path):
+    np.save(tmp_path / "x.npy", ONE.astype(np.float64))
+    batch = load_input(str(tmp_path / "x.npy"), linear)
+    assert batch.args[0].dtype is torch.float32
+    assert batch.description == "x.npy, 1x2x3 float32 (float64 in the file)"
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2).double(), nn.Linear(2, 2).half(), nn.ReLU()])
+def test_float64_of_numpy_stays_for_any_other_model(tmp_path, model):
+    np.save(tmp_path / "x.npy", ONE.astype(np.float64))
+    batch = load_input(str(tmp_path / "x.npy"), Loaded("other", model))
+    assert batch.args[0].dtype is torch.float64
+    assert batch.description == "x.npy, 1x2x3 float64"
+
+
+def test_float64_of_torch_is_left_alone(linear, tmp_path):
+    torch.save(torch.zeros(2, dtype=torch.float64), tmp_path / "x.pt")
+    assert load_input(str(tmp_path / "x.pt"), linear).args[0].dtype is torch.float64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int64", "uint8", "bool", "complex64", ">i4"])
+def test_other_types_keep_their_type_and_values(linear, tmp_path, dtype):
+    array = np.array([[0, 1], [1, 0]]).astype(dtype)
+    np.save(tmp_path / "x.npy", array)
+    tensor = load_input(str(tmp_path / "x.npy"), linear).args[0]
+    assert tensor.numpy().dtype == array.dtype.newbyteorder("=")
+    assert np.array_equal(tensor.numpy(), array)
+
+
+def test_a_single_number_is_a_scalar(linear, tmp_path):
+    np.save(tmp_path / "x.npy", np.float32(3))
+    batch = load_input(str(tmp_path / "x.npy"), linear)
+    assert batch.args[0].shape == ()
+    assert batch.description == "x.npy, scalar float32"
+
+
+def test_python_objects_are_never_unpickled(linear, tmp_path, said):
+    np.save(tmp_path / "x.npy", np.array([{}], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "x.npz", a=np.array([{}], dtype=object))
+    for name in ("x.npy", "x.npz"):
+        with pytest.raises(InputError, match=f"{name} holds Python objects") as raised:
+            load_input(str(tmp_path / name), linear)
+        assert "np.save(FILE" in said(raised)
+    torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
+    with pytest.raises(InputError, match=r"x\.pt needs unpickling") as raised:
+        load_input(str(tmp_path / "x.pt"), linear)
+    said(raised)
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.pt", "x.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"not arrays at all", b"PK\x03\x04 cut"])
+def test_a_broken_file_is_an_error(linear, tmp_path, said, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"{name} cannot be read as a ") as raised:
+        load_input(str(tmp_path / name), linear)
+    assert "unpickle" not in said(raised)
+
+
+def test_a_file_cut_short_is_an_error(linear, tmp_path):
+    np.save(tmp_path / "x.npy", ONE)
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(whole[:-5])
+    with pytest.raises(InputError, match=r"x\.npy cannot be read"):
+        load_input(str(tmp_path / "x.npy"), linear)
+
+
+def test_words_are_no_numbers(linear, tmp_path, said):
+    np.save(tmp_path / "x.npy", np.array(["a", "b"]))
+    with pytest.raises(InputError, match="holds <U1 values, and torch has no such type") as raised:
+        load_input(str(tmp_path / "x.npy"), linear)
+    said(raised)
+
+
+@pytest.mark.parametrize("content", [3, {}, (), {"epoch": 3}])
+def test_a_file_without_a_tensor_is_an_error(linear, tmp_path, said, content):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(InputError, match=r"x\.pt holds no tensor") as raised:
+        load_input(str(tmp_path / "x.pt"), linear)
+    assert "a dict of keyword arguments" in said(raised)

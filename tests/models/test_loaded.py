@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from hookline.models import Batch
+from hookline.models.loaded import describe
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(1, 3, 224, 224), "1x3x224x224 float32"),
+        (torch.zeros(5, dtype=torch.int64), "5 int64"),
+        (torch.zeros((), dtype=torch.bool), "scalar bool"),
+        (torch.zeros(0, 2), "0x2 float32"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_value_is_described_by_shape_and_type(value, text):
+    assert describe(value) == text
+
+
+def test_a_batch_and_a_loaded_model_cannot_be_changed(linear):
+    batch = Batch((torch.zeros(2),))
+    assert (batch.kwargs, batch.images) == ({}, ())
+    with pytest.raises(FrozenInstanceError):
+        batch.args = ()
+    with pytest.raises(FrozenInstanceError):
+        linear.name = "other"
+    assert batch != Batch(batch.args)  # by identity: tensors have no single truth value

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hookline.engine.errors import InputError, ModelError
+from hookline.models import load_input, load_model
+from hookline.models.packages import first_line, import_package, is_reachable
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "extra"),
+    [
+        ("torchvision", "torchvision:resnet18", "vision"),
+        ("timm", "timm:resnet18", "vision"),
+        ("transformers", "hf:openai-community/gpt2", "text"),
+    ],
+)
+def test_a_missing_package_is_an_error_with_the_extra_to_install(
+    monkeypatch, said, package, name, extra
+):
+    monkeypatch.setitem(sys.modules, package, None)  # Python's own way to forbid an import
+    with pytest.raises(ModelError) as raised:
+        load_model(name)
+    assert said(raised) == (
+        f"{name} needs the package {package}, which is not installed.\n"
+        f'Install it: pip install "hookline[{extra}]"'
+    )
+
+
+def test_without_pillow_a_picture_is_an_input_error(monkeypatch, said, picture, digits):
+    for module in ("PIL", "PIL.Image"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match="needs the package pillow") as raised:
+        load_input(str(picture), digits)
+    assert 'pip install "hookline[vision]"' in said(raised)
+
+
+def test_a_package_whose_own_import_fails_is_said_to_be_broken(monkeypatch, said, tmp_path):
+    (tmp_path / "timm.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(ModelError, match="installed but cannot be imported") as raised:
+        import_package("timm", "timm:resnet18")
+    assert "a_package_that_is_not_there" in said(raised)
+
+
+def test_a_server_that_nobody_answers_for_is_not_reachable():
+    started = time.monotonic()
+    assert not is_reachable("http://127.0.0.1:9")
+    assert not is_reachable("https://huggingface.co")
+    assert time.monotonic() - started < 5
+
+
+def test_an_error_is_said_in_its_first_sentence():
+    assert first_line(ValueError("one. Two.\nthree")) == "ValueError: one"
+    assert first_line(EOFError()) == "EOFError"
+    assert len(first_line(ValueError("word " * 1000))) < 200
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_importing_models_imports_no_extra():
+    code = (
+        "import sys, hookline.models\n"
+        "heavy = {'torchvision', 'timm', 'transformers', 'PIL', 'sklearn', 'huggingface_hub'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_without_a_network_the_hub_is_given_up_on_at_once():
+    # The libraries themselves would try for half a minute for each file.
+    code = (
+        "import os, time\n"
+        "os.environ.pop('HF_HUB_OFFLINE', None)\n"
+        "from hookline.models import load_model\n"
+        "from hookline.models.packages import import_package\n"
+        "import_package('transformers', ''), import_package('timm', '')\n"
+        "for name in ('hf:hookline/never-there', 'timm:resnet18'):\n"
+        "    started = time.monotonic()\n"
+        "    try:\n        load_model(name)\n"
+        "    except ValueError as error:\n        print(error)\n"
+        "    assert time.monotonic() - started < 8\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "hf:hookline/never-there: there is no folder of that name, the hub" in result.stdout
+    assert "timm:resnet18: its weights cannot be fetched (no connection" in result.stdout

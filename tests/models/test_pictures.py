@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+import torch
+from PIL import Image
+
+from hookline.engine.errors import InputError
+from hookline.models import Loaded, load_input
+from hookline.models.pictures import guess_preprocess, open_picture
+
+
+def test_a_picture_is_prepared_as_its_model_wants_it(resnet18, picture):
+    batch = load_input(str(picture), resnet18)
+    assert batch.description == "ramp.png, 1x3x224x224 float32"
+    assert [image.size for image in batch.images] == [(300, 200)]
+    assert torch.equal(batch.args[0][0], resnet18.preprocess(Image.open(picture)))
+
+
+def test_a_photograph_is_prepared_as_its_model_wants_it(resnet18):
+    with resources.as_file(resources.files("sklearn.datasets.images") / "china.jpg") as photograph:
+        batch = load_input(str(photograph), resnet18)
+    assert batch.description == "china.jpg, 1x3x224x224 float32"
+    assert batch.images[0].size == (640, 427)
+
+
+def test_a_folder_of_pictures_is_one_batch_in_the_order_of_names(digits, tmp_path):
+    for name, value in (("b.png", 255), ("a.JPG", 0), ("c.bmp", 128)):
+        Image.new("L", (8, 8), value).save(tmp_path / name)
+    (tmp_path / "notes.md").write_text("")
+    (tmp_path / ".hidden").write_text("")
+    batch = load_input(str(tmp_path), digits)
+    assert batch.args[0].mean(dim=(1, 2, 3)).tolist() == pytest.approx([0, 1, 128 / 255])
+    assert len(batch.images) == 3
+    assert batch.description == (
+        f"{tmp_path.name}/ (3 pictures, 1 other files left out), 3x1x8x8 float32"
+    )
+
+
+@pytest.mark.parametrize("n_pictures", [64, 65])
+def test_a_folder_holds_at_most_64_pictures(digits, tmp_path, said, n_pictures):
+    for index in range(n_pictures):
+        Image.new("L", (8, 8)).save(tmp_path / f"{index:03d}.png")
+    if n_pictures == 64:
+        assert load_input(str(tmp_path), digits).args[0].shape == (64, 1, 8, 8)
+        return
+    with pytest.raises(InputError, match="has 65 pictures, and a batch holds at most 64") as raised:
+        load_input(str(tmp_path), digits)
+    assert "folder of their own" in said(raised)
+
+
+def test_an_empty_folder_is_an_error(digits, tmp_path, said):
+    with pytest.raises(InputError, match=r"has no pictures \(0 other files\)") as raised:
+        load_input(str(tmp_path), digits)
+    assert "Pictures end in .png" in said(raised)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # pillow's, before its own error
+@pytest.mark.parametrize("kind", ["text", "empty", "cut"])
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".gif", ".bmp", ".tiff", ".webp", ".ppm"])
+def test_a_broken_picture_is_an_error(digits, picture, tmp_path, said, kind, suffix):
+    whole = tmp_path / f"whole{suffix}"
+    Image.open(picture).save(whole)
+    content = whole.read_bytes()
+    broken = tmp_path / f"broken{suffix}"
+    broken.write_bytes({"text": b"no picture", "empty": b"", "cut": content[:30]}[kind])
+    with pytest.raises(InputError, match="cannot be read as a picture") as raised:
+        load_input(str(broken), digits)
+    assert f"broken{suffix}" in said(raised)
+
+
+def test_a_picture_that_was_held_sideways_is_turned_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: turned by a quarter
+    Image.new("RGB", (40, 20)).save(tmp_path / "phone.jpg", exif=exif)
+    assert open_picture(tmp_path / "phone.jpg").size == (20, 40)
+
+
+def test_a_picture_for_a_model_of_text_is_an_error(minilm, linear, picture, said):
+    with pytest.raises(InputError, match=r"ramp\.png is a picture, and hf:.* takes none") as raised:
+        load_input(str(picture), minilm)
+    assert "Give it text, or tensors (.npy" in said(raised)
+    with pytest.raises(InputError, match="Give it tensors"):
+        load_input(str(picture), linear)
+
+
+def test_pictures_that_come_out_in_different_shapes_are_an_error(linear, tmp_path, said):
+    loaded = Loaded("any size", linear.model, lambda image: torch.zeros(1, *image.size))
+    for index in (1, 2):
+        Image.new("L", (8, 8 * index)).save(tmp_path / f"{index}.png")
+    with pytest.raises(InputError, match=r"2\.png and 1\.png differ in shape") as raised:
+        load_input(str(tmp_path), loaded)
+    assert "(1x8x16 float32 and 1x8x8 float32)" in said(raised)
+
+
+def test_a_preparation_that_fails_is_an_error(linear, picture, said):
+    def fail(image):
+        raise KeyError("pixels")
+
+    with pytest.raises(InputError, match="cannot be prepared for odd: KeyError") as raised:
+        load_input(str(picture), Loaded("odd", linear.model, fail))
+    said(raised)
+
+
+def test_the_guess_is_that_of_imagenet_models(resnet18, picture):
+    image = open_picture(picture)
+    guessed, published = guess_preprocess(image), resnet18.preprocess(image)
+    assert guessed.dtype == torch.float32
+    assert (guessed - published).abs().max() < 0.02  # one level of 255 is 0.017 of these
+
+
+@pytest.mark.parametrize("size", [(1, 1), (10, 1000), (1000, 10), (256, 256), (257, 300)])
+def test_the_guess_takes_pictures_of_any_size(size):
+    assert guess_preprocess(Image.new("RGB", size)).shape == (3, 224, 224)

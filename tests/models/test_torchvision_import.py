@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_torchvision_is_imported_whole_even_after_an_import_that_failed():
+    # Where torchvision's operators fit the installed torch, this is the ordinary import.
+    code = (
+        "import sys\n"
+        "try:\n    import torchvision\n"
+        "except RuntimeError:\n    pass\n"
+        "from hookline.models._torchvision_import import import_torchvision\n"
+        "vision = import_torchvision()\n"
+        "assert vision is import_torchvision() is sys.modules['torchvision']\n"
+        "import torchvision.transforms.v2\n"
+        "print(vision.models.resnet18().fc.out_features)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "1000"

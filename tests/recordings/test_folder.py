@@ -1,0 +1,271 @@
+"""Recordings on disk: whole or not there, lazily opened, honest about what is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.recordings import Fields, Lost
+from hookline.recordings.folder import MANIFEST
+
+
+def test_a_recording_comes_back_the_same(net, image, tmp_path):
+    with hl.record(net, ports=("input", "output"), copy=True) as run:
+        net(image)
+        net(image * 2)
+    opened = hl.open(run.save(tmp_path / "run"))
+    assert opened.sites == run.sites
+    assert list(opened) == list(run)
+    for one, other in zip(opened.passes, run.passes, strict=True):
+        assert one.order == other.order
+        assert all(torch.equal(one[key], other[key]) for key in other)
+    assert str(opened.report()) == str(run.report())
+    assert opened.modules == run.modules
+
+
+ALL_DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_every_dtype_is_kept_as_it_is(dtype, tmp_path):
+    value = torch.tensor([0.0, 1.0, 3.0]).to(dtype)
+    opened = hl.open(record_value(value).save(tmp_path / "run"))
+    assert opened["0"].dtype is dtype
+    assert torch.equal(opened["0"].to(torch.complex128), value.to(torch.complex128))
+
+
+def record_value(value) -> hl.Recording:
+    model = nn.Sequential(nn.Identity())
+    with hl.record(model, "0") as run:
+        model(value)
+    return run
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def test_structures_come_back_and_foreign_classes_as_their_fields(holder, tmp_path):
+    with hl.record(holder, "inner", ports=("input", "output")) as run:
+        holder(torch.ones(2))
+    opened = hl.open(run.save(tmp_path / "run"))
+    value = opened["inner"]
+    assert value["pair"].left.tolist() == [2.0, 2.0]
+    assert type(value["pair"]).__name__ == "Pair"
+    assert value["pair"].right[1] is None
+    assert isinstance(value["out"], Fields)
+    assert value["out"].type_name == "Out"
+    assert value["out"].hidden.tolist() == [0.0, 0.0]
+    assert value["out"].extra["n"] == 3
+    assert opened["inner:output.out.extra.deep[0]"].tolist() == [1.0, 1.0]
+    with pytest.raises(AttributeError, match="Out has no field 'nothing'; it has hidden, extra"):
+        _ = value["out"].nothing
+
+
+def test_plain_values_come_back_exactly(tmp_path):
+    value = {"f": 0.1, "nan": float("nan"), "i": 2**60, "s": "é", "b": True, "n": None, 3: [(), {}]}
+    back = hl.open(record_value(value).save(tmp_path / "run"))["0"]
+    assert repr(back) == repr(value)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    run = record_value((torch.eye(2).to_sparse(), object(), torch.ones(1)))
+    opened = hl.open(run.save(tmp_path / "run"))
+    assert len(run.lost) == 2
+    assert run.lost == opened.lost
+    assert all(line.startswith("0: ") for line in run.lost)
+    assert isinstance(opened["0"][0], Lost)
+    assert "sparse" in repr(opened["0"][0])
+    assert opened["0"][2].tolist() == [1.0]
+
+
+def test_views_and_shared_memory_are_saved_as_they_were_seen(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    value = [base, base.t(), base[:, 1], base, base[1:], base.reshape(4, 3), torch.zeros(0, 3)]
+    opened = hl.open(record_value(value).save(tmp_path / "run"))["0"]
+    assert all(torch.equal(a, b) for a, b in zip(opened, value, strict=True))
+    n_bytes = sum(file.stat().st_size for file in (tmp_path / "run").glob("*.safetensors"))
+    assert n_bytes < 12 * 4 * 5 + 2000
+
+
+def test_several_files_are_written_for_large_recordings(monkeypatch, net, image, tmp_path):
+    from hookline.recordings import folder
+
+    monkeypatch.setattr(folder, "_FILE_BYTES", 4000)
+    with hl.record(net, copy=True) as run:
+        net(image)
+    opened = hl.open(run.save(tmp_path / "run"))
+    assert len(list((tmp_path / "run").glob("values-*.safetensors"))) > 3
+    assert all(torch.equal(opened[key], run[key]) for key in run)
+
+
+def test_values_are_read_only_when_looked_up(net, image, tmp_path):
+    with hl.record(net, ["fc", "stem"]) as run:
+        net(image)
+    opened = hl.open(run.save(tmp_path / "run"))
+    for file in (tmp_path / "run").glob("*.safetensors"):
+        file.unlink()
+    assert len(opened) == 2
+    with pytest.raises(hl.FolderError, match="damaged or gone"):
+        opened["fc"]
+
+
+def test_an_overwritten_value_is_not_saved_as_if_it_were_right(net, image, tmp_path):
+    with hl.record(net) as run:
+        net(image)
+    with pytest.raises(hl.OverwrittenError):
+        run.save(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_older_recording_is_replaced_and_anything_else_is_not(net, image, tmp_path):
+    with hl.record(net, "fc") as run:
+        net(image)
+    run.save(tmp_path / "run")
+    with hl.record(net, "stem") as second:
+        net(image)
+    second.save(tmp_path / "run")
+    assert list(hl.open(tmp_path / "run")) == ["stem"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(hl.FolderError, match=r"holds something else \(thesis.txt\)"):
+        run.save(tmp_path / "mine")
+    with pytest.raises(hl.FolderError, match="is a file"):
+        run.save(tmp_path / "mine" / "thesis.txt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "run"]
+
+
+def test_an_opened_recording_can_be_saved_again(net, image, tmp_path):
+    with hl.record(net, "fc") as run:
+        net(image)
+    opened = hl.open(run.save(tmp_path / "one"))
+    again = hl.open(opened.save(tmp_path / "two"))
+    assert torch.equal(again["fc"], run["fc"])
+    opened.save(tmp_path / "one")
+    assert torch.equal(hl.open(tmp_path / "one")["fc"], run["fc"])
+
+
+SAVE = """
+    import os, sys, torch, hookline as hl
+    from torch import nn
+    model = nn.Sequential(nn.Identity())
+    with hl.record(model, "0") as run:
+        for k in range(20):
+            model(torch.full((10000,), float(k)))
+"""
+
+
+def test_a_crash_at_any_moment_leaves_no_recording_or_a_whole_one(tmp_path):
+    """The process kills itself at the n-th system call that could leave something behind."""
+    script = textwrap.dedent(SAVE) + textwrap.dedent("""
+        import pathlib, shutil
+        from hookline.recordings import folder
+        folder._FILE_BYTES = 200_000
+        left = int(sys.argv[2])
+        def dying(function):
+            def run(*args, **kwargs):
+                global left
+                left -= 1
+                if left == 0:
+                    os._exit(9)
+                return function(*args, **kwargs)
+            return run
+        folder.save_file = dying(folder.save_file)
+        folder.os.fsync = dying(os.fsync)
+        pathlib.Path.replace = dying(pathlib.Path.replace)
+        pathlib.Path.write_text = dying(pathlib.Path.write_text)
+        pathlib.Path.mkdir = dying(pathlib.Path.mkdir)
+        run.save(sys.argv[1])
+    """)
+    for step in range(1, 40):
+        target = tmp_path / str(step) / "run"
+        done = subprocess.run([sys.executable, "-c", script, target, str(step)], check=False)
+        if target.exists():
+            assert len(hl.open(target).passes) == 20
+            assert hl.open(target).passes[19]["0"][0] == 19
+        if done.returncode == 0:
+            break
+        assert done.returncode == 9
+    assert 8 < step < 40
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
+    script = textwrap.dedent(SAVE) + textwrap.dedent("""
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            run.save(sys.argv[1])
+        except hl.FolderError as error:
+            print(error)
+    """)
+    assert resource.RLIMIT_FSIZE is not None
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "run"], capture_output=True, text=True, check=True
+    )
+    assert "cannot write the recording" in done.stdout
+    assert "Nothing was left behind" in done.stdout
+    assert len(done.stdout.splitlines()) <= 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_may_not_be_written_to_is_said():
+    with pytest.raises(hl.FolderError, match="cannot write the recording"):
+        record_value(torch.ones(1)).save("/proc/hookline")
+
+
+def damage(manifest, **changes):
+    data = json.loads(manifest.read_text())
+    data.update(changes)
+    manifest.write_text(json.dumps(data))
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    run = record_value(torch.ones(1))
+    with pytest.raises(hl.FolderError, match="there is no such folder"):
+        hl.open(tmp_path / "nowhere")
+    with pytest.raises(hl.FolderError, match="it has no manifest.json"):
+        hl.open(tmp_path)
+    folder = run.save(tmp_path / "run")
+    damage(folder / MANIFEST, version=99)
+    with pytest.raises(hl.FolderError, match="recording of version 99; this hookline reads"):
+        hl.open(folder)
+    damage(folder / MANIFEST, version=1, sites=[{"path": 3}])
+    with pytest.raises(hl.FolderError, match="is damaged"):
+        hl.open(folder)
+    (folder / MANIFEST).write_text("{")
+    with pytest.raises(hl.FolderError, match="cannot be read"):
+        hl.open(folder)
+    (folder / MANIFEST).write_text('{"format": "other"}')
+    with pytest.raises(hl.FolderError, match="something else's"):
+        hl.open(folder)
+
+
+def test_a_hostile_manifest_reads_nothing_outside_its_folder_and_runs_nothing(tmp_path):
+    folder = record_value(torch.ones(1)).save(tmp_path / "run")
+    other = record_value(torch.zeros(1)).save(tmp_path / "other")
+    for name in ("../other/values-00000.safetensors/0", f"{other}/values-00000.safetensors/0"):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["passes"][0]["values"][0][1] = {"tensor": name}
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(hl.FolderError):
+            hl.open(folder)["0"]
+    manifest["passes"][0]["values"][0][1] = {
+        "namedtuple": [["class", 1], ["def", 2]], "type": "os.system",
+    }  # fmt: skip
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    value = hl.open(folder)["0"]
+    assert tuple(value) == (1, 2)
+    assert not isinstance(value, type(os.system))

@@ -1,0 +1,145 @@
+"""edit and the ready-made edits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def test_an_edit_changes_what_flows_on(net, image):
+    with hl.edit(net, "layer1", lambda t: t * 0):
+        edited = net(image)
+    assert torch.equal(
+        edited, net.fc(net.pool(net.layer2(net.layer1(net.stem(image)) * 0)).flatten(1))
+    )
+    assert not torch.equal(edited, net(image))
+
+
+def test_an_edit_that_returns_none_changes_nothing(net, image):
+    with hl.edit(net, "layer1", lambda t: None) as line:
+        assert torch.equal(net(image), line and net(image))
+    assert "layer1      2 x" in str(line.report())
+
+
+def test_inputs_can_be_edited_alone_and_among_others(net, image, holder):
+    with hl.edit(net, "fc:input", hl.edits.scale(0)):
+        assert torch.equal(net(image)[0], net.fc.bias)
+    x = torch.ones(2)
+    with hl.edit(holder, "inner:input.x", hl.edits.add(1.0)):
+        assert holder(x)["pair"].left.tolist() == [3.0, 3.0]
+    with hl.edit(holder, "inner:input", lambda given: {**given, "x": given["x"] * 0}):
+        assert holder(x)["pair"].left.tolist() == [1.0, 1.0]
+    with (
+        hl.edit(holder, "inner:input.rest[0]", hl.edits.scale(0)),
+        hl.record(holder, "inner:input") as run,
+    ):
+        holder(x)
+    assert run["inner:input"]["rest"][0].tolist() == [0.0, 0.0]
+
+
+def test_one_leaf_is_changed_and_the_rest_is_the_same(holder):
+    x = torch.ones(2)
+    with hl.edit(holder, "inner:output.pair.left", hl.edits.scale(0)):
+        out = holder(x)
+    assert out["pair"].left.tolist() == [0.0, 0.0]
+    assert type(out["pair"]).__name__ == "Pair"
+    assert out["out"].hidden.tolist() == [0.0, 0.0]
+    assert out["text"] == "kept"
+
+
+def test_one_call_is_edited_and_the_others_are_not(looped):
+    x = torch.ones(1, 2)
+    with hl.edit(looped, "block#1", hl.edits.scale(0)), hl.record(looped, "block") as run:
+        for _ in range(2):
+            looped(x)
+    for one in run.passes:
+        first, second, third = one.calls("block")
+        assert torch.equal(first, looped.block(x))
+        assert not second.any()
+        assert torch.equal(third, looped.block(second))
+
+
+def test_gradients_flow_through_an_edit(net, image):
+    direction = torch.zeros(5, requires_grad=True)
+    with hl.edit(net, "fc", hl.edits.add(direction)):
+        net(image).sum().backward()
+    assert direction.grad.tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.mean(), "expected Tensor[2, 5] float32 on cpu, got Tensor[] float32"),
+        (lambda t: t.double(), "float64"),
+        (lambda t: (t, t), "got tuple(Tensor[2, 5], Tensor[2, 5])"),
+        (lambda t: True, "got True"),
+    ],
+)
+def test_an_edit_that_changes_the_structure_is_an_error(net, image, change, said):
+    with hl.edit(net, "fc", change), pytest.raises(hl.StructureError) as caught:
+        net(image)
+    assert said in str(caught.value)
+    assert "the edit at fc would change the value's structure" in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_part_of_a_tuple_returned_for_the_whole_is_an_error(holder):
+    with hl.edit(holder, "inner", lambda value: value["pair"]):
+        with pytest.raises(hl.StructureError, match="expected OrderedDict"):
+            holder(torch.ones(2))
+
+
+def test_what_is_no_function_is_refused(net):
+    with pytest.raises(hl.AttachError, match=r"needs a function.*\n.*hl.edits.replace"):
+        hl.edit(net, "fc", torch.zeros(1))
+
+
+def test_scale_add_clamp(net, image):
+    plain = net(image)
+    for change, expected in (
+        (hl.edits.scale(2.0), plain * 2),
+        (hl.edits.scale(torch.tensor(0.5, dtype=torch.float64)), plain * 0.5),
+        (hl.edits.add(torch.arange(5)), plain + torch.arange(5)),
+        (hl.edits.clamp(min=0), plain.clamp(min=0)),
+        (hl.edits.clamp(-0.1, 0.1), plain.clamp(-0.1, 0.1)),
+    ):
+        with hl.edit(net, "fc", change):
+            assert torch.equal(net(image), expected)
+
+
+def test_replace_puts_another_runs_value_there(net, image):
+    with hl.record(net, "layer1") as run:
+        plain = net(image)
+    with hl.edit(net, "layer1", hl.edits.replace(run["layer1"])):
+        assert torch.equal(net(torch.zeros_like(image)), plain)
+
+
+def test_replace_survives_an_in_place_layer_behind():
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    with hl.edit(model, "0", hl.edits.replace(-1.0)):
+        assert model(torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_noise_is_repeatable_and_draws_from_a_generator_of_its_own(net, image):
+    state = torch.get_rng_state()
+    results = []
+    for seed in (5, 5, 6):
+        with hl.edit(net, "fc", hl.edits.noise(0.1, seed=seed)):
+            results.append([net(image), net(image)])
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(results[0][0], results[1][0])
+    assert not torch.equal(results[0][0], results[0][1])
+    assert not torch.equal(results[0][0], results[2][0])
+    spread = (torch.stack(results[0]) - net(image)).std()
+    assert 0.03 < spread < 0.3
+
+
+def test_ready_made_edits_ask_for_a_leaf_of_a_nested_value(holder):
+    for change in (hl.edits.scale(1), hl.edits.add(1), hl.edits.replace(1), hl.edits.clamp(0),
+                   hl.edits.noise(1)):  # fmt: skip
+        with hl.edit(holder, "inner", change), pytest.raises(hl.StructureError) as caught:
+            holder(torch.ones(2))
+        assert "Select a tensor: PATH:output.pair.left" in str(caught.value)

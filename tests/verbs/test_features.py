@@ -1,0 +1,134 @@
+"""features: as far as the wanted sites, and no further."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import hookline as hl
+
+
+class Counter:
+    """Counts how many modules have run."""
+
+    def __init__(self, net):
+        self.ran = []
+        self.handles = [
+            module.register_forward_pre_hook(lambda m, a, path=path: self.ran.append(path))
+            for path, module in net.named_modules()
+        ]
+
+    def take_off(self):
+        for handle in self.handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("order", [["layer1", "stem"], ["stem", "layer1"]])
+def test_the_forward_stops_when_the_last_wanted_site_has_fired(net, image, order):
+    counter = Counter(net)
+    feats = hl.features(net, image, order)
+    counter.take_off()
+    assert "layer1.1.relu" in counter.ran
+    assert not any(path.startswith(("layer2", "fc")) for path in counter.ran)
+    assert torch.equal(feats["stem"], net.stem(image))
+    assert torch.equal(feats["layer1"], net.layer1(net.stem(image)))
+    assert feats.passes[0].failed is False
+
+
+def test_nothing_is_left_on_the_model(net, image, left_as_found):
+    before = left_as_found(net)
+    hl.features(net, image, "layer1.0.conv")
+    assert left_as_found(net) == before
+
+
+def test_inputs_come_in_every_form(net, image, holder):
+    wanted = net.stem(image)
+    for inputs in (image, (image,), {"x": image}, lambda: net(image)):
+        assert torch.equal(hl.features(net, inputs, "stem")["stem"], wanted)
+    assert hl.features(holder, {"x": torch.ones(2)}, "inner:input.mask")["inner:input.mask"].all()
+
+
+def test_it_works_when_the_model_is_called_inside_other_code(net, image):
+    reached = []
+
+    def pipeline():
+        try:
+            net(image)
+            reached.append("after")
+        except Exception:
+            reached.append("swallowed")
+        finally:
+            reached.append("cleaned up")
+
+    feats = hl.features(net, pipeline, "layer1")
+    assert reached == ["cleaned up"]
+    assert torch.equal(feats["layer1"], net.layer1(net.stem(image)))
+
+
+def test_code_that_swallows_everything_still_gives_the_values(net, image):
+    def pipeline():
+        for _ in range(2):
+            try:
+                net(image)
+            except BaseException:  # noqa: BLE001
+                continue
+
+    feats = hl.features(net, pipeline, "stem")
+    assert torch.equal(feats.passes[0]["stem"], net.stem(image))
+
+
+def test_a_named_call_is_waited_for(looped):
+    x = torch.ones(1, 2)
+    feats = hl.features(looped, x, "block#2")
+    assert torch.equal(feats["block#2"], looped.block(looped.block(looped.block(x))))
+    assert torch.equal(hl.features(looped, x, "block")["block"], looped.block(x))
+
+
+def test_a_module_that_ran_several_times_before_the_end_is_ambiguous(looped):
+    feats = hl.features(looped, torch.ones(1, 2), ["block", "head"])
+    with pytest.raises(hl.AmbiguousError, match="block#0"):
+        feats["block"]
+
+
+def test_a_site_that_is_never_reached_is_an_error_that_says_why(net, image):
+    net.unused = torch.nn.Linear(1, 1)
+    with pytest.raises(hl.NotRecordedError, match=r"unused was selected.*not reached"):
+        hl.features(net, image, ["stem", "unused"])
+
+
+def test_the_root_itself_can_be_wanted(net, image):
+    assert torch.equal(hl.features(net, image, "")[""], net(image))
+
+
+def test_an_error_of_the_model_passes_through(net):
+    with pytest.raises(RuntimeError, match="to have 3 channels"):
+        hl.features(net, torch.zeros(1, 4, 8, 8), "fc")
+
+
+def test_features_inside_features_stop_only_their_own_model(net, image):
+    feats = {}
+
+    def pipeline():
+        feats["inner"] = hl.features(net, image, "stem")
+        net(image)
+
+    feats["outer"] = hl.features(net, pipeline, "layer2")
+    assert feats["outer"].passes[-1]["layer2"].shape == (2, 4, 8, 8)
+
+
+def test_options_are_those_of_record(net, image):
+    feats = hl.features(net, image, "layer1", keep=lambda t: t.mean((2, 3)), dtype=torch.float16)
+    assert feats["layer1"].shape == (2, 4)
+    assert feats["layer1"].dtype is torch.float16
+
+
+def test_stopping_early_keeps_no_activation_alive(net, image):
+    kept = []
+    with hl.attach(net) as line:
+        line.forward("layer1.0", lambda module, args, output: kept.append(weakref.ref(output)))
+        hl.features(net, image, "layer1.1.conv")
+    gc.collect()
+    assert kept[0]() is None

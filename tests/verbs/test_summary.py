@@ -1,0 +1,131 @@
+"""summary: the table's numbers, and a model left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def rows(table):
+    return {row.path: row for row in table.rows}
+
+
+def test_shapes_parameters_flops_and_memory_are_right(net, image):
+    table = hl.summary(net, image)
+    by_path = rows(table)
+    stem = by_path["stem"]
+    assert (stem.input, stem.output, stem.dtype) == ("[2, 3, 8, 8]", "[2, 4, 8, 8]", "float32")
+    assert stem.parameters == 3 * 4 * 9 + 4
+    assert stem.flops == 2 * (3 * 9) * (2 * 4 * 8 * 8)
+    assert stem.output_bytes == 2 * 4 * 8 * 8 * 4
+    assert by_path["fc"].flops == 2 * 2 * 4 * 5
+    conv = 2 * (4 * 9) * (2 * 4 * 8 * 8)
+    assert by_path["layer1"].flops == 2 * conv
+    assert table.flops == stem.flops + 4 * conv + by_path["fc"].flops
+    assert table.parameters == sum(p.numel() for p in net.parameters())
+    assert table.parameter_bytes == 4 * table.parameters
+    assert table.input_bytes == image.nbytes
+    assert table.failure is None
+
+
+def test_the_model_is_left_as_it_was(image, left_as_found):
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.5)).train()
+    model[1].eval()
+    before = left_as_found(model)
+    hl.summary(model, image)
+    assert left_as_found(model) == before
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_buffers_that_the_forward_writes_to_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1))
+
+        def forward(self, x):
+            self.n += 1
+            return x * self.n
+
+    model = Counting()
+    hl.summary(model, torch.ones(2))
+    assert model.n.item() == 0
+
+
+def test_shared_modules_and_parameters_are_counted_once():
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    table = hl.summary(model, torch.ones(1, 3))
+    assert table.parameters == 12
+    row = rows(table)["0"]
+    assert (row.calls, row.aliases) == (2, ("2",))
+    assert row.flops == 2 * (2 * 9)
+    assert len(table.rows) == 3
+
+
+def test_a_model_larger_than_memory_is_described_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(200_000, 200_000, bias=False) for _ in range(4)])
+    table = hl.summary(model, torch.zeros(1, 200_000))
+    assert table.parameters == 160_000_000_000
+    assert table.flops == 2 * table.parameters
+    assert rows(table)["3"].output == "[1, 200000]"
+
+
+def test_a_forward_that_fails_keeps_what_ran_and_names_the_module(net):
+    net.fc = nn.Linear(7, 5)
+    table = hl.summary(net, torch.zeros(1, 3, 8, 8))
+    assert table.failure.startswith("fc (Linear), which got Tensor[1, 4]: RuntimeError: mat1 and")
+    assert rows(table)["layer2"].output == "[1, 4, 8, 8]"
+    assert rows(table)["fc"].calls == 0
+    assert "fc (Linear), which got Tensor[1, 4]" in " ".join(str(table).split())
+
+
+def test_without_an_input_only_the_parameters_are_described(net):
+    table = hl.summary(net)
+    assert not table.ran
+    assert rows(table)["fc"].parameters == 25
+    assert "[2, " not in str(table)
+
+
+def test_every_form_of_input_is_taken(net, image, holder):
+    for inputs in ((image,), {"x": image}, lambda: net(image)):
+        assert hl.summary(net, inputs).flops == hl.summary(net, image).flops
+    assert "OrderedDict" in rows(hl.summary(holder, torch.ones(2)))["inner"].output
+
+
+def test_a_module_that_calls_itself_is_counted_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x, again=True):
+            x = self.fc(x)
+            return self(x, again=False) if again else x
+
+    table = hl.summary(Twice(), torch.ones(1, 2))
+    assert table.flops == 2 * (2 * 4)
+    assert rows(table)["fc"].calls == 2
+
+
+def test_a_lazy_model_is_not_made_real_by_looking_at_it():
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(hl.InputError, match="lazy"):
+        hl.summary(model, torch.ones(1, 3))
+    assert hl.summary(model).parameters == 0
+
+
+def test_frozen_parameters_are_told_apart(net):
+    net.fc.requires_grad_(False)
+    table = hl.summary(net)
+    assert table.parameters - table.trainable == 25
+
+
+def test_it_prints_as_a_table(net, image):
+    text = str(hl.summary(net, image))
+    assert "SmallNet" in text
+    assert "BatchNorm2d" in text

@@ -1,0 +1,80 @@
+"""watch: what it prints."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def watched(model, *args, **options):
+    out = io.StringIO()
+    with hl.watch(model, file=out, **options):
+        model(*args)
+    return out.getvalue().splitlines()
+
+
+def test_each_call_is_a_line_with_path_type_shapes_dtype_statistics_and_time(looped):
+    lines = watched(looped, torch.ones(1, 2))
+    assert len(lines) == 5
+    value = looped.block(torch.ones(1, 2))
+    pattern = (
+        r"  block +Linear +\[1, 2\] -> \[1, 2\] float32  mean (\S+)  std (\S+)  (\d+\.\d\d) ms"
+    )
+    mean, std, _ = re.fullmatch(pattern, lines[0]).groups()
+    assert float(mean) == pytest.approx(value.mean().item(), rel=1e-3)
+    assert float(std) == pytest.approx(value.std(correction=0).item(), rel=1e-3)
+    assert lines[-1].startswith("(root) ")
+
+
+def test_the_indentation_is_the_depth_of_the_call(net, image):
+    depth = {line.split()[0]: len(line) - len(line.lstrip()) for line in watched(net, image)}
+    assert depth["(root)"] == 0
+    assert depth["layer1"] == 2
+    assert depth["layer1.0"] == 4
+    assert depth["layer1.0.conv"] == 6
+
+
+def test_a_module_that_raises_is_named_with_what_it_got(net, capsys):
+    with pytest.raises(RuntimeError), hl.watch(net):
+        net(torch.zeros(1, 7, 8, 8))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("!! stem (Conv2d), which got Tensor[1, 7, 8, 8], raised RuntimeError: ")
+
+
+def test_odd_values_do_not_stop_it(holder):
+    lines = watched(holder, torch.ones(2))
+    assert "dict(x=Tensor[2], rest=tuple(Tensor[2]), scale=2.0, mask=Tensor[2])" in lines[0]
+    model = nn.Sequential(nn.Identity())
+    assert "[0]" in watched(model, torch.zeros(0))[0]
+    assert "[3]" in watched(model, torch.arange(3))[0]
+    assert "mean nan" in watched(model, torch.tensor([float("nan")]))[0]
+    assert "[2]" in watched(model, torch.zeros(2, device="meta"))[0]
+    assert (
+        watched(model, torch.full((4,), 60000.0, dtype=torch.float16))[0].count("mean 6e+04") == 1
+    )
+
+
+def test_a_selection_can_be_watched_and_the_line_removed(net, image, capsys, left_as_found):
+    before = left_as_found(net)
+    line = hl.watch(net, "layer1.*")
+    net(image)
+    line.remove()
+    net(image)
+    assert [text.split()[0] for text in capsys.readouterr().out.splitlines()] == [
+        "layer1.0",
+        "layer1.1",
+    ]
+    assert left_as_found(net) == before
+
+
+def test_edits_are_seen(net, image):
+    out = io.StringIO()
+    with hl.watch(net, "fc", file=out), hl.edit(net, "fc", hl.edits.scale(0)):
+        net(image)
+    assert "mean 0  std 0" in out.getvalue()
