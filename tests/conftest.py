@@ -107,7 +107,7 @@ def holder() -> Holder:
 
 
 def state(model: nn.Module) -> list[object]:
-    """All that a line could leave behind: hooks in order, attributes, modes, numbers, randomness."""
+    """All that a line could leave behind: hooks, attributes, modes, numbers, randomness."""
     found: list[object] = [torch.get_rng_state().tolist()]
     for path, module in model.named_modules():
         hooks = {

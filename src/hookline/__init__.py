@@ -1,10 +1,10 @@
 """hookline: see, measure and change what flows through any PyTorch model.
 
-    import hookline as hl
+import hookline as hl
 
-    with hl.record(model, nn.Conv2d) as run:
-        model(x)
-    run["layer1.0.conv1"]
+with hl.record(model, nn.Conv2d) as run:
+    model(x)
+run["layer1.0.conv1"]
 """
 
 from hookline.engine import EVERYWHERE as EVERYWHERE

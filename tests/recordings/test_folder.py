@@ -236,7 +236,7 @@ def test_what_is_no_recording_is_refused(tmp_path):
     run = record_value(torch.ones(1))
     with pytest.raises(hl.FolderError, match="there is no such folder"):
         hl.open(tmp_path / "nowhere")
-    with pytest.raises(hl.FolderError, match="it has no manifest.json"):
+    with pytest.raises(hl.FolderError, match=r"it has no manifest\.json"):
         hl.open(tmp_path)
     folder = run.save(tmp_path / "run")
     damage(folder / MANIFEST, version=99)

@@ -170,7 +170,7 @@ class Line:
 
             >>> model = nn.Linear(2, 2)
             >>> with Line(model) as line:
-            ...     line.forward("", lambda module, args, output: output * 0)
+            ...     line.forward("", lambda module, args, output: torch.zeros_like(output))
             ...     model(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
 

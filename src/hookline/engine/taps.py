@@ -118,14 +118,14 @@ class InputTap(Tap):
                 if isinstance(value, Tensor):
                     new = self.see(current, value)
                     return None if new is None else ((), {name: new})
-            names, rest = self._parameters(module)
+            names, rest = self._positional(module)
             new = self.see(current, {**_bind(args, names, rest), **kwargs})
             return None if new is None else _unbind(new, len(args), names, rest, kwargs)
         except Exception as error:
             self._note(error)
             raise
 
-    def _parameters(self, module: nn.Module) -> tuple[list[str], str | None]:
+    def _positional(self, module: nn.Module) -> tuple[list[str], str | None]:
         """The positional parameters of the module's forward, and the name of its `*args`."""
         try:
             return self._signature

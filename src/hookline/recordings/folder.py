@@ -268,6 +268,8 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=1), "utf-8")
     _sync(path)
+    for file in folder.iterdir():
+        shutil.copymode(path, file)  # safetensors makes files that only their owner may read
     return lost
 
 

@@ -1,8 +1,7 @@
 """What people do: each verb is a selection, a hook and a sink."""
 
 from hookline.verbs import edits as edits
-from hookline.verbs.calling import as_found as as_found
-from hookline.verbs.calling import call as call
+from hookline.verbs.calling import Inputs as Inputs
 from hookline.verbs.edit import edit as edit
 from hookline.verbs.features import features as features
 from hookline.verbs.record import RecordLine as RecordLine
@@ -13,6 +12,6 @@ from hookline.verbs.watch import Watch as Watch
 from hookline.verbs.watch import watch as watch
 
 __all__ = [
-    "RecordLine", "Summary", "Watch", "as_found", "call", "edit", "edits", "features", "record",
-    "summary", "watch",
+    "Inputs", "RecordLine", "Summary", "Watch", "edit", "edits", "features", "record", "summary",
+    "watch",
 ]  # fmt: skip

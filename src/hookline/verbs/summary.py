@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from hookline.engine import Line, Pass, Rank, Site, blame, tree
+from hookline.engine.errors import HooklineError
 from hookline.verbs.calling import Inputs, as_found, call
 
 
@@ -128,9 +129,12 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         try:
             with counter:
                 call(model, inputs)
+        except HooklineError:
+            raise  # a fault of a hook or a selector, not of the model
         except Exception as error:
             found = blame(model, error)
             text = (str(error).strip().splitlines() or [""])[0]
+            table.rows[0].flops = counter.get_total_flops()
             table.failure = f"{found or 'the call'}: {type(error).__name__}: {text}"
     table.ran = True
     holders = {path.rpartition(".")[0] for row in table.rows for path in (row.path, *row.aliases)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +34,20 @@ def load_demo_digits() -> tuple[Tensor, Tensor]:
     return samples["images"], samples["labels"]
 
 
+def about() -> dict[str, Any]:
+    """What was measured when the demo's model was trained.
+
+        >>> about()["n_test"]
+        450
+
+    Returns:
+        `accuracy` (from 0 to 1, on the held-out digits), `n_train`, `n_test`, `n_epochs`, `seed`,
+        `data`, and the versions of sklearn and torch.
+    """
+    facts: dict[str, Any] = json.loads((_FOLDER / "about.json").read_text("utf-8"))
+    return facts
+
+
 def load_digits_net(*, default_weights: bool = True) -> DigitsNet:
     """Build the demo's model.
 
@@ -55,6 +70,7 @@ def load_digits_net(*, default_weights: bool = True) -> DigitsNet:
 def preprocess_digit(picture: Image) -> Tensor:
     """Prepare a picture of one light digit on a dark ground for the demo's model.
 
+        >>> from PIL import Image
         >>> preprocess_digit(Image.new("RGB", (28, 28))).shape
         torch.Size([1, 8, 8])
 

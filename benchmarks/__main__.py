@@ -1,0 +1,67 @@
+"""`python -m benchmarks`: measure all rows, print them, and write them to `benchmarks/results/`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from time import monotonic
+
+import torch
+
+from benchmarks import report
+from benchmarks.rows import ROWS, measure
+from benchmarks.timing import CLOCKS, Plan
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write. The status is 0 also where a target is missed: a table is no test."""
+    options = _parse(arguments)
+    # Fixed, so that runs compare; one, so that a neighbour on the other cores disturbs least.
+    torch.set_num_threads(options.threads)
+    globs = options.only or ["*"]
+    rows = [row for row in ROWS if any(fnmatch.fnmatchcase(row.name, glob) for glob in globs)]
+    if not rows:
+        print(f"no row is called {', '.join(globs)}; the rows are:", file=sys.stderr)
+        print("\n".join(f"  {row.name}" for row in ROWS), file=sys.stderr)
+        return 2
+    about = report.machine(options.clock)
+    print(
+        f"{about['processor']}, {about['cores']} cores, torch on {about['threads']} threads;"
+        f" torch {about['torch']}, hookline {about['hookline']}, Python {about['python']}"
+    )
+    results = []
+    for row in rows:
+        rounds = options.rounds or (row.quick_rounds if options.quick else row.rounds)
+        start = monotonic()
+        results.append(measure(row, Plan(rounds, CLOCKS[options.clock])))
+        print(f"\n{report.as_text(results[-1])}")
+        print(f"  {rounds} rounds, {monotonic() - start:.0f} s", flush=True)
+    print(f"\n{report.as_markdown(results, about)}")
+    # Only a whole run at full length replaces the table that the README quotes.
+    stem = "quick" if options.quick or options.rounds else "partial" if options.only else "latest"
+    kind = "quick" if options.quick else str(options.rounds or "full")
+    for path in report.write(results, about, stem, kind):
+        print(f"written: {path.relative_to(report.RESULTS.parent.parent)}")
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run at all?")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="this row alone; a glob; may be repeated"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds of each row")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="for torch; default 1")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="cpu: processor time, for a machine that others use too; default wall",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""`import hookline` on top of `import torch`, each in a fresh Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import Clock, Contender, Plan, Result, run_rounds
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+# torchvision is imported the way the benchmarks do, because beside some builds of torch it must be.
+_LINES = {
+    "bare": "pass",
+    "hookline": "import hookline",
+    "torchvision": "from benchmarks.torchvision_import import import_torchvision as i; i()",
+    "nnsight": "import nnsight",
+    "captum": "import captum",
+    "tdhook": "import tdhook",
+}
+
+_PROGRAM = """
+import json, sys, time
+clock = time.{clock}
+start = clock()
+import torch
+middle, before = clock(), set(sys.modules)
+{line}
+end = clock()
+added = sorted(set(sys.modules) - before)
+print(json.dumps({{"torch": middle - start, "both": end - start, "added": added}}))
+"""
+
+
+def import_row(name: str, plan: Plan) -> Result:
+    """The row of the table. What hookline's import adds is noted, so that a change shows why."""
+    title = "`import hookline` on top of `import torch`"
+    result = Result(name, title, "bare", 1.05)
+    contenders = [
+        Contender(
+            who,
+            "import torch" if who == "bare" else f"import torch; {line}",
+            lambda _, clock, line=line: _import(line, clock)["both"],
+            every=1 if who in ("bare", "hookline") else 4,
+        )
+        for who, line in _LINES.items()
+    ]
+    run_rounds(result, contenders, plan)
+    result.notes += _explain(plan.clock)
+    return result
+
+
+def _explain(clock: Clock) -> list[str]:
+    """What the import of hookline brings with it, apart from hookline."""
+    found = _import(_LINES["hookline"], clock)
+    added = [name for name in found["added"] if name.partition(".")[0] != "hookline"]
+    by_package: dict[str, list[str]] = {}
+    for name in added:
+        by_package.setdefault(name.partition(".")[0], []).append(name)
+    from_torch = by_package.pop("torch", [])
+    others = ", ".join(f"{top} ({len(names)})" for top, names in sorted(by_package.items()))
+    own = len(found["added"]) - len(added)
+    seconds = found["both"] - found["torch"]
+    return [
+        f"one import of hookline: {1000 * seconds:.1f} ms after {found['torch']:.2f} s of torch;"
+        f" {own} modules of its own",
+        f"modules of torch that it adds: {', '.join(from_torch) or 'none'}",
+        f"other packages that it adds (modules): {others or 'none'}",
+    ]
+
+
+def _import(line: str, clock: Clock) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM.format(line=line, clock=clock.__name__)],
+        capture_output=True,
+        text=True,
+        cwd=_ROOT,
+        check=False,
+    )
+    if done.returncode:
+        raise ImportError(done.stderr.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

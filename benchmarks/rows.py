@@ -1,0 +1,142 @@
+"""The rows of the table: which contenders do which work, and what is to be reached."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import contenders, models, rivals
+from benchmarks.importing import import_row
+from benchmarks.models import Case
+from benchmarks.scaling import select_row
+from benchmarks.timing import Plan, Result, Step, run_rounds
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: its name for `--only`, how many rounds it takes, and how it is measured."""
+
+    name: str
+    rounds: int
+    quick_rounds: int
+    measure: Callable[[str, Plan], Result]
+
+
+def _steady(
+    make_case: Callable[[], Case], title: str, target: float, calls: int
+) -> Callable[[str, Plan], Result]:
+    def measure(name: str, plan: Plan) -> Result:
+        case = make_case()
+        others, skipped = rivals.made(rivals.STEADY, case)
+        result = Result(name, title, "hand-written", target, calls=calls, skipped=skipped)
+        ours = [contenders.bare(case), contenders.hand_written(case), contenders.hookline(case)]
+        return run_rounds(result, ours + others, plan)
+
+    return measure
+
+
+def _each(
+    make_case: Callable[[], Case], title: str, base: str, target: float, calls: int
+) -> Callable[[str, Plan], Result]:
+    def measure(name: str, plan: Plan) -> Result:
+        case = make_case()
+        others, skipped = rivals.made(rivals.EACH, case)
+        result = Result(name, title, base, target, calls=calls, skipped=skipped)
+        ours = [
+            contenders.bare(case),
+            contenders.hand_written_each(case),
+            contenders.hookline_each(case),
+        ]
+        return run_rounds(result, ours + others, plan)
+
+    return measure
+
+
+def _features(
+    make_case: Callable[[], Case], make_prefix: Callable[[], Step], path: str, title: str
+) -> Callable[[str, Plan], Result]:
+    def measure(name: str, plan: Plan) -> Result:
+        case = dataclasses.replace(make_case(), paths=(path,))
+        prefix = make_prefix()
+        by_hand = contenders.contender(
+            "hand-written", "the prefix of the model alone", contenders.always(prefix)
+        )
+        others, skipped = rivals.made(rivals.FEATURES, case)
+        result = Result(name, title, "hand-written", 1.05, skipped=skipped)
+        result.notes.append("hand-written is the prefix alone; bare is the whole forward")
+        ours = [
+            contenders.bare(case),
+            by_hand,
+            contenders.hookline_features(case, path, prefix),
+        ]
+        return run_rounds(result, ours + others, plan)
+
+    return measure
+
+
+ROWS = (
+    Row(
+        "tiny",
+        200,
+        20,
+        _steady(models.tiny, "record 200 tiny layers, attached once", 1.05, calls=10),
+    ),
+    Row(
+        "tiny-each",
+        200,
+        20,
+        _each(models.tiny, "the same, attached and detached each call", "bare", 2.6, calls=2),
+    ),
+    Row(
+        "resnet34",
+        40,
+        6,
+        _steady(models.resnet34, "record 36 convolutions of ResNet-34, attached once", 1.02, 1),
+    ),
+    Row(
+        "resnet34-each",
+        40,
+        6,
+        _each(models.resnet34, "the same, each call", "hand-written", 1.02, 1),
+    ),
+    Row(
+        "gpt2",
+        100,
+        10,
+        _steady(models.gpt2, "record 12 blocks of a GPT-2, attached once", 1.02, 1),
+    ),
+    Row("gpt2-each", 100, 10, _each(models.gpt2, "the same, each call", "hand-written", 1.02, 1)),
+    Row(
+        "features-resnet34",
+        60,
+        10,
+        _features(
+            models.resnet34,
+            models.resnet34_prefix,
+            "layer1",
+            "features of layer1 of ResNet-34, against that prefix",
+        ),
+    ),
+    Row(
+        "features-gpt2",
+        100,
+        10,
+        _features(
+            models.gpt2,
+            models.gpt2_prefix,
+            "h.2",
+            "features of block 3 of 12 of a GPT-2, against that prefix",
+        ),
+    ),
+    Row("import", 20, 4, import_row),
+    Row("select", 15, 3, select_row),
+)
+
+
+def measure(row: Row, plan: Plan) -> Result:
+    """Measure one row, without gradients, as one records."""
+    with torch.no_grad():
+        return row.measure(row.name, plan)

@@ -1,0 +1,155 @@
+"""The commands. Thin: each parses, calls a verb or `inspect`, and prints a view."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import hookline as hl
+from hookline.cli.inspecting import Inspection, inspect
+from hookline.cli.terminal import Busy, complaints, out, say
+from hookline.models import Batch, Loaded, load_input, load_model
+from hookline.models.demo import about
+from hookline.verbs import Inputs
+from hookline.views import inventory_table, summary_table
+
+app = typer.Typer(
+    name="hookline",
+    help="See, measure and change what flows through any PyTorch model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="torchvision:NAME, timm:NAME, hf:NAME-or-folder, file.py:factory,"
+        " package.module:factory, or demo:digits",
+    ),
+]
+InputName = Annotated[
+    str,
+    typer.Argument(
+        metavar="INPUT",
+        help="an image or a folder of them, a .npy, .npz, .pt, .safetensors or .txt file, text,"
+        " or random:1x3x224x224",
+    ),
+]
+Weights = Annotated[
+    str, typer.Option(help="default (the library's own), none (random), or a checkpoint file")
+]
+Out = Annotated[Path, typer.Option(help="the folder for the recording and its page")]
+
+
+@app.command()
+def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to write")] = Path(
+    "hookline-demo"
+)) -> None:  # fmt: skip
+    """Show the main job on a small network that is shipped with hookline. No download."""
+    with complaints():
+        loaded, batch = _load("demo:digits", "demo", "default")
+        found = inspect(loaded, batch, None, out_folder)
+        facts = about()
+    out.print(summary_table(found.summary))
+    out.print(
+        f"\nA small convolutional network, trained on scikit-learn's digits"
+        f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), saw eight of them."
+    )
+    _say_where(found)
+    out.print(
+        "\nTry next:\n"
+        '  hookline inspect torchvision:resnet34 PHOTO.jpg --at "layer*.*"\n'
+        "  hookline summary demo:digits demo\n"
+        f"  python -c 'import hookline as hl; print(hl.open(\"{out_folder}\").report())'",
+        markup=False,
+    )
+
+
+@app.command("inspect")
+def inspect_command(
+    model: ModelName,
+    source: InputName,
+    at: Annotated[
+        list[str] | None,
+        typer.Option("--at", metavar="SELECTOR", help="what to record; may be given repeatedly"),
+    ] = None,
+    out_folder: Annotated[Path, typer.Option("--out", help="the folder to write")] = Path(
+        "hookline-run"
+    ),
+    weights: Weights = "default",
+) -> None:
+    """Run a model on an input: print the table, write a recording and a page."""
+    with complaints():
+        loaded, batch = _load(model, source, weights)
+        found = inspect(loaded, batch, at, out_folder)
+    out.print(summary_table(found.summary))
+    out.print(f"\n{batch.description}", markup=False)
+    for label, probability in found.classes:
+        out.print(f"  {probability:6.1%}  {label}", markup=False)
+    _say_where(found)
+    if found.summary.failure:
+        say(f"the forward failed in {found.summary.failure}\nWhat ran before it was recorded.")
+        raise typer.Exit(1)
+
+
+@app.command()
+def summary(
+    model: ModelName,
+    source: Annotated[
+        str | None, typer.Argument(metavar="[INPUT]", help="as for inspect; none: parameters only")
+    ] = None,
+    weights: Weights = "default",
+    meta: Annotated[
+        bool, typer.Option("--meta", help="shapes alone: no weights, no memory, any size of model")
+    ] = False,
+) -> None:
+    """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
+    with complaints():
+        context = torch.device("meta") if meta else contextlib.nullcontext()
+        with context, Busy(f"loading {model}"):
+            loaded = load_model(model, weights="none" if meta else weights)
+        batch = load_input(source, loaded) if source is not None else None
+        with Busy("running the model"):
+            table = hl.summary(loaded.model, _inputs(loaded, batch) if batch else None)
+    out.print(summary_table(table))
+    if table.failure:
+        say(f"the forward failed in {table.failure}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def hooks(model: ModelName, weights: Weights = "none") -> None:
+    """List every hook that is on a model as its library makes it, and whose it is."""
+    with complaints():
+        with Busy(f"loading {model}"):
+            loaded = load_model(model, weights=weights)
+        found = hl.inventory(loaded.model)
+    out.print(inventory_table(found))
+
+
+def _load(model: str, source: str, weights: str) -> tuple[Loaded, Batch]:
+    with Busy(f"loading {model}"):
+        loaded = load_model(model, weights=weights)
+    if weights == "none":
+        loaded = replace(loaded, labels=None)  # the scores of random weights name no class
+    with Busy(f"loading {source}"):
+        return loaded, load_input(source, loaded)
+
+
+def _inputs(loaded: Loaded, batch: Batch) -> Inputs:
+    if not batch.kwargs:
+        return batch.args
+    return batch.kwargs if not batch.args else lambda: loaded.model(*batch.args, **batch.kwargs)
+
+
+def _say_where(found: Inspection) -> None:
+    n = len(found.recording)
+    out.print(f"\n{n} values in {found.folder}/ (hl.open reads them); look at:", markup=False)
+    out.print(f"  {found.page}", markup=False, soft_wrap=True)

@@ -1,0 +1,82 @@
+"""inspect: a model and an input in, a table, a recording and a page out."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hookline as hl
+from hookline.cli.terminal import Busy
+from hookline.engine.errors import HooklineWarning
+from hookline.models import Batch, Loaded
+from hookline.recordings import Recording, check_target
+from hookline.verbs import Summary
+from hookline.views.page import write_page
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an inspection found, and where it lies."""
+
+    summary: Summary
+    recording: Recording
+    folder: Path
+    page: Path
+    classes: list[tuple[str, float]]
+
+
+def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
+    """Run a model once, record it, and write the recording and its page into a folder.
+
+    A forward that fails is in `summary.failure`; what ran before it is recorded and written.
+
+    Raises:
+        HooklineError: a selector matches nothing, or the folder cannot be written.
+    """
+    check_target(folder)
+    model = loaded.model
+    n_modules = sum(1 for _ in model.modules())
+    inputs: Any = (lambda: model(*batch.args, **batch.kwargs)) if batch.kwargs else batch.args
+    output: list[Any] = []
+    with Busy("running the model", n_modules) as busy, warnings.catch_warnings():
+        # A selector that never fires is told by the page and by the table; not twice.
+        warnings.simplefilter("ignore", HooklineWarning)
+        with hl.record(model, at or None, copy=True) as run, hl.attach(model) as line:
+            line.forward(None, lambda *_: busy.step())
+            line.forward("", lambda module, args, value: output.append(value))
+            summary = hl.summary(model, inputs)
+    with Busy("writing the recording"):
+        run.save(folder)
+    classes = _classes(loaded, output[0]) if output else []
+    title = f"{loaded.name}"
+    with Busy("writing the page"):
+        page = write_page(
+            run,
+            folder / PAGE,
+            title=title,
+            subtitle=batch.description,
+            summary=summary,
+            images=batch.images,
+            classes=classes or None,
+        )
+    return Inspection(summary, run, folder, page, classes)
+
+
+def _classes(loaded: Loaded, output: Any) -> list[tuple[str, float]]:
+    """The five likeliest classes of the first row, if the output is one score for each label."""
+    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if loaded.labels is None or not isinstance(scores, Tensor) or scores.ndim != 2:
+        return []
+    if scores.shape[1] != len(loaded.labels):
+        return []
+    best = torch.softmax(scores[0].float(), 0).topk(min(5, len(loaded.labels)))
+    return [
+        (loaded.labels[int(k)], float(p)) for p, k in zip(best.values, best.indices, strict=True)
+    ]

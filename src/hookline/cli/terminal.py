@@ -1,0 +1,72 @@
+"""What every command shares: where it prints, how it fails, how it shows that it is busy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
+from typing import final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hookline.engine.errors import HooklineError
+
+BAD_INPUT = 2  # the exit code for what the user can mend; 1 is for a model that fails
+
+# Piped into a file, a table must not be folded at the 80 columns that rich would assume.
+out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def complaints() -> Iterator[None]:
+    """Turn a hookline error into one to three lines and exit code 2; an interrupt into 130."""
+    try:
+        yield
+    except HooklineError as error:
+        say(str(error))
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        say("interrupted.")
+        raise typer.Exit(130) from None
+
+
+def say(message: str) -> None:
+    """Print a complaint, as it is: no markup, no folding."""
+    err.print(f"hookline: {message}", markup=False)
+
+
+@final
+class Busy:
+    """A progress bar that appears only if the work takes longer than a second.
+
+    Args:
+        text: what is being done.
+        total: how many steps it has; None where nobody knows.
+    """
+
+    def __init__(self, text: str, total: int | None = None) -> None:
+        columns = [TextColumn("{task.description}"), BarColumn()]
+        counts = [MofNCompleteColumn()] if total is not None else []
+        self._progress = Progress(*columns, *counts, TimeElapsedColumn(), console=err,
+                                  transient=True)  # fmt: skip
+        self._task = self._progress.add_task(text, total=total)
+        self._timer = Timer(1.0, self._progress.start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Busy:
+        if err.is_terminal:
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._progress.live.is_started:  # stopping what never began would print a blank line
+            self._progress.stop()
+
+    def step(self) -> None:
+        """One step is done."""
+        self._progress.advance(self._task)

@@ -1,0 +1,17 @@
+"""What people look at: tables, statistics, the page. Functions that take a recording; no verb.
+
+Nothing of the extras (jinja2, pillow) is imported before a page is written.
+"""
+
+from hookline.views.page import write_page as write_page
+from hookline.views.statistics import Statistics as Statistics
+from hookline.views.statistics import site_statistics as site_statistics
+from hookline.views.tables import inventory_table as inventory_table
+from hookline.views.tables import report_table as report_table
+from hookline.views.tables import summary_table as summary_table
+from hookline.views.tables import summary_text as summary_text
+
+__all__ = [
+    "Statistics", "inventory_table", "report_table", "site_statistics", "summary_table",
+    "summary_text", "write_page",
+]  # fmt: skip

@@ -1,0 +1,110 @@
+"""The columns of the page's table: what each shows, what it is sorted by. Imports rows, units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from hookline.views.page.rows import Row, Seen
+from hookline.views.statistics import Statistics
+from hookline.views.units import measure, share
+
+SortKey = str | float | None
+
+
+@final
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Args:
+        key: its name in the page's code.
+        title: its heading.
+        is_number: whether it is set right, and sorted by size, the largest first.
+        text: what a cell shows.
+        sort_key: by what it is sorted; None goes last.
+    """
+
+    key: str
+    title: str
+    is_number: bool
+    text: Callable[[Row], str]
+    sort_key: Callable[[Row], SortKey]
+
+
+def columns(rows: list[Row]) -> list[Column]:
+    """The columns that these rows need: calls, passes and maps only where there are some."""
+    seen = [row.seen for row in rows if row.seen is not None]
+    chosen = [
+        Column("path", "Module", False, lambda row: row.label, lambda row: row.label),
+        Column("type", "Type", False, lambda row: row.module_type, lambda row: row.module_type),
+        _of_value("shape", "Shape", lambda one: one.shape, _numel),
+        _of_value("dtype", "Dtype", _dtype, _dtype, is_number=False),
+        _of_statistics("mean", "Mean", lambda found: found.mean),
+        _of_statistics("std", "Std", lambda found: found.std),
+        _of_statistics("min", "Min", lambda found: found.min),
+        _of_statistics("max", "Max", lambda found: found.max),
+        _of_statistics("zeros", "Zeros", lambda found: found.zeros, share),
+        _of_statistics("non-finite", "NaN, inf", lambda found: found.non_finite, _whole),
+        _of_value("order", "Order", lambda one: str(one.order), lambda one: one.order),
+    ]
+    if any(row.call is not None for row in rows):
+        call = Column("call", "Call", True, lambda row: _whole(row.call), lambda row: row.call)
+        chosen += [call]
+    if len({one.pass_number for one in seen}) > 1:
+        number = _of_value(
+            "pass", "Pass", lambda one: str(one.pass_number), lambda one: one.pass_number
+        )
+        chosen += [number]
+    if any(one.strip for one in seen):
+        chosen += [_of_value("maps", "Feature maps", lambda _: "", _n_channels)]
+    return chosen
+
+
+def _of_value(
+    key: str,
+    title: str,
+    text: Callable[[Seen], str],
+    sort_key: Callable[[Seen], SortKey],
+    *,
+    is_number: bool = True,
+) -> Column:
+    """A column that is empty in lines without a value."""
+    return Column(
+        key,
+        title,
+        is_number,
+        lambda row: text(row.seen) if row.seen else "",
+        lambda row: sort_key(row.seen) if row.seen else None,
+    )
+
+
+def _of_statistics(
+    key: str,
+    title: str,
+    number: Callable[[Statistics], float | None],
+    text: Callable[[float | None], str] = measure,
+) -> Column:
+    """A column of numbers that is empty where nothing could be measured."""
+
+    def found(one: Seen) -> float | None:
+        return number(one.statistics) if one.statistics else None
+
+    return _of_value(key, title, lambda one: text(found(one)), found)
+
+
+def _dtype(one: Seen) -> str:
+    return one.statistics.dtype if one.statistics else ""
+
+
+def _numel(one: Seen) -> int | None:
+    return one.statistics.numel if one.statistics else None
+
+
+def _n_channels(one: Seen) -> int | None:
+    return one.strip.channels if one.strip else None
+
+
+def _whole(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"

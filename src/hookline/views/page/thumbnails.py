@@ -1,0 +1,148 @@
+"""Small pictures: feature maps as one strip of tiles, and the model's input. Imports extras.
+
+The colours are those of viridis, whose lightness rises evenly: it reads the same to colour-blind
+people and in black and white.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from hookline.views.page.extras import load
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_CHANNELS = 8
+MAX_TILE_PIXELS = 48
+MAX_IMAGE_PIXELS = 192
+
+_MIN_MAP_PIXELS = 4
+
+# viridis at 0, 0.1, ..., 1; colours between these are interpolated.
+_ANCHORS = (
+    (68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140),
+    (34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
+)  # fmt: skip
+
+# NaN and infinity get a colour that viridis has not: vermilion.
+_NON_FINITE_RGB = (213, 94, 0)
+_NON_FINITE_INDEX = 255
+
+
+@final
+@dataclass(frozen=True)
+class Strip:
+    """Feature maps side by side in one picture.
+
+    Args:
+        source: the picture as a `data:` address.
+        width: of one tile, in pixels.
+        height: of one tile, in pixels.
+        ranges: the least and the greatest finite value of each channel shown; None without any.
+        channels: how many channels the value has in all.
+    """
+
+    source: str
+    width: int
+    height: int
+    ranges: tuple[tuple[float, float] | None, ...]
+    channels: int
+
+
+def feature_strip(tensor: Tensor) -> Strip | None:
+    """Draw the first channels of the first sample of an image-like tensor.
+
+        >>> strip = feature_strip(torch.rand(2, 16, 100, 200))
+        >>> len(strip.ranges), strip.width, strip.height
+        (8, 48, 24)
+
+    Each channel is scaled to its own range: dark is its least value, light its greatest.
+
+    Args:
+        tensor: any tensor; those of shape `(N, C, H, W)` with H and W of at least 4 are drawn.
+
+    Returns:
+        The strip; None for a tensor that is not image-like.
+
+    Raises:
+        HooklineError: pillow is not installed.
+    """
+    if not _is_image_like(tensor):
+        return None
+    maps = tensor[0, :MAX_CHANNELS].detach().cpu().to(torch.float64)
+    shrink = min(MAX_TILE_PIXELS / max(maps.shape[1:]), 1)
+    height, width = (max(round(side * shrink), 1) for side in maps.shape[1:])
+    maps = adaptive_avg_pool2d(maps[None], (height, width))[0]
+    drawn = [_indices(channel) for channel in maps.numpy()]
+    tiles = np.concatenate([indices for indices, _ in drawn], axis=1)
+    picture = load("PIL.Image").fromarray(tiles)
+    picture.putpalette(_PALETTE)
+    ranges = tuple(limits for _, limits in drawn)
+    return Strip(_data_address(picture), width, height, ranges, tensor.shape[1])
+
+
+def input_thumbnail(image: Image) -> str:
+    """An input picture as a `data:` address, at most 192 pixels wide and high.
+
+    Raises:
+        HooklineError: pillow is not installed.
+    """
+    small = image.convert("RGBA" if "A" in image.getbands() else "RGB")
+    small.thumbnail((MAX_IMAGE_PIXELS, MAX_IMAGE_PIXELS))
+    return _data_address(small)
+
+
+def _is_image_like(tensor: Tensor) -> bool:
+    return (
+        not tensor.is_nested
+        and tensor.layout is torch.strided
+        and not (tensor.is_complex() or tensor.is_meta or tensor.is_quantized)
+        and tensor.dim() == 4
+        and tensor.numel() > 0
+        and min(tensor.shape[2:]) >= _MIN_MAP_PIXELS
+    )
+
+
+def _indices(
+    channel: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.uint8], tuple[float, float] | None]:
+    """A channel as numbers of colours, and its range."""
+    is_finite = np.isfinite(channel)
+    if not is_finite.any():
+        return np.full(channel.shape, _NON_FINITE_INDEX, np.uint8), None
+    low, high = float(channel[is_finite].min()), float(channel[is_finite].max())
+    # Halved, since the difference of the two largest numbers would overflow.
+    span = high / 2 - low / 2 or 1.0
+    scaled = (np.where(is_finite, channel, low) / 2 - low / 2) / span
+    indices = np.round(scaled * (_NON_FINITE_INDEX - 1)).astype(np.uint8)
+    return np.where(is_finite, indices, np.uint8(_NON_FINITE_INDEX)), (low, high)
+
+
+def _palette() -> list[int]:
+    """Red, green, blue of the 256 colours, one after the other."""
+    flat: list[int] = []
+    for index in range(_NON_FINITE_INDEX):
+        place = index / (_NON_FINITE_INDEX - 1) * (len(_ANCHORS) - 1)
+        left = min(int(place), len(_ANCHORS) - 2)
+        pairs = zip(_ANCHORS[left], _ANCHORS[left + 1], strict=True)
+        flat += [round(a + (b - a) * (place - left)) for a, b in pairs]
+    return [*flat, *_NON_FINITE_RGB]
+
+
+def _data_address(picture: Image) -> str:
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode("ascii")
+
+
+_PALETTE = _palette()

@@ -1,0 +1,198 @@
+"""write_page: a recording as one HTML file. Imports rows, columns, thumbnails, extras."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookline.engine.errors import FolderError
+from hookline.recordings import Recording
+from hookline.views.page.columns import Column, columns
+from hookline.views.page.extras import load
+from hookline.views.page.rows import Row, read_values, tree_rows
+from hookline.views.page.thumbnails import MAX_CHANNELS, input_thumbnail
+from hookline.views.tables import SummaryLike
+from hookline.views.units import count, plural, size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FOLDER = Path(__file__).parent
+_FILE_NAME = "report.html"
+_MAX_IMAGES = 12
+
+Classes = Sequence[tuple[str, float]]
+
+
+def write_page(
+    recording: Recording,
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str = "",
+    summary: SummaryLike | None = None,
+    images: Sequence[Image] = (),
+    classes: Classes | None = None,
+) -> Path:
+    """Write a recording as one HTML file to look at: every value in numbers, and feature maps.
+
+        >>> import hookline as hl
+        >>> from hookline.views import write_page
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.rand(1, 3, 16, 16))
+        >>> write_page(run, tmp_path / "report.html", title="A small net").name
+        'report.html'
+
+    The file holds all that it needs and loads nothing from elsewhere. It is written beside its
+    place and renamed into it: an older page stays until the new one is whole.
+
+    Args:
+        recording: what to show; one just made, or one opened from a folder.
+        path: the file to write; in a folder that exists, `report.html`. Folders are made as needed.
+        title: what the page is called, such as the model's name.
+        subtitle: what went in, in a few words.
+        summary: what `hl.summary` gave for the model, for the totals at the top.
+        images: the pictures that went in, shown small; the first 12.
+        classes: what came out, as (label, probability from 0 to 1), the likeliest first.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        FolderError: the file cannot be written, or the recording's own folder is damaged.
+        HooklineError: jinja2 or pillow is not installed.
+    """
+    # Both are asked for before any work, so that a missing one is known at once.
+    jinja2, _ = load("jinja2"), load("PIL.Image")
+    rows = tree_rows(recording, read_values(recording))
+    chosen = columns(rows)
+    script = (_FOLDER / "page.js").read_text("utf-8")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template("template.html").render(
+        title=title,
+        subtitle=subtitle,
+        model_type=recording.report().model_type,
+        version=_version(),
+        now=datetime.now().astimezone(),
+        facts=_facts(recording, rows, summary),
+        images=[input_thumbnail(image) for image in images[:_MAX_IMAGES]],
+        n_images_left_out=max(len(images) - _MAX_IMAGES, 0),
+        classes=classes or (),
+        notices=_notices(recording, rows, summary),
+        columns=chosen,
+        rows=rows,
+        data=_data(rows, chosen),
+        silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
+        max_channels=MAX_CHANNELS,
+        style=(_FOLDER / "page.css").read_text("utf-8"),
+        script=script,
+        # The only script that the browser runs is ours, whatever a module is called.
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
+    )
+    return _replace(Path(path), text)
+
+
+def _facts(
+    recording: Recording, rows: list[Row], summary: SummaryLike | None
+) -> list[tuple[str, str]]:
+    """The few numbers at the top, as (label, text)."""
+    n_values = sum(row.seen is not None for row in rows)
+    facts = [
+        ("Sites", f"{len(recording.sites):,}"),
+        ("Values", f"{n_values:,}"),
+        ("Passes", f"{len(recording.passes):,}"),
+    ]
+    if summary is None:
+        return facts
+    facts += [("Parameters", count(summary.parameters)), ("Weights", size(summary.parameter_bytes))]
+    if summary.ran and not summary.failure:
+        facts += [("FLOPs", count(summary.flops)), ("Activations", size(summary.activation_bytes))]
+    return facts
+
+
+def _notices(
+    recording: Recording, rows: list[Row], summary: SummaryLike | None
+) -> list[tuple[str, str]]:
+    """What a reader must not miss, as (text, label of the line that it is about)."""
+    notices = []
+    if summary is not None and summary.failure:
+        notices.append((f"The summary's run failed: {summary.failure}", ""))
+    notices += [
+        (f"Pass {one.number} ended with an exception: only what ran before it is here.", "")
+        for one in recording.passes
+        if one.failed
+    ]
+    seen = [(row.seen, row.label) for row in rows if row.seen is not None]
+    broken = sorted((one.order, label) for one, label in seen if one.non_finite)
+    if broken:
+        values = plural(len(broken), "value holds", "values hold")
+        notices.append((f"{values} NaN or infinity; the first, as they ran, is", broken[0][1]))
+    n_overwritten = sum(one.is_overwritten for one, _ in seen)
+    if n_overwritten:
+        values = plural(n_overwritten, "value was", "values were")
+        advice = "Record copies to see them: hl.record(..., copy=True)."
+        notices.append((f"{values} overwritten in place after being recorded. {advice}", ""))
+    return notices
+
+
+def _data(rows: list[Row], chosen: list[Column]) -> dict[str, Any]:
+    """What the page's script reads: how the lines nest, sort and are found, and their maps."""
+    lines = []
+    for row in rows:
+        strip = row.seen.strip if row.seen else None
+        line: dict[str, Any] = {
+            "label": row.label,
+            "text": " ".join([row.label, row.module_type, *row.aliases]).lower(),
+            "parent": row.parent,
+            "holdsValue": row.seen is not None,
+            "keys": [column.sort_key(row) for column in chosen],
+        }
+        if strip is not None:
+            line["maps"] = {
+                "width": strip.width, "height": strip.height, "ranges": strip.ranges,
+                "channels": strip.channels,
+            }  # fmt: skip
+        lines.append(line)
+    return {"lines": lines, "numbers": [column.is_number for column in chosen]}
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Write a file whole or not at all."""
+    target = path / _FILE_NAME if path.is_dir() else path
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # Names of modules may hold lone surrogates, which UTF-8 refuses.
+            part.write_text(text, "utf-8", "backslashreplace", newline="\n")
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(
+            f"cannot write the page {target}: {error.strerror or error}."
+            "\nNothing was left behind; name a file in a folder that you may write to,"
+            " on a disk with room."
+        ) from error
+    return target
+
+
+def _version() -> str:
+    try:
+        return version("hookline")
+    except PackageNotFoundError:  # run from its sources
+        return ""

@@ -1,0 +1,201 @@
+"""Statistics of a value at a site: what a table shows in place of numbers by the million.
+
+Imports engine.tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import tree
+
+# Tensors are read in pieces whose copy in float64 takes no more than 64 MiB.
+CHUNK_NUMEL = 64 * 1024**2 // 8
+
+# A sparse tensor of more elements than this (1 GiB in float32) is not made dense.
+_DENSE_NUMEL = 2**28
+
+_LARGE = 1e150
+
+
+@final
+@dataclass(frozen=True)
+class Statistics:
+    """One tensor in a few numbers. Those about values leave NaN and infinity out.
+
+    Args:
+        mean: of the finite elements; None where there are none.
+        std: their standard deviation, with divisor n.
+        min: the least of them.
+        max: the greatest of them.
+        zeros: the share of elements that are exactly zero, from 0 to 1; None without elements.
+        non_finite: how many elements are NaN or infinite.
+        numel: how many elements there are.
+        shape: as in `[2, 3]`.
+        dtype: as in `float32`, before conversion.
+    """
+
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    zeros: float | None
+    non_finite: int
+    numel: int
+    shape: str
+    dtype: str
+
+
+def main_tensor(value: Any) -> Tensor | None:
+    """The tensor that stands for a value: the first floating or complex one, else the first.
+
+        >>> main_tensor((torch.arange(2), torch.zeros(3))).shape
+        torch.Size([3])
+
+    Returns:
+        The tensor; None if the value holds none, or only such as have no data (meta).
+    """
+    first = None
+    for _, tensor in tree.tensors(value):
+        if tensor.is_meta:
+            continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor
+        first = tensor if first is None else first
+    return first
+
+
+def site_statistics(value: Any) -> Statistics | None:
+    """Measure the tensor that stands for a value: its first floating one, else its first.
+
+        >>> found = site_statistics(torch.tensor([0.0, 1.0, 2.0, float("inf")]))
+        >>> found.mean, found.max, found.zeros, found.non_finite
+        (1.0, 2.0, 0.25, 1)
+
+    Narrow dtypes (float16, bfloat16, the 8-bit ones) are converted before anything is summed, so
+    that nothing overflows; of complex numbers the magnitude is measured.
+
+    Args:
+        value: what flowed at a site: a tensor, or any structure that holds some.
+
+    Returns:
+        The statistics; None if the value holds no tensor with data.
+
+    Raises:
+        RuntimeError: torch cannot read the tensor's numbers (packed 4-bit dtypes, for one), or a
+            sparse tensor is too large to be made dense.
+    """
+    tensor = main_tensor(value)
+    if tensor is None:
+        return None
+    moments = _Moments()
+    for part in _dense(tensor.detach()):
+        for chunk in _chunks(part):
+            moments.add(_real(chunk))
+    return Statistics(
+        mean=moments.mean,
+        std=moments.std,
+        min=moments.low,
+        max=moments.high,
+        zeros=moments.n_zeros / moments.numel if moments.numel else None,
+        non_finite=moments.numel - moments.n_finite,
+        numel=moments.numel,
+        shape=str(list(tensor.shape)) if not tensor.is_nested else "nested",
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+@final
+class _Moments:
+    """Gathers chunks of float64 into one mean, deviation and range."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.n_finite = 0
+        self.n_zeros = 0
+        self.mean: float | None = None
+        self.std: float | None = None
+        self.low: float | None = None
+        self.high: float | None = None
+
+    def add(self, chunk: Tensor) -> None:
+        """Take in a chunk; NaN and infinity are counted and left out."""
+        self.numel += chunk.numel()
+        self.n_zeros += chunk.numel() - int(chunk.count_nonzero())
+        if not chunk.numel():
+            return
+        low, high = _bounds(chunk)
+        # NaN reaches both bounds, and infinity is one: with finite bounds all is finite.
+        if not (math.isfinite(low) and math.isfinite(high)):
+            chunk = chunk[chunk.isfinite()]
+            if not chunk.numel():
+                return
+            low, high = _bounds(chunk)
+        peak = max(abs(low), abs(high))
+        # Outside this range the squares would overflow, or vanish.
+        scale = peak if peak and not 1 / _LARGE < peak < _LARGE else 1.0
+        std, mean = torch.std_mean(chunk / scale if scale != 1 else chunk, correction=0)
+        self._merge(chunk.numel(), float(mean) * scale, float(std) * scale)
+        self.low = low if self.low is None else min(self.low, low)
+        self.high = high if self.high is None else max(self.high, high)
+
+    def _merge(self, n_new: int, mean: float, std: float) -> None:
+        n_old, self.n_finite = self.n_finite, self.n_finite + n_new
+        if self.mean is None or self.std is None:
+            self.mean, self.std = mean, std
+            return
+        old, new = n_old / self.n_finite, n_new / self.n_finite
+        gap = mean - self.mean
+        # hypot, since the sum of squares could overflow where its root does not.
+        self.std = math.hypot(
+            self.std * math.sqrt(old), std * math.sqrt(new), gap * math.sqrt(old * new)
+        )
+        self.mean += gap * new
+
+
+def _bounds(chunk: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(chunk)
+    return float(low), float(high)
+
+
+def _dense(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor as plain strided ones."""
+    if tensor.is_nested:
+        yield from tensor.unbind()
+    elif tensor.is_quantized:
+        yield tensor.dequantize()
+    elif tensor.layout is not torch.strided:
+        if tensor.numel() > _DENSE_NUMEL:
+            raise RuntimeError(
+                f"a {str(tensor.layout).removeprefix('torch.')} tensor of {tensor.numel():,}"
+                " elements is too large to be made dense"
+            )
+        yield tensor.to_dense()
+    else:
+        yield tensor
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Views of the tensor, cut along its longest dimensions until each is small enough."""
+    if tensor.numel() <= CHUNK_NUMEL:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    n_parts = math.ceil(tensor.numel() / CHUNK_NUMEL)
+    for part in torch.split(tensor, max(tensor.shape[longest] // n_parts, 1), dim=longest):
+        yield from _chunks(part)
+
+
+def _real(chunk: Tensor) -> Tensor:
+    """A chunk in float64; of complex numbers the magnitude."""
+    if chunk.device.type == "mps":  # it has no float64
+        chunk = chunk.cpu()
+    if chunk.is_complex():
+        return chunk.to(torch.complex128).abs()
+    return chunk.to(torch.float64)

@@ -1,0 +1,87 @@
+"""Numbers as people read them: counts, bytes, measurements. Imports only the standard library."""
+
+from __future__ import annotations
+
+import math
+
+_COUNT_UNITS = ("", "k", "M", "G", "T", "P", "E")
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def count(number: float) -> str:
+    """A large count with three digits and a decimal unit.
+
+        >>> count(7_332_000_000), count(48), count(999_600)
+        ('7.33 G', '48', '1.00 M')
+
+    Args:
+        number: how many, from 0.
+
+    Returns:
+        The text; a number below 1000 as it stands.
+    """
+    return _scaled(number, 1000, _COUNT_UNITS)
+
+
+def size(n_bytes: float) -> str:
+    """An amount of memory with three digits and a binary unit.
+
+        >>> size(3_211_264), size(512)
+        ('3.06 MiB', '512 B')
+
+    Args:
+        n_bytes: the amount in bytes, from 0.
+
+    Returns:
+        The text.
+    """
+    return _scaled(n_bytes, 1024, _BYTE_UNITS)
+
+
+def measure(number: float | None) -> str:
+    """A measurement with four significant digits; nothing for None.
+
+    >>> measure(0.0312549), measure(-12), measure(1.5e-9), measure(None)
+    ('0.03125', '-12', '1.5e-09', '')
+    """
+    return "" if number is None else f"{number:.4g}"
+
+
+def share(part: float | None) -> str:
+    """A share as a percentage that says 0 % and 100 % only for none and all.
+
+        >>> share(0.5), share(0.0), share(0.99999), share(1.0)
+        ('50 %', '0 %', '>99.9 %', '100 %')
+
+    Args:
+        part: from 0 to 1; None gives an empty text.
+    """
+    if part is None:
+        return ""
+    percent = part * 100
+    if part and percent < 0.1:
+        return "<0.1 %"
+    if part < 1 and percent > 99.9:
+        return ">99.9 %"
+    return f"{percent:.3g} %"
+
+
+def plural(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: `1 pass`, `2 passes`.
+
+    >>> plural(2, "pass", "passes"), plural(1, "site")
+    ('2 passes', '1 site')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    if number < base:
+        return f"{number:g} {units[0]}".rstrip()
+    power = min(int(math.log(number, base)), len(units) - 1)
+    scaled = number / base**power
+    # 999.6 would be written with four digits, 1000: it belongs to the next unit.
+    if scaled >= 999.5 and power < len(units) - 1:
+        power, scaled = power + 1, number / base ** (power + 1)
+    digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+    return f"{scaled:.{digits}f} {units[power]}"

@@ -1,0 +1,192 @@
+"""The commands, as a person types them: output, files, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import chdir
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import hookline as hl
+from hookline.cli.app import app
+
+
+def run(*args: object, cwd: Path) -> SimpleNamespace:
+    """A command in this process: the same code, without the seconds that importing torch takes."""
+    with chdir(cwd):
+        result = CliRunner().invoke(app, list(map(str, args)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return SimpleNamespace(returncode=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+
+
+def run_process(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hookline.cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+def complaint(done, code=2) -> str:
+    assert done.returncode == code, done
+    assert done.stderr.startswith("hookline: ")
+    assert 1 <= len(done.stderr.strip().splitlines()) <= 3, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("demo")
+    return run_process("demo", "--out", "out", cwd=cwd), cwd / "out"
+
+
+def test_the_demo_prints_the_table_and_writes_a_recording_and_a_page(demo):
+    done, out = demo
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "block1" in done.stdout
+    assert "ResidualBlock" in done.stdout
+    assert "59,430" in done.stdout
+    assert "99.8% right on 450" in done.stdout
+    assert "Try next" in done.stdout
+    recording = hl.open(out)
+    assert recording[":output"].argmax(1).tolist() == list(range(8))
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_demo_may_be_run_again_over_its_own_folder(demo):
+    _, out = demo
+    assert run("demo", "--out", "out", cwd=out.parent).returncode == 0
+    assert len(hl.open(out).passes) == 1
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_inspect_records_what_is_selected(tmp_path):
+    Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8) * 4).save(tmp_path / "d.png")
+    done = run("inspect", "demo:digits", "d.png", "--at", "block*", "--at", "head:input",
+               "--out", "r", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(hl.open(tmp_path / "r")) == ["block1", "block2", "block3", "head:input"]
+    assert "%" in done.stdout
+    assert "r/report.html" in done.stdout
+
+
+def test_inspect_takes_a_factory_and_random_input(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True))\n"
+    )
+    done = run("inspect", "mine.py:make", "random:1x3x8x8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recording = hl.open(tmp_path / "hookline-run")
+    assert torch.equal(recording["1"], recording["0"].relu())
+
+
+def test_a_forward_that_fails_exits_1_names_the_module_and_keeps_what_ran(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(),"
+        " nn.Linear(99, 1))\n"
+    )
+    done = run("inspect", "mine.py:make", "random:1x3x8x8", cwd=tmp_path)
+    text = complaint(done, code=1)
+    assert "2 (Linear), which got Tensor[1, 4, 6, 6]" in text
+    recording = hl.open(tmp_path / "hookline-run")
+    assert list(recording) == ["0", "1"]
+    assert (tmp_path / "hookline-run" / "report.html").exists()
+
+
+def test_an_input_shape_that_the_model_refuses_is_explained(tmp_path):
+    done = run("inspect", "demo:digits", "random:1x3x8x8", cwd=tmp_path)
+    text = complaint(done, code=1)
+    assert "stem.conv (Conv2d), which got Tensor[1, 3, 8, 8]" in text
+
+
+def test_summary_prints_the_table_with_and_without_an_input(tmp_path):
+    assert "59,430" in run("summary", "demo:digits", cwd=tmp_path).stdout
+    with_input = run("summary", "demo:digits", "demo", cwd=tmp_path)
+    assert "[8,1,8,8]" in with_input.stdout.replace(" ", "")
+    failed = run("summary", "demo:digits", "random:1x7x8x8", cwd=tmp_path)
+    assert "stem.conv (Conv2d)" in complaint(failed, code=1)
+
+
+def test_summary_needs_no_memory_on_the_meta_device(tmp_path):
+    (tmp_path / "big.py").write_text(
+        "from torch import nn\ndef make():\n"
+        "    return nn.Sequential(*[nn.Linear(100_000, 100_000) for _ in range(5)])\n"
+    )
+    done = run("summary", "big.py:make", "random:2x100000", "--meta", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "50,000,500,000" in done.stdout
+
+
+def test_hooks_lists_what_is_on_a_model(tmp_path):
+    assert "no hooks on 34 modules" in run("hooks", "demo:digits", cwd=tmp_path).stdout
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make():\n"
+        "    model = nn.Sequential(nn.Linear(1, 1))\n"
+        "    model[0].register_forward_hook(lambda *a: None)\n    return model\n"
+    )
+    done = run("hooks", "mine.py:make", cwd=tmp_path)
+    assert "yours" in done.stdout
+    assert "mine.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["demo:digits", "demo", "--at", "blok1"], "Did you mean 'block1'"),
+        (["demo:digits", "demo", "--at", "block1:outptu"], "unknown port 'outptu'"),
+        (["torchvision:resnet99", "demo"], "resnet"),
+        (["nothing", "demo"], "does not name a model"),
+        (["torchvision:resnet18", "random:1x3x8x8"], "--weights none"),
+        (["demo:digits", "no-such.png"], "no-such.png"),
+        (["demo:digits", "random:1xq"], "random:"),
+        (["mine.py:make", "random:1"], "mine.py"),
+        (["demo:digits", "demo", "--weights", "other.safetensors"], "other.safetensors"),
+        (["demo:digits", "broken.png"], "broken.png"),
+        (["demo:digits", "demo", "--out", "taken"], "holds something else"),
+        (["demo:digits", "demo", "--out", "broken.png"], "is a file"),
+        (["demo:digits", "demo", "--out", "/proc/nothing"], "cannot write"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_at_most_three_lines(tmp_path, args, said):
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG nothing")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("mine")
+    save_file({"wrong": torch.zeros(1)}, tmp_path / "other.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    assert said in complaint(run("inspect", *args, cwd=tmp_path))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_needs_pickle_is_refused(tmp_path):
+    torch.save({"state_dict": Path("x")}, tmp_path / "old.pt")
+    text = complaint(run("inspect", "demo:digits", "demo", "--weights", "old.pt", cwd=tmp_path))
+    assert "old.pt" in text
+    assert "needs unpickling" in text
+
+
+def test_a_leaf_that_does_not_exist_is_said(tmp_path):
+    done = run("inspect", "demo:digits", "demo", "--at", "head:output[3]", cwd=tmp_path)
+    assert "head:output[3] has no leaf" in complaint(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_extra_is_named(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ImportError('no typer here')")
+    done = run_process("demo", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert 'pip install "hookline[cli]"' in complaint(done, code=1)

@@ -1,0 +1,80 @@
+"""Messages are the interface: the exact words of those that people meet most."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hookline as hl
+
+
+def said(action) -> str:
+    with pytest.raises(hl.HooklineError) as caught:
+        action()
+    assert len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def test_a_selector_that_matches_nothing(net):
+    assert said(lambda: hl.record(net, "layer1.0.cnov")) == (
+        "'layer1.0.cnov' matches no module of SmallNet. Did you mean 'layer1.0.conv',"
+        " 'layer2.0.conv', 'layer1.1.conv', 'layer1.0.bn'?"
+        "\nIts 22 modules begin: stem, layer1, layer1.0, layer1.0.conv, layer1.0.bn,"
+        " layer1.0.relu, layer1.1, layer1.1.conv, …."
+    )
+
+
+def test_a_value_that_was_overwritten(net, image):
+    with hl.record(net, "layer1.0.bn") as run:
+        net(image)
+    assert said(lambda: run["layer1.0.bn"]) == (
+        "layer1.0.bn was overwritten in place after it was recorded (by an in-place operation"
+        " such as ReLU(inplace=True) or +=).\nRecord a copy: hl.record(..., copy=True)."
+    )
+
+
+def test_an_ambiguous_look_up(looped):
+    with hl.record(looped, "block") as run:
+        looped(torch.ones(1, 2))
+    assert said(lambda: run["block"]) == (
+        "'block' ran 3 times in pass 0."
+        "\nWrite 'block#0' to 'block#2' for one call, or .calls('block') for all."
+    )
+    with hl.record(looped, "head") as run:
+        looped(torch.ones(1, 2))
+        looped(torch.ones(1, 2))
+    assert said(lambda: run["head"]) == (
+        "'head' has a value in each of 2 passes."
+        "\nWrite run.passes[0]['head'] for one of them, or run.stack('head') for all."
+    )
+
+
+def test_a_site_that_was_never_selected(net, image):
+    with hl.record(net, "fc") as run:
+        net(image)
+    assert said(lambda: run["fcc"]) == (
+        "'fcc' was never selected; the 1 recorded sites include 'fc'."
+        "\nRecord it with hl.record(model, 'fcc'), or look up one that was."
+    )
+
+
+def test_an_edit_that_changes_the_structure(net, image):
+    def run():
+        with hl.edit(net, "fc", lambda t: t[0]):
+            net(image)
+
+    assert said(run) == (
+        "the edit at fc would change the value's structure: expected Tensor[2, 5] float32 on cpu,"
+        " got Tensor[5] float32 on cpu."
+        "\nReturn a value of the same form (for a part of it, select a leaf such as ':output[0]'),"
+        " or use a raw hook: hl.attach(model), line.forward(...)."
+    )
+
+
+def test_a_hooks_own_error_names_its_site(net, image):
+    def fail(value):
+        raise ValueError("mine")
+
+    with hl.edit(net, "layer1.0.conv", fail), pytest.raises(ValueError, match="mine") as caught:
+        net(image)
+    assert caught.value.__notes__ == ["hookline: raised by the hook at layer1.0.conv (Conv2d)"]

@@ -1,0 +1,80 @@
+"""The public surface, frozen: a name that comes or goes is a decision, made here."""
+
+from __future__ import annotations
+
+import inspect
+
+import hookline as hl
+
+# fmt: off
+NAMES = [
+    "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
+    "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
+    "OverwrittenError", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError",
+    "StructureError", "Summary", "attach", "edit", "edits", "features", "inventory", "open",
+    "record", "select", "summary", "watch",
+]
+# fmt: on
+
+SIGNATURES = {
+    "attach": "(model)",
+    "edit": "(model, selector, change, *, ports='output')",
+    "features": "(model, inputs, selector, **options)",
+    "inventory": "(model)",
+    "open": "(folder)",
+    "record": "(model, selector=None, *, ports='output', keep=None, device=None, dtype=None,"
+    " detach=True, copy=False)",
+    "select": "(model, selector=None, ports='output')",
+    "summary": "(model, inputs=None)",
+    "watch": "(model, selector=None, *, file=None)",
+    "Line.forward": "(self, selector, hook, *, with_kwargs=False, prepend=False,"
+    " always_call=False)",
+    "Line.forward_pre": "(self, selector, hook, *, with_kwargs=False, prepend=False)",
+    "Recording.save": "(self, folder)",
+    "Recording.stack": "(self, key)",
+    "Recording.calls": "(self, key)",
+    "edits.scale": "(factor)",
+    "edits.add": "(offset)",
+    "edits.replace": "(new)",
+    "edits.noise": "(std, *, seed=None)",
+    "edits.clamp": "(min=None, max=None)",
+}
+
+
+def test_the_public_names():
+    assert sorted(hl.__all__) == sorted(NAMES)
+    assert all(hasattr(hl, name) for name in hl.__all__)
+
+
+def test_the_signatures():
+    for name, expected in SIGNATURES.items():
+        thing = hl
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        signature = inspect.signature(thing)
+        plain = signature.replace(
+            parameters=[
+                p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+            ],
+            return_annotation=inspect.Signature.empty,
+        )
+        assert str(plain) == expected, name
+
+
+def test_everything_public_is_documented_with_an_example():
+    for name in ("attach", "edit", "features", "inventory", "open", "record", "select", "summary",
+                 "watch"):  # fmt: skip
+        text = inspect.getdoc(getattr(hl, name))
+        for part in (">>> ", "Args:", "Returns:", "Raises:"):
+            assert part in text or (name, part) in {
+                ("inventory", "Raises:"),
+                ("select", "Returns:"),
+            }, f"hl.{name} has no {part}"
+
+
+def test_every_error_can_be_caught_as_one_and_as_pythons_own():
+    errors = [getattr(hl, name) for name in NAMES if name.endswith("Error")]
+    assert all(issubclass(error, hl.HooklineError) for error in errors)
+    assert issubclass(hl.SelectionError, LookupError)
+    assert issubclass(hl.FolderError, OSError)
+    assert issubclass(hl.HooklineWarning, UserWarning)

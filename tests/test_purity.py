@@ -1,0 +1,65 @@
+"""Importing hookline changes nothing in torch, and brings none of the extras."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+EXTRAS = [
+    "typer", "PIL", "jinja2.environment", "torchvision", "timm", "transformers", "sklearn",
+    "matplotlib", "torch._dynamo", "torch._inductor",
+]  # fmt: skip
+
+CHECK = """
+    import sys, torch
+    from torch import nn
+    def state():
+        tables = nn.modules.module
+        return (
+            {name: value for name, value in vars(nn.Module).items()},
+            {name: list(t) for name, t in vars(tables).items()
+             if name.startswith("_global_") and isinstance(t, dict)},
+            {name: value for name, value in vars(torch.Tensor).items()},
+            sys.excepthook, torch.get_rng_state().tolist(), torch.is_grad_enabled(),
+        )
+    before, modules = state(), set(sys.modules)
+    IMPORT
+    assert state() == before, "torch was changed"
+    brought = [name for name in EXTRAS if name in set(sys.modules) - modules]
+    assert not brought, brought
+"""
+
+
+def check(statement: str) -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(CHECK).replace("IMPORT", statement).replace("EXTRAS", repr(EXTRAS))
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+
+
+def test_importing_hookline_changes_nothing_and_brings_no_extra():
+    done = check("import hookline")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import hookline, typer",
+        "import hookline, torch._dynamo",
+        "nn.Module.extra = 1",
+        "torch.rand(1)",
+        "nn.modules.module.register_module_forward_hook(lambda *a: None)",
+        "torch.Tensor.backward = None",
+    ],
+)
+def test_the_check_can_fail(statement):
+    assert check(statement).returncode == 1
+
+
+def test_views_and_models_bring_no_extra_until_used():
+    done = check("import hookline.views, hookline.models")
+    assert done.returncode == 0, done.stderr

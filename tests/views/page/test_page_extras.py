@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import hookline as hl
+from hookline.views import write_page
+from hookline.views.page.extras import load
+
+
+@pytest.mark.parametrize("name", ["jinja2", "PIL.Image"])
+def test_a_missing_extra_is_named_with_the_way_to_install_it(
+    monkeypatch, tmp_path, strange_run, name
+):
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(hl.HooklineError) as caught:
+        write_page(strange_run, tmp_path / "report.html", title="any")
+    expected = 'the page needs jinja2 and pillow: pip install "hookline[cli]"'
+    assert str(caught.value) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_installed_is_given():
+    assert load("jinja2").__name__ == "jinja2"
+
+
+def test_importing_the_views_imports_neither():
+    code = (
+        "import sys, hookline.views;"
+        "print([name for name in ('jinja2', 'PIL', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

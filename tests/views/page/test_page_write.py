@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import hookline as hl
+from hookline.views import write_page
+from hookline.views.units import count
+
+
+def data_of(text: str) -> dict:
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1]
+    )
+
+
+def test_it_gives_the_path_of_the_file_that_it_wrote(tmp_path, strange_run):
+    path = write_page(strange_run, tmp_path / "deep" / "here" / "page.html", title="A page")
+    assert path == tmp_path / "deep" / "here" / "page.html"
+    assert path.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_in_a_folder_it_is_called_report(tmp_path, strange_run):
+    assert write_page(strange_run, tmp_path, title="A page") == tmp_path / "report.html"
+
+
+def test_an_older_page_is_replaced_and_nothing_else_is_left(tmp_path, strange_run):
+    (tmp_path / "report.html").write_text("old")
+    path = write_page(strange_run, tmp_path, title="A page")
+    assert path.read_text("utf-8").startswith("<!doctype html>")
+    assert [child.name for child in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_where_it_cannot_be_written_it_says_what_to_do(tmp_path, strange_run):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hl.FolderError) as caught:
+        write_page(strange_run, tmp_path / "file" / "report.html", title="A page")
+    assert str(tmp_path / "file" / "report.html") in str(caught.value)
+    assert "name a file in a folder that you may write to" in str(caught.value)
+
+
+def test_a_failing_disk_leaves_the_older_page(tmp_path, strange_run, monkeypatch):
+    path = write_page(strange_run, tmp_path, title="older")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hookline.views.page.write.os.replace", full)
+    with pytest.raises(hl.FolderError, match="No space left on device"):
+        write_page(strange_run, tmp_path, title="newer")
+    assert "older" in path.read_text("utf-8")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_no_text_becomes_markup(tmp_path, strange_run):
+    hostile = '</script><script>alert("&")</script>'
+    path = write_page(
+        strange_run, tmp_path, title=hostile, subtitle=hostile, classes=[(hostile, 0.5)]
+    )
+    text = path.read_text("utf-8")
+    assert hostile not in text
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;" in text
+    # A closing tag inside the data would end the data, whatever the quotes around it say.
+    assert len(re.findall("</script", text)) == 2
+    assert data_of(text)["lines"][1]["label"] == "<script>alert(1)<"
+
+
+def test_the_data_is_plain_json_even_with_nan(tmp_path, strange_run):
+    text = write_page(strange_run, tmp_path, title="A page").read_text("utf-8")
+    json.loads(json.dumps(data_of(text), allow_nan=False))
+
+
+def test_it_refers_to_nothing_outside(tmp_path, strange_run):
+    text = write_page(strange_run, tmp_path, title="A page").read_text("utf-8")
+    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def test_totals_of_a_summary_stand_at_the_top(tmp_path, net, image):
+    with hl.record(net, "fc") as run:
+        net(image)
+    summary = hl.summary(net, image)
+    text = write_page(run, tmp_path, title="Small", summary=summary).read_text("utf-8")
+    assert f"<dt>FLOPs</dt><dd>{count(summary.flops)}</dd>" in text
+    assert f"<dt>Parameters</dt><dd>{count(summary.parameters)}</dd>" in text
+
+
+def test_a_failed_run_is_the_first_notice(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(9, 9))
+    x = torch.zeros(1, 2)
+    with pytest.raises(RuntimeError), hl.record(model) as run:
+        model(x)
+    text = write_page(run, tmp_path, title="Broken", summary=hl.summary(model, x)).read_text(
+        "utf-8"
+    )
+    assert "The summary&#39;s run failed: 1 (Linear), which got Tensor[1, 2]" in text
+    assert "Pass 0 ended with an exception" in text
+
+
+def test_more_images_than_fit_are_counted(tmp_path, strange_run):
+    images = [Image.new("L", (8, 8))] * 15
+    text = write_page(strange_run, tmp_path, title="Many", images=images).read_text("utf-8")
+    assert text.count('alt="Input ') == 12
+    assert "and 3 more" in text
+
+
+def test_names_that_utf8_refuses_are_written_escaped(tmp_path):
+    model = nn.Sequential()
+    model.add_module("\udcff", nn.ReLU())
+    with hl.record(model) as run:
+        model(torch.zeros(1))
+    assert "\\udcff" in write_page(run, tmp_path, title="Odd").read_text("utf-8")
+
+
+def test_a_recording_without_values_is_still_a_page(tmp_path, net):
+    with pytest.warns(hl.HooklineWarning), hl.record(net, "fc") as run:
+        pass
+    text = write_page(run, tmp_path, title="Empty").read_text("utf-8")
+    assert "Nothing was recorded." in text
+    assert "the model has not run" in text
+
+
+def test_a_deep_network_stays_small(tmp_path, net):
+    with hl.record(net, copy=True) as run:
+        for _ in range(6):
+            net(torch.rand(1, 3, 64, 64))
+    assert write_page(run, tmp_path, title="Deep").stat().st_size < 3_000_000

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import hookline as hl
+from hookline.views import inventory_table, report_table, summary_table, summary_text
+
+
+def render(shown, width: int = 100, color: bool = False) -> str:
+    out = io.StringIO()
+    Console(
+        width=width, file=out, force_terminal=color, color_system="standard" if color else None
+    ).print(shown)
+    return out.getvalue()
+
+
+class Partial(nn.Module):
+    """A container, a module that does not run, one that raises if asked, one with two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.again = self.blocks[0]
+        self.unused = nn.Linear(2, 2)
+        self.bad = nn.Linear(9, 9)
+
+    def forward(self, x, fail=False):
+        for block in self.blocks:
+            x = block(block(x))
+        return self.bad(x) if fail else x
+
+
+def line_of(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def test_a_summary_shows_each_module_under_its_parent(net, image):
+    text = summary_text(hl.summary(net, image))
+    names = [line[: line.index("  ", 8)].rstrip() for line in text.splitlines()[2:8]]
+    assert names[:3] == ["(root)", "  stem", "  layer1"]
+    stem = line_of(text, "stem").split()
+    assert stem == [
+        "stem", "Conv2d", "[2,3,8,8]", "[2,4,8,8]", "112", "27.6", "k", "2.00", "KiB",
+    ]  # fmt: skip
+
+
+def test_totals_follow_the_modules(net, image):
+    net.fc.requires_grad_(False)
+    text = summary_text(hl.summary(net, image))
+    total = sum(p.numel() for p in net.parameters())
+    assert f"Parameters         {total}, {total - 25} trainable" in text
+    assert "Input              1.50 KiB" in text
+    assert "Output dtype       float32 throughout" in text
+    assert "FLOPs              " in text
+
+
+def test_without_a_run_there_are_no_columns_of_a_run(net):
+    text = summary_text(hl.summary(net))
+    assert text.splitlines()[0].split() == ["module", "type", "parameters"]
+    assert "Activations" not in text
+    assert "not run" not in text
+
+
+def test_modules_that_did_not_run_say_so_and_containers_do_not():
+    table = hl.summary(Partial(), torch.zeros(1, 4))
+    text = summary_text(table)
+    assert "not run" in line_of(text, "unused")
+    assert "not run" not in line_of(text, "blocks")
+    grey = [
+        line for line in render(summary_table(table), color=True).split("\n") if "unused" in line
+    ]
+    assert "\x1b[2m" in grey[0]
+
+
+def test_a_module_with_two_names_shows_the_other():
+    assert "shared with again" in summary_text(hl.summary(Partial(), torch.zeros(1, 4)))
+
+
+def test_many_names_are_counted_rather_than_listed():
+    shared = nn.Linear(2, 2)
+    table = hl.summary(nn.Sequential(*[shared] * 6))
+    assert "shared with 1, 2 and 3 more" in summary_text(table)
+
+
+def test_several_calls_are_counted(looped):
+    assert "Linear x3" in line_of(summary_text(hl.summary(looped, torch.zeros(1, 2))), "block")
+
+
+def test_dtypes_get_a_column_where_they_differ():
+    class Mixed(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).half()
+
+    text = summary_text(hl.summary(Mixed(nn.Linear(2, 2)), torch.zeros(1, 2)))
+    assert "float16" in line_of(text, "(root)")
+    assert "float32" in line_of(text, "0")
+    assert "throughout" not in text
+
+
+def test_a_failure_is_the_last_thing_said():
+    table = hl.summary(Partial(), {"x": torch.zeros(1, 4), "fail": True})
+    text = summary_text(table)
+    assert "raised" in line_of(text, "bad")
+    last = text.splitlines()[-2:]
+    assert last[0] == "The run failed"
+    assert last[1].startswith("bad (Linear), which got Tensor[1, 4]: RuntimeError")
+    assert "FLOPs    " not in text.split("Parameters  ")[1]  # they were never summed up
+
+
+def test_long_paths_are_whole_in_text():
+    name = "a_very_long_name_" * 12
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    assert name in summary_text(hl.summary(model, torch.zeros(1, 2)))
+
+
+def test_text_holds_no_colour_codes_and_no_trailing_spaces(net, image):
+    text = summary_text(hl.summary(net, image))
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert text.isascii()  # it can be printed wherever stdout goes
+
+
+@pytest.mark.parametrize("name", ["[red]x[/red]", "[/]", ":smile:"])
+def test_names_are_not_taken_for_markup(name):
+    model = nn.Sequential()
+    model.add_module(name, nn.ReLU())
+    assert name in summary_text(hl.summary(model))
+
+
+def test_a_residual_network_fits_a_hundred_columns(net):
+    text = summary_text(hl.summary(net, torch.zeros(1, 3, 224, 224)))
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_report_shows_what_fired_and_why_the_rest_did_not(strange_run):
+    text = render(report_table(strange_run.report()), width=120)
+    head = "hl.record on Strange: 9 sites, 1 pass, 8 fired, 1 never; ended"
+    assert text.splitlines()[0].rstrip() == head
+    assert "not reached in this forward" in line_of(text, "unused")
+    assert line_of(text, "blocks.0").split()[:3] == ["blocks.0", "Conv2d", "2"]
+
+
+def test_a_report_in_which_all_fired_gives_no_reasons(looped):
+    with hl.record(looped) as run:
+        looped(torch.zeros(1, 2))
+    assert "why not" not in render(report_table(run.report()))
+
+
+def test_an_inventory_shows_whose_a_hook_is():
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def mine(module, args, output):
+        pass
+
+    model[0].register_forward_hook(mine)
+    text = render(inventory_table(hl.inventory(model)), width=300)
+    assert line_of(text, "0").split()[:3] == ["0", "forward", "yours"]
+    assert "mine" in line_of(text, "0")
+    assert "test_tables.py" in line_of(text, "0")
+
+
+def test_an_empty_inventory_says_so():
+    assert render(inventory_table(hl.inventory(nn.Linear(2, 2)))) == "no hooks on 1 module\n"
