@@ -129,7 +129,7 @@ def test_nothing_is_global_and_no_file_or_function_is_long(path):
 
 
 PRIVATE = re.compile(
-    r"torch\._|_forward_hooks|_forward_pre_hooks|_backward_hooks|_call_impl\b|\._modules\b"
+    r"torch\._(?!_version)|_forward_hooks|_forward_pre_hooks|_backward_hooks|_call_impl\b|\._modules\b"
     r"|_global_\w+hooks|\._parameters\b|\._buffers\b"
 )
 

@@ -15,6 +15,7 @@ from hookline.engine.inventory import HookEntry as HookEntry
 from hookline.engine.inventory import Inventory as Inventory
 from hookline.engine.inventory import inventory as inventory
 from hookline.engine.passes import Pass as Pass
+from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
 from hookline.engine.report import Report as Report
 from hookline.engine.select import Selection as Selection
@@ -24,10 +25,12 @@ from hookline.engine.select import parse_site as parse_site
 from hookline.engine.select import select as select
 from hookline.engine.site import PORTS as PORTS
 from hookline.engine.site import Site as Site
+from hookline.engine.taps import OutputTap as OutputTap
 from hookline.engine.taps import Rank as Rank
+from hookline.engine.taps import See as See
 
 __all__ = [
-    "EVERYWHERE", "PORTS", "Blame", "Everywhere", "HookEntry", "Inventory", "Line",
-    "Pass", "Rank", "Report", "Selection", "Selector", "Sink", "Site", "attach", "blame",
-    "check_ports", "inventory", "parse_site", "select",
+    "EVERYWHERE", "PORTS", "Blame", "Everywhere", "HookEntry", "Inventory", "Line", "OutputTap",
+    "Pass", "Passes", "Rank", "Report", "See", "Selection", "Selector", "Sink", "Site", "attach",
+    "blame", "check_ports", "inventory", "parse_site", "select",
 ]  # fmt: skip

@@ -15,13 +15,13 @@ from torch import nn
 from hookline.engine.errors import AttachError, SelectionError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere
 from hookline.engine.modules import Node, walk
-from hookline.engine.passes import Pass, Passes, Sink
+from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
 from hookline.engine.report import Report, explain
 from hookline.engine.returns import check_forward, check_forward_pre
 from hookline.engine.select import Selection, Selector, select_nodes
 from hookline.engine.site import Site
-from hookline.engine.taps import InputTap, OutputTap, Rank, RawTap, RootTap, Tap
+from hookline.engine.taps import InputTap, OutputTap, Rank, RawTap, RootTap, See, Tap
 
 Hook = Callable[..., Any]
 
@@ -93,19 +93,24 @@ class Line:
         return select_nodes(self._nodes, selector, ports)
 
     def tap(
-        self, selection: Selection, bind: Callable[[Site], Callable[[Pass, Any], Any]], rank: Rank
+        self, selection: Selection, bind: Callable[[Site], See | OutputTap], rank: Rank
     ) -> None:
         """Put a tap on each site: what `bind(site)` returns is called with the pass and the value.
 
-        All are attached, or none.
+        Where a verb must be as fast as a hand-written hook, `bind` may give a tap of its own. All
+        are attached, or none.
         """
         placed = len(self._placements)
         try:
             self._start()
             for site, node in selection.places():
-                kind = OutputTap if site.port == "output" else InputTap
-                tap = kind(site, self.passes, bind(site), rank)
                 is_input = site.port == "input"
+                tap: OutputTap | InputTap
+                bound = bind(site)
+                if isinstance(bound, OutputTap):
+                    tap = bound
+                else:
+                    tap = (InputTap if is_input else OutputTap)(site, self.passes, bound, rank)
                 self._placements.place(
                     node.module,
                     "forward_pre" if is_input else "forward",

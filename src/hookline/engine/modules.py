@@ -32,7 +32,7 @@ class Node:
 def walk(model: nn.Module) -> list[Node]:
     """Every module of a model, in registration order, the root first."""
     nodes: dict[int, Node] = {}  # by id: a module may define == and lose its hash
-    _visit(model, "", None, nodes, set())
+    _visit(model, "", None, nodes, set(), set())
     return list(nodes.values())
 
 
@@ -42,20 +42,28 @@ def _visit(
     parent: Node | None,
     nodes: dict[int, Node],
     above: set[int],
+    bare: set[type],
 ) -> None:
-    module = unwrap(module)
-    if id(module) in above:
-        return
-    node = nodes.get(id(module))
+    # `bare` are the types known not to be wrappers: asking each type once halves the walk.
+    kind = type(module)
+    if kind not in bare:
+        inner_module = unwrap(module)
+        if inner_module is module:
+            bare.add(kind)
+        module = inner_module
+    key = id(module)
+    node = nodes.get(key)
     if node is None:
-        node = nodes[id(module)] = Node(path, module, len(nodes), parent=parent)
+        node = nodes[key] = Node(path, module, len(nodes), parent=parent)
+    elif key in above:
+        return
     else:
         node.aliases.append(path)
     inner = children(module)
     if inner:
-        above.add(id(module))
+        above.add(key)
         prefix = f"{path}." if path else ""
         for name, child in inner.items():
             if child is not None:
-                _visit(child, prefix + name, node, nodes, above)
-        above.discard(id(module))
+                _visit(child, prefix + name, node, nodes, above, bare)
+        above.discard(key)

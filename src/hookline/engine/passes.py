@@ -30,15 +30,17 @@ class Pass:
 
     Attributes:
         log: what the line's hooks chose to note, in the order in which they fired.
+        note: adds to the log.
         calls: how often each of the line's taps that counts calls has run.
         failed: whether the run ended by an exception; None while it runs.
     """
 
-    __slots__ = ("calls", "depth", "failed", "frame", "handled", "log", "number")
+    __slots__ = ("calls", "depth", "failed", "frame", "handled", "log", "note", "number")
 
     def __init__(self, number: int, frame: FrameType | None = None) -> None:
         self.number = number
         self.log: list[Any] = []
+        self.note = self.log.append
         self.calls: dict[Any, int] = {}
         self.failed: bool | None = None
         self.depth = 0

@@ -65,9 +65,10 @@ class Report:
 
     def __str__(self) -> str:
         state = "ended" if self.ended else "attached"
+        sites = f"{len(self.fired)} site{'s' * (len(self.fired) != 1)}"
         passes = f"{self.passes} pass{'es' * (self.passes != 1)}"
         head = (
-            f"hl.{self.name} on {self.model_type}: {len(self.fired)} sites, {passes},"
+            f"hl.{self.name} on {self.model_type}: {sites}, {passes},"
             f" {len(self.fired) - len(self.silent)} fired, {len(self.silent)} never; {state}"
         )
         if self.elsewhere:

@@ -162,14 +162,18 @@ def _site(node: Node, port: str, text: SiteText) -> Site:
 
 def _match_text(nodes: list[Node], selector: str) -> tuple[SiteText, list[Node]]:
     # A ModuleDict may hold names such as "a:b": what is a path as it stands is that path.
-    exact = [node for node in nodes if selector in node.paths]
+    exact = [node for node in nodes if node.path == selector or selector in node.aliases]
     if exact:
         return SiteText(selector, None, (), None), exact
     text = parse(selector)
     matches = glob(text.path).fullmatch
     # `*` is one segment, and the root's path has none.
     below = nodes if text.path in ("", "**") else nodes[1:]
-    return text, [node for node in below if any(matches(path) for path in node.paths)]
+    return text, [
+        node
+        for node in below
+        if matches(node.path) or (node.aliases and any(map(matches, node.aliases)))
+    ]
 
 
 def _matcher(selector: Selector) -> Callable[[Node], bool]:

@@ -6,11 +6,11 @@ Imports record, calling and engine.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Unpack, final
+from typing import Unpack, final
 
 from torch import nn
 
-from hookline.engine import Pass, Rank, Selector, Site
+from hookline.engine import Selector, Site
 from hookline.recordings import Recording
 from hookline.verbs.calling import Inputs, call
 from hookline.verbs.record import Keep, start_recording
@@ -54,22 +54,19 @@ def features(
         SelectionError: the selector matches nothing.
         NotRecordedError: the model ran to its end without reaching one of the sites.
     """
-    recorder, line = start_recording(model, selector, "features", ("output",), **options)
-    line.quiet = True
     token = next(_tokens)
-    wanted = line.select(selector)
-    missing = set(wanted.sites)
+    missing: set[Site] = set()
 
-    def bind(site: Site) -> Any:
-        def see(current: Pass, value: Any) -> None:
-            missing.discard(site)
-            if not missing:
-                raise _Enough(token)
+    def after(site: Site) -> None:
+        missing.discard(site)
+        if not missing:
+            raise _Enough(token)
 
-        return see
-
+    recorder, line = start_recording(model, selector, "features", ("output",), after, **options)
+    line.quiet = True
+    wanted = recorder.recording.sites
+    missing.update(wanted)
     with recorder as recording:
-        line.tap(wanted, bind, Rank.RECORD)
         try:
             call(model, inputs)
         except _Enough as enough:
@@ -78,7 +75,7 @@ def features(
             line.passes.stop()
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
-    for site in wanted.sites:
+    for site in wanted:
         if site in missing:
             recording[site]  # raises, and says why
     return recording

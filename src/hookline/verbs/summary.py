@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode
 
 from hookline.engine import Line, Pass, Rank, Site, blame, tree
 from hookline.engine.errors import HooklineError
 from hookline.verbs.calling import Inputs, as_found, call
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 
 @final
@@ -123,6 +125,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         return table
     inputs = _to_meta_if(model, inputs)
     table.input_bytes = _bytes(inputs)
+    from torch.utils.flop_counter import FlopCounterMode  # late: it would slow `import hookline`
+
     counter = FlopCounterMode(display=False)
     with as_found(model), line:
         line.tap(line.select(None, ("input", "output")), _Gauge(rows, counter).bind, Rank.RECORD)

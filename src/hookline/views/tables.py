@@ -119,8 +119,9 @@ def report_table(report: Report) -> Group:
     """Lay a report out for a terminal: each site, how often it fired, and why it did not.
 
         >>> import hookline as hl
-        >>> with hl.record(nn.Linear(2, 3)) as run:
-        ...     pass
+        >>> model = nn.Linear(2, 3)
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.zeros(1, 2))
         >>> shown = report_table(run.report())
 
     Args:

@@ -1,0 +1,90 @@
+"""The README's examples, run as they are written, and its claims about files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from contextlib import chdir, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from hookline.cli.app import app
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
+    namespace: dict[str, object] = {}
+    shown = 0
+    with chdir(tmp_path):
+        for k, (language, code) in enumerate(BLOCKS):
+            if language != "python":
+                continue
+            out = StringIO()
+            with redirect_stdout(out):
+                exec(compile(code, f"README block {k}", "exec"), namespace)
+            if k + 1 < len(BLOCKS) and BLOCKS[k + 1][0] == "text":
+                assert out.getvalue() == BLOCKS[k + 1][1]
+                shown += 1
+    assert shown == 1
+
+
+def test_the_commands_run(tmp_path):
+    commands = [
+        line.partition("#")[0].strip()
+        for language, code in BLOCKS
+        if language == "bash"
+        for line in code.splitlines()
+    ]
+    hookline = [shlex.split(line)[1:] for line in commands if line.startswith("hookline ")]
+    assert len(hookline) >= 5
+    for arguments in hookline:
+        with chdir(tmp_path):
+            result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, (arguments, result.output)
+
+
+def test_the_make_targets_exist():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"make ([a-z]+)", README + (ROOT / "CONTRIBUTING.md").read_text())
+    assert set(named) <= set(targets)
+    assert {"demo", "test", "check", "bench", "clean"} <= set(targets)
+
+
+def test_every_link_leads_somewhere():
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_the_tests_that_the_traps_name_exist():
+    text = (ROOT / "docs" / "traps.md").read_text()
+    file = ""
+    for target, name in re.findall(r"`([\w/]*\.?p?y?)::(\w+)`", text):
+        file = target or file
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_the_layout_in_the_docs_is_the_layout_on_disk():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    src = ROOT / "src" / "hookline"
+    folders = {path.name for path in src.iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert set(re.findall(r"^  (\w+)/", text, re.MULTILINE)) == folders
+    for file in (src / "engine").glob("[a-z]*.py"):
+        assert f"`{file.stem}`" in text, file.stem
+
+
+def test_every_dependency_is_pinned_and_no_address_is_named():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(entry for extra in extras for entry in extra)]
+    names = {re.match(r"[A-Za-z0-9-]+", entry)[0].lower() for entry in wanted} - {"hookline"}
+    pins = (ROOT / "constraints.txt").read_text()
+    pinned = {name.lower().replace("_", "-") for name in re.findall(r"^([\w-]+)==", pins, re.M)}
+    assert names <= pinned
+    assert "://" not in pins
