@@ -82,6 +82,21 @@ def test_a_snapshot_of_a_growing_object_does_not_grow():
     assert type(kept) is Cache
 
 
+def test_a_snapshot_keeps_the_tensors_that_an_object_held_even_if_none_of_them_changed():
+    class Layer:
+        def __init__(self):
+            self.keys = torch.zeros(1)
+
+    class Cache:
+        def __init__(self):
+            self.layer = Layer()
+
+    cache = Cache()
+    kept = tree.map_tensors(lambda t: t, cache)
+    cache.layer.keys = torch.zeros(5)
+    assert kept.layer.keys.shape == (1,)
+
+
 def test_an_object_that_holds_itself_is_walked_once():
     loop = [torch.zeros(1)]
     loop.append(loop)

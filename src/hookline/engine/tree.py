@@ -55,6 +55,8 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
     if type(value) is list:
         return list(parts)
     new = copy.copy(value)
+    if new is value:
+        raise TypeError(f"{type(value).__name__} does not let itself be copied")
     if isinstance(value, list):
         new[:] = parts
         return new
@@ -86,16 +88,22 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: dict[int, Any]) -> A
     if id(value) in seen:  # an object that holds itself
         return seen[id(value)]
     seen[id(value)] = value
+    # An object that holds but numbers and names is kept as it is; one that holds tensors or
+    # containers may have them replaced later, as a cache's layers do, and is copied.
     is_container = isinstance(value, tuple | list | Mapping)
-    new = [_map(change, part, seen) for _, part in parts]
-    if not is_container and all(a is b for a, (_, b) in zip(new, parts, strict=True)):
+    if not is_container and not any(_holds(part) for _, part in parts):
         return value
+    new = [_map(change, part, seen) for _, part in parts]
     try:
         seen[id(value)] = rebuilt = rebuild(value, new)
     except Exception:
         # An object that refuses to be copied is kept as it is: better than no record at all.
         return value
     return rebuilt
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, Tensor) or items(value) is not None
 
 
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
