@@ -91,6 +91,16 @@ def test_an_interrupt_ends_the_pass_at_the_next_run(net, image):
     assert [len(one) for one in run.passes] == [2, 4]
 
 
+def test_a_line_that_is_ended_inside_the_forward_has_seen_no_failure(net, image):
+    line = hl.record(net, "layer1.*.conv")
+    handle = net.layer2.register_forward_pre_hook(lambda module, args: line.remove())
+    net(image)
+    handle.remove()
+    (only,) = line.recording.passes
+    assert only.failed is False
+    assert list(only) == ["layer1.0.conv", "layer1.1.conv"]
+
+
 def test_two_threads_that_share_a_model_record_apart(net, image):
     barrier = threading.Barrier(2)
     expected = {k: net.stem(image * k) for k in (1, 2)}

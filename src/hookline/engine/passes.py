@@ -172,7 +172,8 @@ class Passes:
     def _close_outside(self) -> None:
         lane = self.lane
         if lane.current is not None and self.closed:
-            self._finish(lane.current, failed=True)
+            # Ended inside the forward: no failure. Not on the stack any more: it was interrupted.
+            self._finish(lane.current, failed=not lane.current.is_running())
         if lane.outside is not None:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
