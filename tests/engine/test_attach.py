@@ -178,7 +178,7 @@ def test_nothing_is_left_when_attaching_fails_half_way(net, left_as_found):
     before = left_as_found(net)
     net.add_module("scripted", torch.jit.script(nn.Sequential(nn.ReLU())))
     with pytest.raises(hl.AttachError, match=r"ScriptModule.*\n.*before torch.jit.script"):
-        hl.record(net)
+        hl.record(net, ["fc", "scripted"])
     del net._modules["scripted"]
     assert left_as_found(net) == before
     with pytest.raises(hl.SelectionError):
@@ -230,6 +230,26 @@ def test_a_line_that_has_ended_takes_no_more_hooks(net):
     line.remove()
     with pytest.raises(hl.AttachError, match="has ended"):
         line.forward("fc", print)
+
+
+def test_a_line_cannot_be_entered_twice(net, image):
+    line = hl.edit(net, "fc", hl.edits.scale(0))
+    with line:
+        net(image)
+        with pytest.raises(hl.AttachError, match="is on already"), line:
+            pass
+    with pytest.raises(hl.AttachError, match="has ended"), line:
+        pass
+
+
+def test_a_scripted_child_is_left_out_of_wide_choices_and_said(net, image):
+    net.scripted = torch.jit.script(nn.ReLU())
+    with hl.record(net) as run:
+        net(image)
+    assert "fc" in run
+    with pytest.raises(hl.NotRecordedError, match="a ScriptModule"):
+        run["scripted"]
+    assert hl.summary(net, image).failure is None
 
 
 def test_a_copy_of_a_hooked_model_runs_free_of_the_original_and_sheds_the_hooks(net, image):

@@ -87,3 +87,11 @@ def test_what_has_no_meaning_everywhere_is_refused():
             line.forward(None, print, always_call=True)
     with pytest.raises(hl.AttachError, match="record needs a model"):
         hl.record(hl.EVERYWHERE)
+
+
+def test_a_hook_that_is_refused_leaves_nothing_on_torch():
+    line = hl.attach(hl.EVERYWHERE)
+    with pytest.raises(hl.SelectionError):
+        line.forward("layer*", print)
+    assert not torch.nn.modules.module._has_any_global_hook()
+    assert line.taps == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -204,3 +206,52 @@ def test_overlapping_lines_end_in_any_order(net, image):
     net(image)
     second.remove()
     assert (len(first.recording.passes), len(second.recording.passes)) == (1, 2)
+
+
+def test_features_inside_a_line_end_its_pass_without_a_failure(net, image):
+    with hl.record(net, "**.conv") as run:
+        hl.features(net, image, "layer1.0.conv")
+        net.layer2(net.stem(image))
+        net(image)
+    assert [one.failed for one in run.passes] == [False, False, False]
+    assert [len(one) for one in run.passes] == [1, 2, 4]
+
+
+def test_features_inside_a_hook_of_the_same_model_leave_the_outer_pass_whole(net, image):
+    seen = []
+
+    def look(module, args, output):
+        if not seen:
+            seen.append(None)
+            seen[0] = hl.features(net, image * 2, "stem")["stem"]
+
+    with hl.record(net, ["stem", "fc"]) as run, hl.attach(net) as line:
+        line.forward("layer1", look)
+        y = net(image)
+    assert torch.equal(seen[0], net.stem(image * 2))
+    (only,) = run.passes
+    assert only.failed is False
+    assert torch.equal(only["fc"], y)
+    assert len(only.calls("stem")) == 2
+
+
+def test_a_line_that_is_closed_in_another_thread_keeps_nothing_alive(net, image):
+    line = hl.record(net, "fc")
+    run = line.__enter__()
+    net(image)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(line.__exit__, None, None, None).result()
+    with hl.record(net, "fc"):  # the next line sweeps what the other left in this context
+        net(image)
+    dead = weakref.ref(run)
+    del run, line
+    gc.collect()
+    assert dead() is None
+
+
+def test_runs_elsewhere_are_counted_as_runs(net, image):
+    line = hl.record(net)
+    with line as run, ThreadPoolExecutor(1) as pool:
+        net(image)
+        pool.submit(net, image).result()
+    assert run.report().elsewhere == 1

@@ -76,6 +76,31 @@ def test_selections_combine(net):
     assert "fc" not in conv
 
 
+def test_a_whole_covers_its_parts_when_selections_combine(net):
+    leaves = hl.select(net, "layer*.*:output[0]")
+    assert [str(site) for site in leaves & "layer1.*"] == [
+        "layer1.0:output[0]",
+        "layer1.1:output[0]",
+    ]
+    assert [str(site) for site in hl.select(net, "layer1.*") & leaves] == [
+        "layer1.0:output[0]",
+        "layer1.1:output[0]",
+    ]
+    assert [str(site) for site in hl.select(net, ["fc#1", "stem"]) - "fc"] == ["stem"]
+
+
+def test_an_empty_or_stale_selection_is_refused(net, left_as_found):
+    empty = hl.select(net, "fc") & "stem"
+    fc = hl.select(net, "fc")
+    net.fc = nn.Linear(4, 5)
+    before = left_as_found(net)
+    with pytest.raises(hl.SelectionError, match="the selection is empty"):
+        hl.record(net, empty)
+    with pytest.raises(hl.SelectionError, match="the model changed"):
+        hl.record(net, fc)
+    assert left_as_found(net) == before
+
+
 def test_ports_leaves_and_calls_follow_a_glob(net):
     assert paths(net, "layer1.*:input#1") == ["layer1.0:input#1", "layer1.1:input#1"]
     assert paths(net, "layer1.*[0]") == ["layer1.0:output[0]", "layer1.1:output[0]"]
@@ -122,7 +147,11 @@ def test_mere_holders_are_left_out_of_wide_selections():
         (torch.zeros(1), "a tensor is not a place"),
         (int, "int is not a module type"),
         ("fc:outptu", "unknown port 'outptu'"),
-        ("{fc", "brace"),
+        ("{fc", "are closed"),
+        ("{a,{b}}", "do not nest"),
+        ("fc#²", "not a call number"),
+        ("fc#" + "9" * 30, "not a call number"),
+        (re.compile(b"fc"), "not from bytes"),
     ],
 )
 def test_a_selector_that_cannot_be_used_says_why_in_at_most_three_lines(net, selector, said):

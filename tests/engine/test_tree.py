@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass
+import logging
+import warnings
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import DynamicCache, GPT2Config
 from transformers.modeling_outputs import BaseModelOutput
 
 from hookline.engine import tree
-from hookline.engine.errors import SiteError
+from hookline.engine.errors import HooklineWarning, SiteError
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -167,3 +170,102 @@ def test_values_are_described_on_one_line():
     value = (torch.zeros(1, 4), None, {"a": torch.zeros(2)}, Point(1, 2.5))
     assert tree.describe(value) == "tuple(Tensor[1, 4], None, dict(a=Tensor[2]), Point(x=1, y=2.5))"
     assert tree.form(torch.zeros(2, 3)) == "[2, 3]"
+
+
+class Slotted:
+    __slots__ = ("t",)
+
+    def __init__(self):
+        self.t = torch.zeros(1)
+
+
+class Itself:
+    def __init__(self):
+        self.t = torch.zeros(1)
+
+    def __copy__(self):
+        return self
+
+
+def test_slots_and_deques_are_walked_and_copied():
+    slotted, queue = Slotted(), deque([torch.zeros(1)])
+    kept = tree.map_tensors(torch.clone, (slotted, queue))
+    slotted.t, _ = torch.ones(1), queue.append(torch.ones(1))
+    assert kept[0].t.item() == 0
+    assert len(kept[1]) == 1
+
+
+def test_objects_that_are_not_ours_to_copy_are_left_alone():
+    log = logging.getLogger("a.b.c")
+    handlers, manager = log.handlers, log.manager
+
+    class Box:
+        def __init__(self):
+            self.t, self.log, self.own = torch.zeros(1, requires_grad=True), log, Itself()
+
+    box = Box()
+    kept = tree.map_tensors(torch.Tensor.detach, box)
+    assert kept.log is log
+    assert (log.handlers, log.manager) == (handlers, manager)
+    assert box.own.t.requires_grad is False
+    assert box.t.requires_grad
+    assert not kept.t.requires_grad
+
+
+def test_an_empty_cache_that_fills_later_is_not_seen_to_fill():
+    cache = DynamicCache(config=GPT2Config(n_layer=2))
+    kept = tree.map_tensors(lambda t: t, {"cache": cache})
+    cache.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 0)
+    assert not list(tree.tensors(kept))
+
+
+def test_values_that_hold_themselves_or_are_very_deep_do_not_end_the_forward():
+    loop = [torch.zeros(1)]
+    loop.append(loop)
+    kept = tree.map_tensors(torch.clone, loop)
+    assert kept[1] is kept
+    assert "…" in tree.describe(loop)
+    deep = torch.zeros(1)
+    for _ in range(5000):
+        deep = (deep,)
+    with pytest.warns(HooklineWarning, match="nested deeper"):
+        tree.map_tensors(torch.clone, deep)
+    assert len(list(tree.tensors(deep))) == 1
+
+
+def test_what_is_shared_many_times_is_walked_once():
+    value = [torch.zeros(1)]
+    for _ in range(60):
+        value = [value, value]
+    assert len(list(tree.tensors(value))) == 1
+    assert len(list(tree.tensors(tree.map_tensors(torch.clone, value)))) == 1
+
+
+def test_a_dataclass_with_a_field_that_is_not_set_is_kept():
+    @dataclass
+    class Late:
+        t: torch.Tensor
+        later: object = field(init=False)
+
+    kept = tree.map_tensors(torch.clone, Late(torch.ones(1)))
+    assert kept.t.item() == 1
+
+
+def test_named_tuples_with_a_new_of_their_own_are_rebuilt():
+    class Odd(namedtuple("Odd", ["a"])):
+        __slots__ = ()
+
+        def __new__(cls, *, value):
+            return super().__new__(cls, value)
+
+    new = tree.put(Odd(value=torch.zeros(1)), ("a",), torch.ones(1))
+    assert type(new) is Odd
+    assert new.a.item() == 1
+
+
+def test_tensors_without_a_shape_or_a_size_are_described():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, that these are a prototype
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert tree.form(nested) == "[nested]"
+    assert tree.n_bytes((nested, torch.eye(3).to_sparse(), torch.zeros(2))) >= 8

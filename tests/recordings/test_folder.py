@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import namedtuple
+from contextlib import chdir
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_values_are_read_only_when_looked_up(net, image, tmp_path):
     for file in (tmp_path / "run").glob("*.safetensors"):
         file.unlink()
     assert len(opened) == 2
-    with pytest.raises(hl.FolderError, match="damaged or gone"):
+    with pytest.raises(hl.FolderError, match="damaged, gone, or replaced"):
         opened["fc"]
 
 
@@ -146,6 +147,99 @@ def test_an_older_recording_is_replaced_and_anything_else_is_not(net, image, tmp
     with pytest.raises(hl.FolderError, match="is a file"):
         run.save(tmp_path / "mine" / "thesis.txt")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "run"]
+
+
+def test_a_folder_with_a_manifest_of_its_own_is_left_alone(tmp_path):
+    run = record_value(torch.ones(1))
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "manifest.json").write_text('{"name": "my app"}')
+    with pytest.raises(hl.FolderError, match=r"holds something else \(manifest.json\)"):
+        run.save(app)
+    folder = run.save(tmp_path / "run")
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(hl.FolderError, match=r"holds something else \(notes.txt\)"):
+        run.save(folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_an_opened_recording_never_gives_the_values_of_one_that_replaced_it(tmp_path):
+    folder = record_value(torch.zeros(2)).save(tmp_path / "run")
+    old = hl.open(folder)
+    record_value(torch.ones(2)).save(folder)
+    with pytest.raises(hl.FolderError, match="replaced since it was opened"):
+        old["0"]
+    assert hl.open(folder)["0"].tolist() == [1.0, 1.0]
+
+
+def test_conjugated_and_negated_views_are_saved_as_what_they_equal(tmp_path):
+    z = torch.randn(3, dtype=torch.complex64)
+    value = (z, z.conj(), z.to(torch.complex128).conj(), torch._neg_view(z.real.clone()))
+    back = hl.open(record_value(value).save(tmp_path / "run"))["0"]
+    assert all(torch.equal(a, b) for a, b in zip(back, value, strict=True))
+
+
+def test_the_current_folder_and_a_link_can_be_named(tmp_path):
+    run = record_value(torch.ones(1))
+    (tmp_path / "here").mkdir()
+    with chdir(tmp_path / "here"):
+        run.save(".")
+    assert hl.open(tmp_path / "here")["0"].item() == 1
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    record_value(torch.zeros(1)).save(tmp_path / "link")
+    assert hl.open(tmp_path / "here")["0"].item() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link"]
+    with pytest.raises(hl.FolderError):
+        run.save("a\0b")
+
+
+def test_what_was_lost_or_made_into_fields_survives_a_second_saving(holder, tmp_path):
+    with hl.record(holder, "inner") as run:
+        holder(torch.ones(2))
+    once = hl.open(run.save(tmp_path / "one"))
+    twice = hl.open(once.save(tmp_path / "two"))
+    assert twice["inner"]["out"].hidden.tolist() == [0.0, 0.0]
+    value = (torch.eye(2).to_sparse(), torch.Size([2, 3]), torch.float16, {1.5: 1})
+    once = hl.open(record_value(value).save(tmp_path / "three"))
+    twice = hl.open(once.save(tmp_path / "four"))
+    assert repr(twice["0"][0]) == repr(once["0"][0])
+    assert twice["0"][1:3] == (torch.Size([2, 3]), torch.float16)
+    assert any("the key 1.5" in line for line in twice.lost + once.lost)
+
+
+DAMAGES = [
+    {"sites": [{"path": [], "port": "output", "leaf": [], "call": None, "aliases": [],
+                "type": ""}]},
+    {"sites": [{"path": "0", "port": "evil", "leaf": [], "call": None, "aliases": [], "type": ""}]},
+    {"sites": [{"path": "0", "port": "output", "leaf": [{}], "call": None, "aliases": [],
+                "type": ""}]},
+    {"passes": float("inf")},
+    {"passes": [{"number": float("inf"), "failed": None, "values": []}]},
+    {"passes": [{"number": 0, "failed": "x", "values": []}]},
+    {"passes": [{"number": 0, "failed": False, "values": [[0, {"float": "0x1p99999"}]]}]},
+    {"passes": [{"number": 0, "failed": False, "values": [[0, {"complex": "values-x/0"}]]}]},
+    {"passes": [{"number": 0, "failed": False, "values": [[0, {"dtype": "load"}]]}]},
+    {"passes": [{"number": 0, "failed": False, "values": [[7, 1]]}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", DAMAGES, ids=range(len(DAMAGES)))
+def test_any_damage_to_a_manifest_is_a_folder_error(change, tmp_path):
+    folder = record_value(torch.ones(1)).save(tmp_path / "run")
+    damage(folder / MANIFEST, **change)
+    with pytest.raises(hl.FolderError):
+        hl.open(folder)["0"]
+
+
+def test_an_opened_recording_of_many_passes_reads_each_file_once(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    with hl.record(model, "0") as run:
+        for k in range(300):
+            model(torch.tensor([float(k)]))
+    opened = hl.open(run.save(tmp_path / "run"))
+    assert "0" in opened
+    assert opened.stack("0")[:, 0].tolist() == list(range(300))
+    assert len({id(entry[1]._files) for one in opened._passes for entry in one.log}) == 1
 
 
 def test_an_opened_recording_can_be_saved_again(net, image, tmp_path):
@@ -256,7 +350,8 @@ def test_what_is_no_recording_is_refused(tmp_path):
 def test_a_hostile_manifest_reads_nothing_outside_its_folder_and_runs_nothing(tmp_path):
     folder = record_value(torch.ones(1)).save(tmp_path / "run")
     other = record_value(torch.zeros(1)).save(tmp_path / "other")
-    for name in ("../other/values-00000.safetensors/0", f"{other}/values-00000.safetensors/0"):
+    (file,) = other.glob("*.safetensors")
+    for name in (f"../other/{file.name}/0", f"{file}/0"):
         manifest = json.loads((folder / MANIFEST).read_text())
         manifest["passes"][0]["values"][0][1] = {"tensor": name}
         (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -118,6 +120,52 @@ def test_paths_with_signs_of_the_grammar_are_looked_up_as_they_stand():
     with hl.record(model, "a:b") as run:
         model["a:b"](torch.ones(1))
     assert run["a:b"].shape == (1,)
+
+
+def test_every_key_that_iteration_gives_can_be_looked_up():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleDict({"a:b": nn.Identity(), "c[0]": nn.Identity(),
+                                        "d#1": nn.Identity()})  # fmt: skip
+
+        def forward(self, x):
+            for part in self.parts.values():
+                x = part(part(x))
+            return x
+
+    model = Odd()
+    with hl.record(model, ports=("input", "output")) as run:
+        model(torch.ones(1))
+    assert len(dict(run.items())) == len(run) == 14
+
+
+def test_a_recording_is_a_mapping_in_every_way(net, image):
+    with hl.record(net) as run:
+        net(image)
+    assert "layer1.0.bn" in run  # it has a value, though an overwritten one
+    assert run.get("nowhere", 3) == 3
+    with pytest.raises(KeyError):
+        run["nowhere"]
+    with pytest.raises(hl.OverwrittenError):
+        run.get("layer1.0.bn")
+
+
+def test_a_recording_pickles(net, image):
+    with hl.record(net, ["fc", "stem"]) as run:
+        net(image)
+    again = pickle.loads(pickle.dumps(run))
+    assert torch.equal(again["fc"], run["fc"])
+    assert str(again.report()) == str(run.report())
+
+
+def test_leaf_keys_with_signs_are_written_and_read_back():
+    model = nn.Sequential(nn.Identity())
+    key = "a]'b\\n\""
+    with hl.record(model, "0") as run:
+        model({key: torch.ones(1)})
+    assert run[hl.Site("0", "output", (key,))].item() == 1
+    assert run[str(hl.Site("0", "output", (key,)))].item() == 1
 
 
 def test_passes_know_the_order_in_which_sites_fired(net, image):

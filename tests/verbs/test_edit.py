@@ -143,3 +143,13 @@ def test_ready_made_edits_ask_for_a_leaf_of_a_nested_value(holder):
         with hl.edit(holder, "inner", change), pytest.raises(hl.StructureError) as caught:
             holder(torch.ones(2))
         assert "Select a tensor: PATH:output.pair.left" in str(caught.value)
+
+
+def test_ready_made_edits_do_not_round_silently():
+    model = nn.Sequential(nn.Identity())
+    for change in (hl.edits.scale(torch.tensor(0.5)), hl.edits.add(0.5), hl.edits.replace(0.7),
+                   hl.edits.noise(1.0)):  # fmt: skip
+        with hl.edit(model, "0", change), pytest.raises(hl.StructureError, match="cannot hold"):
+            model(torch.tensor([4, 6]))
+    with hl.edit(model, "0", hl.edits.scale(2)):
+        assert model(torch.tensor([4, 6])).tolist() == [8, 12]

@@ -190,6 +190,15 @@ def test_keep_device_and_dtype_shape_what_is_kept(net, image):
     assert r["fc"] == float(y.detach().mean())
 
 
+def test_wrong_options_are_refused_before_the_model_runs(net, left_as_found):
+    before = left_as_found(net)
+    with pytest.raises(hl.AttachError, match="dtype='float16' is no dtype"):
+        hl.record(net, dtype="float16")
+    with pytest.raises(hl.AttachError, match="device='nowhere' is no device"):
+        hl.record(net, device="nowhere")
+    assert left_as_found(net) == before
+
+
 def test_a_kept_slice_does_not_keep_the_whole():
     model = nn.Sequential(nn.Identity())
     with hl.record(model, "0", keep=lambda t: t[:1]) as run:

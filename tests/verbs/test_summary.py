@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +132,61 @@ def test_it_prints_as_a_table(net, image):
     text = str(hl.summary(net, image))
     assert "SmallNet" in text
     assert "BatchNorm2d" in text
+
+
+def test_a_model_that_does_things_when_its_mode_changes_is_not_told():
+    class Merging(nn.Linear):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merging(2, 2))
+    hl.summary(model, torch.ones(1, 2))
+    assert not model[0].merged
+    assert model[0].training
+
+
+def test_buffers_that_the_forward_replaces_and_inference_buffers_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1))
+
+        def forward(self, x):
+            self.n = self.n + 1
+            return x * self.n
+
+    model = Counting()
+    n = model.n
+    hl.summary(model, torch.ones(2))
+    assert model.n is n
+    assert n.item() == 0
+    with torch.inference_mode():
+        model = nn.BatchNorm1d(2)
+    hl.summary(model, torch.ones(3, 2))
+
+
+def test_nested_and_sparse_tensors_do_not_stop_it():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x
+
+    model = nn.Sequential(Odd())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, that these are in beta
+        values = [
+            torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+            torch.eye(3).to_sparse(),
+            torch.eye(3).to_sparse_csr(),
+        ]
+    for value in values:
+        assert hl.summary(model, value).failure is None
+        with hl.record(model, ports=("input", "output")) as run:
+            model(value)
+        with hl.watch(model, file=io.StringIO()):
+            model(value)
+        with hl.edit(model, "0", lambda t: t):
+            model(value)
+        assert run["0"] is not None

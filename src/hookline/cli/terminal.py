@@ -17,8 +17,8 @@ from hookline.engine.errors import HooklineError
 BAD_INPUT = 2  # the exit code for what the user can mend; 1 is for a model that fails
 
 # Piped into a file, a table must not be folded at the 80 columns that rich would assume.
-out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hookline.engine.inventory import inventory as inventory
 from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
+from hookline.engine.passes import stop_all as stop_all
 from hookline.engine.report import Report as Report
 from hookline.engine.select import Selection as Selection
 from hookline.engine.select import Selector as Selector
@@ -32,5 +33,5 @@ from hookline.engine.taps import See as See
 __all__ = [
     "EVERYWHERE", "PORTS", "Blame", "Everywhere", "HookEntry", "Inventory", "Line", "OutputTap",
     "Pass", "Passes", "Rank", "Report", "See", "Selection", "Selector", "Sink", "Site", "attach",
-    "blame", "check_ports", "inventory", "parse_site", "select",
+    "blame", "check_ports", "inventory", "parse_site", "select", "stop_all",
 ]  # fmt: skip

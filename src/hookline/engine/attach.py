@@ -22,6 +22,7 @@ from hookline.engine.returns import check_forward, check_forward_pre
 from hookline.engine.select import Selection, Selector, select_nodes
 from hookline.engine.site import Site
 from hookline.engine.taps import InputTap, OutputTap, Rank, RawTap, RootTap, See, Tap
+from hookline.engine.torch_internals import is_scripted
 
 Hook = Callable[..., Any]
 
@@ -100,7 +101,7 @@ class Line:
         Where a verb must be as fast as a hand-written hook, `bind` may give a tap of its own. All
         are attached, or none.
         """
-        placed = len(self._placements)
+        placed, n_taps = len(self._placements), len(self.taps)
         try:
             self._start()
             for site, node in selection.places():
@@ -111,6 +112,9 @@ class Line:
                     tap = bound
                 else:
                     tap = (InputTap if is_input else OutputTap)(site, self.passes, bound, rank)
+                self.taps.append(tap)
+                if self.lenient and is_scripted(node.module):
+                    continue  # it is said in the report; naming such a module is an error
                 self._placements.place(
                     node.module,
                     "forward_pre" if is_input else "forward",
@@ -118,9 +122,9 @@ class Line:
                     rank,
                     with_kwargs=is_input,
                 )
-                self.taps.append(tap)
         except BaseException:
             self._placements.take_off(placed)
+            del self.taps[n_taps:]
             raise
 
     # -- raw hooks ------------------------------------------------------------------------------
@@ -209,12 +213,12 @@ class Line:
         if self._is_everywhere:
             if always_call:
                 raise AttachError("always_call is not offered with hl.EVERYWHERE.")
-            self._start()
             tap = RawTap(Site("", module_type="any"), self.passes, hook, check)
-            self.taps.append(tap)
             self._catch.add(kind, selector, tap, with_kwargs=with_kwargs, prepend=prepend)
+            self.taps.append(tap)
+            self._start()
             return
-        placed = len(self._placements)
+        placed, n_taps = len(self._placements), len(self.taps)
         try:
             self._start()
             for site, node in self.select(selector).places():
@@ -229,6 +233,7 @@ class Line:
                 self.taps.append(tap)
         except BaseException:
             self._placements.take_off(placed)
+            del self.taps[n_taps:]
             raise
 
     def _start(self) -> None:
@@ -246,6 +251,9 @@ class Line:
     # -- the end --------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if self.passes.closed or self.passes.bound:
+            state = "has ended" if self.passes.closed else "is on already"
+            raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
         if not self._is_everywhere:
             self.passes.enter()
         return self
@@ -275,9 +283,11 @@ class Line:
         self._placements.take_off()
         if self._is_everywhere:
             DISPATCHER.discard(self._catch)
-        if self._why is None:
-            self._why = self._explain()
-        self.passes.leave()
+        try:
+            if self._why is None:
+                self._why = self._explain()
+        finally:
+            self.passes.leave()
         # The report outlives the line; the model must not be kept alive by it.
         self._nodes, self._root = [], None
 
@@ -302,8 +312,10 @@ class Line:
         if not silent or self._root is None:
             return {}
         by_path = {node.path: node for node in self._nodes}
-        return {tap.site: explain(tap, by_path[tap.site.path], self.passes, self._root)
-                for tap in silent}  # fmt: skip
+        return {
+            tap.site: explain(tap, by_path[tap.site.path], self.passes, self._root)
+            for tap in silent
+        }
 
     def _warn(self) -> None:
         if self.quiet or self._is_everywhere:

@@ -23,8 +23,10 @@ class SiteError(HooklineError, LookupError):
     """A site exists, but the leaf that was asked for does not, in the value that flowed there."""
 
 
-class NotRecordedError(HooklineError, LookupError):
+class NotRecordedError(HooklineError, KeyError):
     """A recording has no value for this site: it was never selected, or it never fired."""
+
+    __str__ = Exception.__str__  # KeyError would show the message quoted, on one line
 
 
 class AmbiguousError(HooklineError, LookupError):

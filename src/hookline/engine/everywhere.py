@@ -93,6 +93,7 @@ class _Dispatcher:
     def discard(self, line: Catch) -> None:
         """A line has ended; with the last one, torch's hooks go."""
         _here.set(tuple(other for other in _here.get() if other is not line))
+        line.taps.clear()  # another context may go on holding the line
         with self._lock:
             if line in self._lines:
                 self._lines.remove(line)

@@ -100,6 +100,8 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     # Load-state-dict pre-hooks come wrapped by torch, and partials by anyone.
     inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
     owner = getattr(inner, "__self__", None)
+    if isinstance(owner, Tap | RootTap):
+        return HookEntry(path, kind, "hookline", _label(owner), "")
     code: Any = inner
     if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
         code = type(inner)
@@ -110,8 +112,6 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
     except (OSError, TypeError):
         file, line = "", 0
     name = getattr(code, "__qualname__", type(inner).__name__)
-    if isinstance(owner, Tap | RootTap):
-        return HookEntry(path, kind, "hookline", _label(owner), "")
     where = f"{file}:{line}" if file else ""
     return HookEntry(path, kind, _owner(module, file), name, where)
 

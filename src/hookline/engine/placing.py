@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -18,7 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.errors import AttachError
 from hookline.engine.taps import Rank, RootTap, Tap
-from hookline.engine.torch_internals import HookDict, hook_dict, hook_flags, new_hook_id
+from hookline.engine.torch_internals import (
+    HookDict,
+    hook_dict,
+    hook_flags,
+    is_scripted,
+    new_hook_id,
+)
 
 Hook = Callable[..., Any]
 
@@ -52,7 +57,7 @@ class Placements:
         Raises:
             AttachError: torch would accept the hook and never call it.
         """
-        if isinstance(module, torch.jit.ScriptModule):
+        if is_scripted(module):
             raise AttachError(
                 f"{type(module).__name__} is a ScriptModule: torch takes hooks on it and never"
                 " calls them.\nAttach to the Python model, before torch.jit.script or .trace."

@@ -15,7 +15,7 @@ from hookline.engine.modules import Node
 from hookline.engine.passes import Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Tap
-from hookline.engine.torch_internals import is_compiled
+from hookline.engine.torch_internals import is_compiled, is_scripted
 
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
@@ -89,6 +89,8 @@ def explain(tap: Tap, node: Node, passes: Passes, root: nn.Module) -> str:
     if tap.site.call is not None and tap.ran:
         runs = "once" if tap.ran == 1 else f"{tap.ran} times"
         return f"the module ran {runs} in a pass, so there is no call #{tap.site.call}"
+    if is_scripted(node.module):
+        return "a ScriptModule; torch calls no hooks inside it"
     parent = node.parent.module if node.parent is not None else None
     if is_compiled(root):
         return "the model is compiled, and code compiled before the line ignores its hooks"

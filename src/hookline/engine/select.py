@@ -7,6 +7,7 @@ A selector is a glob on paths, a compiled regex, a module type, a module, a pred
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from hookline.engine.errors import SelectionError
 from hookline.engine.modules import Node, walk
 from hookline.engine.site import PORTS, Site, SiteText, parse
-from hookline.engine.torch_internals import has_forward
+from hookline.engine.torch_internals import has_forward, unwrap
 
 Selector = (
     Any  # str | re.Pattern | type | nn.Module | predicate | Selection | a list of these | None
@@ -60,20 +61,41 @@ class Selection:
         return Selection(self._nodes, [*self.places(), *self._coerce(other).places()])
 
     def __and__(self, other: Selector) -> Selection:
-        keep = self._coerce(other)._found
-        return Selection(self._nodes, [pair for pair in self.places() if pair[0] in keep])
+        mine, theirs = _Cover(self), _Cover(self._coerce(other))
+        both = [pair for pair in self.places() if theirs.covers(pair[0])]
+        finer = [pair for pair in theirs.selection.places() if mine.covers(pair[0])]
+        return Selection(self._nodes, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
-        drop = self._coerce(other)._found
-        return Selection(self._nodes, [pair for pair in self.places() if pair[0] not in drop])
+        drop = _Cover(self._coerce(other))
+        return Selection(self._nodes, [pair for pair in self.places() if not drop.covers(pair[0])])
 
     def _coerce(self, other: Selector) -> Selection:
         ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
         return select_nodes(self._nodes, other, ports)
 
     def __repr__(self) -> str:
-        lines = [f"{site}  ({site.module_type})" for site in self]
+        lines = [f"{site}  ({site.module_type})" for site in itertools.islice(self, 60)]
+        if len(self) > 60:
+            lines.append(f"… and {len(self) - 60} more; iterate for all")
         return "\n".join([f"{len(self)} site{'s' * (len(self) != 1)}", *lines])
+
+
+@final
+class _Cover:
+    """Which sites a selection covers: a whole value covers its leaves, every call each call."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self._by_place: dict[tuple[str, str], list[Site]] = {}
+        for site in selection:
+            self._by_place.setdefault((site.path, site.port), []).append(site)
+
+    def covers(self, site: Site) -> bool:
+        return any(
+            site.leaf[: len(mine.leaf)] == mine.leaf and mine.call in (None, site.call)
+            for mine in self._by_place.get((site.path, site.port), ())
+        )
 
 
 def select(
@@ -135,6 +157,15 @@ def _match(
                 "this selection was made in another model; select again in this one:"
                 " hl.select(model, ...)."
             )
+        if not len(selector):
+            raise SelectionError("the selection is empty; print it, and its parts, before use.")
+        here = {(node.path, id(node.module)) for node in nodes}
+        for site, node in selector.places():
+            if (node.path, id(node.module)) not in here:
+                raise SelectionError(
+                    f"{site} is no longer there: the model changed since it was selected."
+                    "\nSelect again: hl.select(model, ...)."
+                )
         return selector.places()
     if isinstance(selector, list | tuple | set | frozenset):
         if not selector:
@@ -180,6 +211,8 @@ def _matcher(selector: Selector) -> Callable[[Node], bool]:
     if selector is None:
         return lambda node: True
     if isinstance(selector, re.Pattern):
+        if isinstance(selector.pattern, bytes):
+            raise SelectionError("paths are text: compile the regex from a str, not from bytes.")
         return lambda node: any(selector.search(path) for path in node.paths)
     if isinstance(selector, type):
         if not issubclass(selector, nn.Module):
@@ -188,7 +221,8 @@ def _matcher(selector: Selector) -> Callable[[Node], bool]:
             )
         return lambda node: isinstance(node.module, selector)
     if isinstance(selector, nn.Module):
-        return lambda node: node.module is selector
+        wanted = unwrap(selector)
+        return lambda node: node.module is wanted
     if isinstance(selector, Tensor):
         raise SelectionError(
             "a tensor is not a place in this model; name the module whose input or output it is."
@@ -218,7 +252,10 @@ def glob(pattern: str) -> re.Pattern[str]:
         at_start, at_end = position == 0, position + len(token) == len(pattern)
         position += len(token)
         if token in "{}":
-            raise SelectionError(f"malformed glob {pattern!r}: a brace without its partner.")
+            raise SelectionError(
+                f"malformed glob {pattern!r}: braces hold names and commas, {{a,b}}, are closed"
+                " and do not nest."
+            )
         if token == "**." and (at_start or pattern[position - 4] == "."):
             out.append(r"(?:.*\.)?")
         elif token == ".**":

@@ -6,6 +6,7 @@ The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,11 +19,16 @@ PORTS: Final = ("input", "output")
 _GRAMMAR = re.compile(
     r"""(?P<path>[^:#\[\]]*)
         (?: : (?P<port>[^.:#\[\]]*) )?
-        (?P<leaf> (?: \[[^\[\]]*\] | \.[^.:#\[\]]+ )* )
+        (?P<leaf> (?: \[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"]*)\] | \.[^.:#\[\]]+ )* )
         (?: \# (?P<call>[^#]*) )?""",
     re.VERBOSE,
 )
-_LEAF_KEY = re.compile(r"\[\s*(-?\d+)\s*\]|\[\s*(['\"])(.*?)\2\s*\]|\.([^.\[\]]+)")
+_LEAF_KEY = re.compile(
+    r"""\[\s*(?P<number>-?\d{1,9})\s*\]
+      | \[(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]
+      | \.(?P<name>[^.\[\]]+)""",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ def parse(text: str) -> SiteText:
             f"unknown port {port!r} in {text!r}: the ports are {', '.join(PORTS)}."
             f"\nWrite {match['path']}:output, or {match['path']} alone, for the output."
         )
-    if call is not None and not call.isdigit():
+    if call is not None and not (call.isdecimal() and len(call) < 10):
         raise SelectionError(_malformed(text, f"{call!r} is not a call number such as #0"))
     leaf: list[Key] = []
     position = 0
@@ -90,7 +96,11 @@ def parse(text: str) -> SiteText:
         key = _LEAF_KEY.match(match["leaf"], position)
         if key is None:
             raise SelectionError(_malformed(text, f"{match['leaf']!r} is not a leaf"))
-        leaf.append(int(key[1]) if key[1] is not None else (key[3] if key[2] else key[4]))
+        if key["number"] is not None:
+            leaf.append(int(key["number"]))
+        else:
+            # Quoted keys are written by repr, so they are read as Python reads them.
+            leaf.append(key["name"] or str(ast.literal_eval(key["text"])))
         position = key.end()
     return SiteText(match["path"], port, tuple(leaf), None if call is None else int(call))
 

@@ -255,14 +255,14 @@ class RootTap:
         if self.passes is _INERT:
             discard_hooks_of(module, self)
             return
-        self.passes.begin(module, args)
+        self.passes.begin()
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook, always called."""
         if self.passes is _INERT:
             discard_hooks_of(module, self)
             return
-        self.passes.end(module, args, output)
+        self.passes.end()
 
 
 def _inert_root(rank: int) -> RootTap:

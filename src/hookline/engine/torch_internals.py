@@ -110,6 +110,12 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
     return found
 
 
+def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers by name; assigning to it replaces one."""
+    found: dict[str, torch.Tensor | None] = module.__dict__["_buffers"]
+    return found
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside torch's wrappers: compiled, parallel, averaged, checkpointed, sharded."""
     while True:
@@ -124,6 +130,11 @@ def unwrap(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = inner
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether torch would take hooks on this module and never call them."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.errors import SiteError
+from hookline.engine.errors import SiteError, warn
 
 Key = str | int
 Leaf = tuple[Key, ...]
 
+# fmt: off
 _ATOMS = (
     str, bytes, int, float, complex, bool, type(None), type, types.FunctionType, types.MethodType,
     types.ModuleType, types.BuiltinFunctionType, torch.Size, torch.dtype, torch.device,
-    torch.Generator, nn.Module, slice, range,
-)  # fmt: skip
+    torch.Generator, nn.Module, slice, range, set, frozenset,
+)
+# fmt: on
+_PLAIN_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_COPYING = ("__reduce__", "__reduce_ex__")
+_DEEPEST = 150  # levels of nesting; Python's own limit is near, and nobody means it
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
@@ -37,91 +44,137 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
         return list(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | deque):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    attributes = getattr(value, "__dict__", None)
-    return list(attributes.items()) if attributes else None
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return _attributes(value) if _is_plain(type(value)) else None
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether objects of a class are merely their attributes, and may be walked and copied.
+
+    Not those of the standard library (a logger would drag its whole tree along), nor those that
+    say themselves how they are copied.
+    """
+    if kind is types.SimpleNamespace:
+        return True
+    return (
+        kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+        and all(getattr(kind, name) is getattr(object, name) for name in _COPYING)
+        and not hasattr(kind, "__copy__")
+    )
+
+
+def _attributes(value: Any) -> list[tuple[Key, Any]] | None:
+    found = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return list(found.items()) if found else None
 
 
 def rebuild(value: Any, parts: list[Any]) -> Any:
     """A new value of the same type whose parts, in the order of `items`, are these."""
     if isinstance(value, tuple):
-        if type(value) is tuple:
-            return tuple(parts)
-        # Named tuples take their fields one by one; torch's own (`torch.max`) take one sequence.
-        return type(value)(*parts) if hasattr(value, "_make") else type(value)(parts)
-    if type(value) is list:
-        return list(parts)
-    new = copy.copy(value)
+        if hasattr(value, "_make"):  # not by its own __new__, which may want anything
+            return tuple.__new__(type(value), parts)
+        return tuple(parts) if type(value) is tuple else type(value)(parts)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return dict(zip((key for key, _ in items(value) or ()), parts, strict=True))
+    new = _shell(value)
+    _fill(new, [key for key, _ in items(value) or ()], parts)
+    return new
+
+
+def _shell(value: Any) -> Any:
+    """A shallow copy, to be filled.
+
+    Raises:
+        TypeError: the copy is the value itself; to fill it would change what was seen.
+    """
+    new = [*value] if type(value) is list else copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
-    if isinstance(value, list):
+    return new
+
+
+def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
+    if isinstance(new, list):
         new[:] = parts
-        return new
-    keys = [key for key, _ in items(value) or ()]
-    if isinstance(value, MutableMapping):
+    elif isinstance(new, deque):
+        new.clear()
+        new.extend(parts)
+    elif isinstance(new, MutableMapping):
         for key, part in zip(keys, parts, strict=True):
             new[key] = part
     else:
         # Not setattr: a frozen dataclass would refuse, and a property could run code.
         for key, part in zip(keys, parts, strict=True):
             object.__setattr__(new, str(key), part)
-    return new
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """The value with every tensor changed; containers are copied, so that it no longer grows.
+    """The value with every tensor changed; containers and plain objects are copied.
 
-    A cache that keeps growing after it was recorded is the reason for the copy.
+    Copied, because a cache goes on growing after it was recorded, even one that was still empty.
     """
-    return _map(change, value, {})
+    return _map(change, value, {}, 0)
 
 
-def _map(change: Callable[[Tensor], Any], value: Any, seen: dict[int, Any]) -> Any:
+def _map(change: Callable[[Tensor], Any], value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         return change(value)
+    if type(value) in _PLAIN_ATOMS:
+        return value
     parts = items(value)
     if parts is None:
         return value
-    if id(value) in seen:  # an object that holds itself
+    if id(value) in seen:  # shared, or an object that holds itself
         return seen[id(value)]
-    seen[id(value)] = value
-    # An object that holds but numbers and names is kept as it is; one that holds tensors or
-    # containers may have them replaced later, as a cache's layers do, and is copied.
-    is_container = isinstance(value, tuple | list | Mapping)
-    if not is_container and not any(_holds(part) for _, part in parts):
+    if depth > _DEEPEST:
+        warn(f"a value is nested deeper than {_DEEPEST} levels; what is below is kept as it is.")
         return value
-    new = [_map(change, part, seen) for _, part in parts]
+    if isinstance(value, tuple):
+        new = [_map(change, part, seen, depth + 1) for _, part in parts]
+        seen[id(value)] = rebuild(value, new)
+        return seen[id(value)]
     try:
-        seen[id(value)] = rebuilt = rebuild(value, new)
-    except Exception:
-        # An object that refuses to be copied is kept as it is: better than no record at all.
+        if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+            value = dict(parts)
+        # The copy is known before its parts are, so that a value that holds itself comes out so.
+        shell = seen[id(value)] = _shell(value)
+        new = [_map(change, part, seen, depth + 1) for _, part in parts]
+        _fill(shell, [key for key, _ in parts], new)
+    except Exception as error:
+        seen[id(value)] = value
+        if any(isinstance(part, Tensor) for _, part in parts):
+            warn(
+                f"a {type(value).__name__} cannot be copied ({error}): it is recorded as it is, and"
+                " what changes it later changes the record."
+            )
         return value
-    return rebuilt
-
-
-def _holds(value: Any) -> bool:
-    return isinstance(value, Tensor) or items(value) is not None
+    return shell
 
 
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
-    """Every tensor in a value, with the keys that lead to it."""
-    yield from _tensors(value, (), set())
-
-
-def _tensors(value: Any, leaf: Leaf, seen: set[int]) -> Iterator[tuple[Leaf, Tensor]]:
-    if isinstance(value, Tensor):
-        yield leaf, value
-        return
-    parts = items(value)
-    if parts is None or id(value) in seen:
-        return
-    seen.add(id(value))
-    for key, part in parts:
-        yield from _tensors(part, (*leaf, key), seen)
-    seen.discard(id(value))
+    """Every tensor in a value, with the keys that lead to it; what is shared is walked once."""
+    stack: list[tuple[Leaf, Any]] = [((), value)]
+    seen: set[int] = set()
+    while stack:
+        leaf, part = stack.pop()
+        if isinstance(part, Tensor):
+            yield leaf, part
+            continue
+        if type(part) in _PLAIN_ATOMS or id(part) in seen:
+            continue
+        parts = items(part)
+        if parts is not None:
+            seen.add(id(part))
+            stack += [((*leaf, key), inner) for key, inner in reversed(parts)]
 
 
 def get(value: Any, leaf: Leaf, where: str) -> Any:
@@ -183,7 +236,7 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor):
             return f"expected {describe(old)}{at}, got {describe(new)}"
-        if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        if (shape(old), old.dtype, old.device) != (shape(new), new.dtype, new.device):
             return f"expected {full(old)}{at}, got {full(new)}"
         return None
     parts = items(old)
@@ -207,7 +260,27 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
 
 def form(value: Any) -> str:
     """A value's structure for a table, where a lone tensor is its shape: `[2, 3]`."""
-    return str(list(value.shape)) if isinstance(value, Tensor) else describe(value)
+    return shape(value) if isinstance(value, Tensor) else describe(value)
+
+
+def shape(tensor: Tensor) -> str:
+    """A tensor's shape as text: `[2, 3]`; a nested tensor of torch's older kind has none."""
+    try:
+        return str(list(tensor.shape))
+    except RuntimeError:
+        return "[nested]"
+
+
+def n_bytes(value: Any) -> int:
+    """The memory of a value's tensors; 0 for those that do not tell (sparse, nested)."""
+    return sum(_n_bytes(tensor) for _, tensor in tensors(value))
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    try:
+        return tensor.nbytes
+    except (RuntimeError, AttributeError):
+        return 0
 
 
 def full(tensor: Tensor) -> str:
@@ -215,19 +288,20 @@ def full(tensor: Tensor) -> str:
     return f"{describe(tensor)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
-def describe(value: Any, limit: int = 6) -> str:
+def describe(value: Any, limit: int = 6, depth: int = 4) -> str:
     """A value's structure on one line: `tuple(Tensor[1, 4, 8], None)`."""
     if isinstance(value, Tensor):
-        return f"Tensor{list(value.shape)}"
+        return f"Tensor{shape(value)}"
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     parts = items(value)
     if parts is None or not isinstance(value, tuple | list | Mapping):
         return type(value).__name__
+    if not depth:
+        return f"{type(value).__name__}(…)"
     named = isinstance(value, Mapping) or hasattr(value, "_fields")
-    shown = [
-        f"{key}={describe(part, 3)}" if named else describe(part, 3) for key, part in parts[:limit]
-    ]
+    texts = [(key, describe(part, 3, depth - 1)) for key, part in parts[:limit]]
+    shown = [f"{key}={text}" if named else text for key, text in texts]
     if len(parts) > limit:
         shown.append("…")
     return f"{type(value).__name__}({', '.join(shown)})"

@@ -61,11 +61,20 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
         return value
     if isinstance(value, float):
         return {"float": value.hex()}  # exact, and JSON has no nan or inf
+    if isinstance(value, Lost):
+        lost(value.what)
+        return {"lost": value.what}
+    if isinstance(value, torch.Size):
+        return {"size": list(value)}
+    if isinstance(value, torch.dtype | torch.device):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
     parts = tree.items(value)
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if isinstance(value, Fields):
+        kind, type_name = "fields", value.type_name
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
         kind = "namedtuple"
-    elif isinstance(value, tuple) and type(value) is not torch.Size:
+    elif isinstance(value, tuple):
         kind = "tuple"
     elif isinstance(value, list):
         kind = "list"
@@ -76,22 +85,37 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
     else:
         lost(type_name)
         return {"lost": type_name}
+    for key, _ in parts or []:
+        if not isinstance(key, str | int):
+            lost(f"the key {key!r}, which became text")
     encoded = [[_key(key), encode(part, put, lost)] for key, part in parts or []]
     return {kind: encoded, "type": type_name}
 
 
 def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
-    tensor = value.detach()
-    what = f"{tree.full(tensor)}, {tensor.layout}"
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not _is_storable(value):
+        what = f"{tree.full(value)}, {value.layout}"
         lost(what)
         return {"lost": what}
+    # Conjugated and negated views share memory with what they are not equal to.
+    tensor = value.detach().resolve_conj().resolve_neg()
     if tensor.dtype is torch.complex128:
-        return {"complex": put(torch.view_as_real(tensor.resolve_conj()))}
-    if tensor.dtype not in STORABLE:
-        lost(what)
-        return {"lost": what}
+        return {"complex": put(torch.view_as_real(tensor))}
     return {"tensor": put(tensor)}
+
+
+def _is_storable(tensor: Tensor) -> bool:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    if tensor.is_nested or tensor.dtype not in STORABLE | {torch.complex128}:
+        return False
+    if any(kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__):
+        return False  # shapes without numbers
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper around other tensors
+        return False
+    return True
 
 
 def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
@@ -111,6 +135,15 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
         return torch.view_as_complex(get(data[kind]))
     if kind == "float":
         return float.fromhex(data[kind])
+    if kind == "size":
+        return torch.Size(data[kind])
+    if kind == "device":
+        return torch.device(str(data[kind]))
+    if kind == "dtype":
+        found = getattr(torch, str(data[kind]), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"not a dtype: {data[kind]!r}")
+        return found
     if kind == "lost":
         return Lost(str(data[kind]))
     pairs = [(key, decode(part, get)) for key, part in data[kind]]

@@ -1,7 +1,7 @@
 """A recording as a folder: a JSON manifest and safetensors files. Imports encoding and engine.
 
     manifest.json            sites, passes, structures, the report; names every tensor
-    values-00000.safetensors the tensors, in files of about 2 GiB
+    values-*.safetensors     the tensors, in files of about 2 GiB
 
 The folder is written beside its place and renamed into it, so that a crash at any moment leaves
 either no recording or a whole one. Nothing is pickled, and nothing in a folder is executed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hookline.engine import Report, Site
+from hookline.engine import PORTS, Report, Site
 from hookline.engine.errors import FolderError
 from hookline.recordings.encoding import decode, encode
 
@@ -33,6 +34,13 @@ FORMAT = "hookline-recording"
 VERSION = 1
 MANIFEST = "manifest.json"
 _FILE_BYTES = 2 * 1024**3
+# What may lie in a recording's folder, to be replaced with it: ours, the page included.
+_OURS = re.compile(r"manifest\.json|values-[\w-]+\.safetensors|report\.html")
+# What reading a manifest that nobody should trust can raise.
+_DAMAGE = (
+    KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
+    RuntimeError, UnicodeError,
+)  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -70,13 +78,35 @@ class Contents:
 
 
 @final
+class Files:
+    """The tensor files of one folder, each opened once, when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: dict[str, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Files, (self.folder,)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor by the name that the manifest gives it."""
+        file, _, key = str(name).partition("/")
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"a tensor's file is outside the folder: {file!r}")
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, framework="pt")
+        tensor: Tensor = self._opened[file].get_tensor(key)
+        return tensor
+
+
+@final
 class Stored:
     """A value that lies in a folder; `load()` reads it, memory-mapped."""
 
-    __slots__ = ("_data", "_folder")
+    __slots__ = ("_data", "_files")
 
-    def __init__(self, folder: Path, data: Any) -> None:
-        self._folder = folder
+    def __init__(self, files: Files, data: Any) -> None:
+        self._files = files
         self._data = data
 
     def load(self) -> Any:
@@ -86,19 +116,12 @@ class Stored:
             FolderError: the folder is gone or damaged.
         """
         try:
-            return decode(self._data, self._tensor)
-        except (OSError, SafetensorError, ValueError, TypeError, AttributeError) as error:
+            return decode(self._data, self._files.tensor)
+        except (*_DAMAGE, OSError, SafetensorError) as error:
             raise FolderError(
-                f"{self._folder} is damaged or gone: {_first_line(error)}.\nRecord it again."
+                f"{self._files.folder} is damaged, gone, or replaced since it was opened:"
+                f" {_first_line(error)}.\nOpen it again, or record it again."
             ) from error
-
-    def _tensor(self, name: str) -> Tensor:
-        file, _, key = str(name).partition("/")
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"a tensor's file is outside the folder: {file!r}")
-        with safe_open(self._folder / file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(key)
-        return tensor
 
 
 @final
@@ -110,6 +133,8 @@ class _Writer:
         self._pending: dict[str, Tensor] = {}
         self._bytes = 0
         self._files = 0
+        # Every recording names its files anew: one that was opened here before must not find them.
+        self._token = secrets.token_hex(4)
         self._known: dict[tuple[Any, ...], str] = {}
         self._storages: set[int] = set()
         self._alive: list[Tensor] = []  # or an address could be given to another tensor meanwhile
@@ -122,7 +147,7 @@ class _Writer:
         if tensor.numel() and identity in self._known:
             return self._known[identity]
         self._alive.append(tensor)
-        name = f"values-{self._files:05}.safetensors/{len(self._pending)}"
+        name = f"{self._file_name()}/{len(self._pending)}"
         data = tensor.to("cpu").contiguous()
         storage = data.untyped_storage()
         if storage.nbytes() != data.nbytes or storage.data_ptr() in self._storages:
@@ -135,10 +160,13 @@ class _Writer:
             self.flush()
         return name
 
+    def _file_name(self) -> str:
+        return f"values-{self._token}-{self._files:05}.safetensors"
+
     def flush(self) -> None:
         """Write what has come together."""
         if self._pending:
-            path = self._folder / f"values-{self._files:05}.safetensors"
+            path = self._folder / self._file_name()
             save_file(self._pending, path)
             _sync(path)
             self._files += 1
@@ -156,8 +184,9 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
         FolderError: the folder holds something else, or the disk is full or read-only. Nothing is
             left half-written.
     """
-    target = Path(folder)
-    check_target(target)
+    check_target(folder)
+    # Resolved, so that "." has a name, and a link leads to its folder.
+    target = Path(os.path.realpath(folder))
     building = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +196,7 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
             contents.lost[:] = lost
         _sync(building)
         _move_into_place(building, target)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise FolderError(
             f"cannot write the recording {target}: {_first_line(error)}."
             "\nNothing was left behind; choose a folder on a disk with room that you may write to."
@@ -184,16 +213,30 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         FolderError: there is something that is not a recording.
     """
     target = Path(folder)
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise FolderError(f"{target} is a file; name a folder for the recording.")
-    held = sorted(child.name for child in target.iterdir())
-    if held and MANIFEST not in held:
+    try:
+        os.path.realpath(target)  # a name that no file can have
+        if not target.exists():
+            return
+        if not target.is_dir():
+            raise FolderError(f"{target} is a file; name a folder for the recording.")
+        held = sorted(child.name for child in target.iterdir())
+        others = [name for name in held if not _OURS.fullmatch(name)]
+        if MANIFEST in held and not others and not _is_manifest(target / MANIFEST):
+            others = [MANIFEST]
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{target} cannot be used: {_first_line(error)}.") from error
+    if others:
         raise FolderError(
-            f"{target} holds something else ({', '.join(held[:3])}{', …' * (len(held) > 3)})."
+            f"{target} holds something else ({', '.join(others[:3])}{', …' * (len(others) > 3)})."
             "\nName a new folder, an empty one, or an older recording to replace."
         )
+
+
+def _is_manifest(path: Path) -> bool:
+    try:
+        return FORMAT in path.read_text("utf-8")[:200]
+    except UnicodeDecodeError:
+        return False
 
 
 def read(folder: str | os.PathLike[str]) -> Contents:
@@ -210,7 +253,7 @@ def read(folder: str | os.PathLike[str]) -> Contents:
         raise FolderError(
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
         ) from None
-    except (OSError, ValueError) as error:
+    except (*_DAMAGE, OSError) as error:
         raise FolderError(f"{path / MANIFEST} cannot be read: {_first_line(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FolderError(f"{path} is not a recording: its {MANIFEST} is something else's.")
@@ -222,7 +265,7 @@ def read(folder: str | os.PathLike[str]) -> Contents:
         )
     try:
         return _read_contents(path, manifest)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except _DAMAGE as error:
         raise FolderError(
             f"{path / MANIFEST} is damaged: {type(error).__name__} {_first_line(error)}."
             "\nRecord it again."
@@ -242,6 +285,7 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
             encoded.append([entry.site, encode(value, writer.put, note)])
         passes.append({"number": number, "failed": failed, "values": encoded})
     writer.flush()
+    lost = list(dict.fromkeys(lost))  # one that was opened and saved again says it once
     report = contents.report
     manifest = {
         "format": FORMAT,
@@ -278,16 +322,13 @@ def _note(lost: list[str], site: str, what: str) -> None:
 
 
 def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
-    sites = tuple(
-        Site(
-            row["path"], row["port"], tuple(row["leaf"]), row["call"],
-            tuple(row["aliases"]), row["type"],
-        )
-        for row in manifest["sites"]
-    )  # fmt: skip
+    sites = tuple(map(_read_site, manifest["sites"]))
+    files = Files(folder)
     passes = []
     for row in manifest["passes"]:
-        entries = [Entry(int(site), Stored(folder, data)) for site, data in row["values"]]
+        if row["failed"] not in (None, True, False):
+            raise ValueError("a pass that neither failed nor did not")
+        entries = [Entry(int(site), Stored(files, data)) for site, data in row["values"]]
         if any(not 0 <= entry.site < len(sites) for entry in entries):
             raise ValueError("a value of a site that is not listed")
         passes.append((int(row["number"]), row["failed"], entries))
@@ -304,6 +345,20 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
     )
     modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
     return Contents(report, sites, passes, [str(item) for item in manifest["lost"]], modules)
+
+
+def _read_site(row: Mapping[str, Any]) -> Site:
+    leaf, aliases, call = row["leaf"], row["aliases"], row["call"]
+    texts = [row["path"], row["type"], *aliases]
+    is_sound = (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(key, str | int) for key in leaf)
+        and (call is None or isinstance(call, int))
+        and row["port"] in PORTS
+    )
+    if not is_sound:
+        raise ValueError(f"not a site: {row!r:.80}")
+    return Site(row["path"], row["port"], tuple(leaf), call, tuple(aliases), row["type"])
 
 
 def _move_into_place(building: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recording: what a line kept, as passes x sites x calls -> values. Imports folder and engine.
+"""Recording: what a line kept, as passes x sites x calls -> values. Imports index, folder, engine.
 
 Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
 are errors that say what to write instead.
@@ -6,20 +6,18 @@ are errors that say what to write instead.
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, overload
 
 import torch
 from torch import Tensor
 
-from hookline.engine import Pass, Report, Site, parse_site, tree
+from hookline.engine import Pass, Report, Site, tree
 from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.recordings.folder import Contents, Entry, Stored, read, write
-
-Key = str | Site
+from hookline.recordings.index import Index, Key, stamp
 
 
 @final
@@ -45,15 +43,15 @@ class Recording(Mapping[str, Any]):
     def __init__(
         self,
         sites: tuple[Site, ...],
-        report: Callable[[], Report],
+        report: Callable[[], Report] | Report,
         modules: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.sites = sites
         self.modules = modules
         self.lost: list[str] = []
-        self._report = report
+        self._report: Callable[[], Report] | Report = report
         self._passes: list[Pass] = []
-        self._index = _Index(sites)
+        self._index = Index(sites)
         self._sorted: dict[int, tuple[int, dict[int, list[Any]]]] = {}
 
     # -- a sink: the line tells when passes begin and end ---------------------------------------
@@ -67,19 +65,17 @@ class Recording(Mapping[str, Any]):
 
     def finish(self, report: Report) -> None:
         """The line has ended: keep its report, and no longer the line."""
-        self._report = lambda: report
+        self._report = report
 
     # -- look-ups -------------------------------------------------------------------------------
 
     @property
-    def passes(self) -> tuple[PassRecord, ...]:
+    def passes(self) -> Sequence[PassRecord]:
         """The passes, in the order in which they began."""
-        return tuple(PassRecord(self, current) for current in self._passes)
+        return _PassList(self)
 
     def __getitem__(self, key: Key) -> Any:
-        found = [one for one in self.passes if one.calls(key, missing_ok=True)]
-        if not found:
-            raise self._never(key)
+        found = self._passes_with(key)
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} has a value in each of {len(found)} passes."
@@ -91,7 +87,7 @@ class Recording(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         if len(self._passes) == 1:
             return iter(self.passes[0])
-        fired = {entry[0] for current in self._passes for entry in current.log}
+        fired = {index for current in self._passes for index in self._entries(current)}
         return iter([str(self.sites[index]) for index in sorted(fired)])
 
     def __len__(self) -> int:
@@ -99,10 +95,8 @@ class Recording(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         """Whether the site has a value: one or several."""
-        if not isinstance(key, str | Site):
-            return False
         try:
-            return any(one.calls(key, missing_ok=True) for one in self.passes)
+            return isinstance(key, str | Site) and bool(self._passes_with(key))
         except LookupError:
             return False
 
@@ -112,14 +106,12 @@ class Recording(Mapping[str, Any]):
         Raises:
             NotRecordedError: it did not fire. AmbiguousError: it ran in several passes.
         """
-        found = [one for one in self.passes if one.calls(key, missing_ok=True)]
+        found = self._passes_with(key)
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} ran in {len(found)} passes."
                 f"\nWrite run.passes[{found[0].number}].calls({str(key)!r}) for one of them."
             )
-        if not found:
-            raise self._never(key)
         return found[0].calls(key)
 
     def stack(self, key: Key) -> Tensor:
@@ -132,9 +124,7 @@ class Recording(Mapping[str, Any]):
             NotRecordedError: it did not fire. AmbiguousError: several calls in a pass.
             ValueError: the values are not tensors of one shape.
         """
-        values = [one[key] for one in self.passes if one.calls(key, missing_ok=True)]
-        if not values:
-            raise self._never(key)
+        values = [one[key] for one in self._passes_with(key)]
         shapes = sorted({tree.describe(value) for value in values})
         if len(shapes) > 1 or not isinstance(values[0], Tensor):
             raise ValueError(
@@ -146,7 +136,7 @@ class Recording(Mapping[str, Any]):
 
     def report(self) -> Report:
         """What was matched, how often each site fired, and why some never did."""
-        return self._report()
+        return self._report if isinstance(self._report, Report) else self._report()
 
     # -- the folder -----------------------------------------------------------------------------
 
@@ -168,10 +158,21 @@ class Recording(Mapping[str, Any]):
             for entry in entries:
                 self._check(entry)
             passes.append((current.number, current.failed, entries))
-        contents = Contents(self.report(), self.sites, passes, [], self.modules)
+        contents = Contents(self.report(), self.sites, passes, list(self.lost), self.modules)
         path = write(folder, contents)
         self.lost = contents.lost
         return path
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copied and pickled by value; the copy's tensors have histories of their own."""
+        state = {**self.__dict__, "_sorted": {}, "_report": self.report(), "_passes": []}
+        for current in self._passes:
+            copied = Pass(current.number)
+            copied.failed = current.failed
+            for entry in current.log:
+                copied.note((entry[0], self._check(Entry(*entry)), None))
+            state["_passes"].append(copied)
+        return state
 
     def __repr__(self) -> str:
         n_values = sum(len(current.log) for current in self._passes)
@@ -180,17 +181,29 @@ class Recording(Mapping[str, Any]):
 
     # -- inner ----------------------------------------------------------------------------------
 
+    def _passes_with(self, key: Key) -> list[PassRecord]:
+        """The passes in which a site has a value. No value is read.
+
+        Raises:
+            NotRecordedError: there is none.
+        """
+        index, site = self._index.find(key)
+        call = site.call if self.sites[index].call is None else None
+        found = [
+            PassRecord(self, current)
+            for current in self._passes
+            if len(self._entries(current).get(index, ())) > (call or 0)
+        ]
+        if not found:
+            raise self._never(key)
+        return found
+
     def _values(self, current: Pass, key: Key) -> list[Any]:
         """The values of all calls of a site in a pass; the asked leaf and call taken out."""
         index, site = self._index.find(key)
         entries = self._entries(current).get(index, [])
         kept = self.sites[index]
         if site.call is not None and kept.call is None:
-            if entries and site.call >= len(entries):
-                raise NotRecordedError(
-                    f"{kept} ran {_times(len(entries))} in pass {current.number}; there is no call"
-                    f" #{site.call}.\nThe last one is {str(kept) + f'#{len(entries) - 1}'!r}."
-                )
             entries = entries[site.call : site.call + 1]
         deeper = site.leaf[len(kept.leaf) :]
         return [tree.get(self._check(Entry(*entry)), deeper, str(key)) for entry in entries]
@@ -216,13 +229,45 @@ class Recording(Mapping[str, Any]):
             )
         return value
 
-    def _never(self, key: Key) -> NotRecordedError:
-        index, _ = self._index.find(key)
+    def _never(self, key: Key, among: Pass | None = None) -> NotRecordedError:
+        index, asked = self._index.find(key)
         site = self.sites[index]
+        passes = self._passes if among is None else [among]
+        most = max((len(self._entries(one).get(index, ())) for one in passes), default=0)
+        if most and asked.call is not None:
+            where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
+            return NotRecordedError(
+                f"{site} ran {_times(most)} {where}; there is no call #{asked.call}."
+                f"\nThe last one is {f'{site}#{most - 1}'!r}."
+            )
         why = self.report().why.get(site)
         if why is None:
-            why = "it fired in no pass that was kept" if self._passes else "the model has not run"
+            why = "it did not fire in this pass" if self._passes else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
+
+
+@final
+class _PassList(Sequence["PassRecord"]):
+    """The passes of a recording, each made when it is asked for: there may be 100,000."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __len__(self) -> int:
+        return len(self._recording._passes)
+
+    @overload
+    def __getitem__(self, index: int) -> PassRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PassRecord]: ...
+    def __getitem__(self, index: int | slice) -> PassRecord | list[PassRecord]:
+        found = self._recording._passes[index]
+        if isinstance(found, list):
+            return [PassRecord(self._recording, current) for current in found]
+        return PassRecord(self._recording, found)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} pass{'es' * (len(self) != 1)} of {self._recording!r}"
 
 
 @final
@@ -252,9 +297,7 @@ class PassRecord(Mapping[str, Any]):
         return [str(self._recording.sites[entry[0]]) for entry in self._pass.log]
 
     def __getitem__(self, key: Key) -> Any:
-        values = self._recording._values(self._pass, key)
-        if not values:
-            raise self._recording._never(key)
+        values = self.calls(key)
         if len(values) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} ran {len(values)} times in pass {self.number}."
@@ -263,15 +306,15 @@ class PassRecord(Mapping[str, Any]):
             )
         return values[0]
 
-    def calls(self, key: Key, *, missing_ok: bool = False) -> list[Any]:
+    def calls(self, key: Key) -> list[Any]:
         """The values of every call of a site in this pass, in order.
 
         Raises:
-            NotRecordedError: it did not fire in this pass (with `missing_ok`: an empty list).
+            NotRecordedError: it did not fire in this pass.
         """
         values = self._recording._values(self._pass, key)
-        if not values and not missing_ok:
-            raise self._recording._never(key)
+        if not values:
+            raise self._recording._never(key, self._pass)
         return values
 
     def __iter__(self) -> Iterator[str]:
@@ -285,60 +328,6 @@ class PassRecord(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-
-@final
-class _Index:
-    """Finds the recorded site that holds what a key asks for."""
-
-    def __init__(self, sites: tuple[Site, ...]) -> None:
-        self._sites = sites
-        self._by_place: dict[tuple[str, str], list[int]] = {}
-        for index, site in enumerate(sites):
-            for path in (site.path, *site.aliases):
-                self._by_place.setdefault((path, site.port), []).append(index)
-
-    def find(self, key: Key) -> tuple[int, Site]:
-        """The number of the recorded site, and the asked site.
-
-        Raises:
-            NotRecordedError: no such site was selected.
-        """
-        if isinstance(key, str) and (key, "output") in self._by_place:
-            site = Site(key)  # a path as it stands, whatever characters are in it
-        else:
-            site = parse_site(key) if isinstance(key, str) else key
-        for index in self._by_place.get((site.path, site.port), ()):
-            kept = self._sites[index]
-            covers = site.leaf[: len(kept.leaf)] == kept.leaf
-            if covers and kept.call in (None, site.call):
-                return index, site
-        raise NotRecordedError(self._not_selected(key, site))
-
-    def _not_selected(self, key: Key, site: Site) -> str:
-        same_path = [str(kept) for kept in self._sites if site.path in (kept.path, *kept.aliases)]
-        if same_path:
-            there = f"recorded there: {', '.join(map(repr, same_path[:4]))}"
-        else:
-            names = [str(kept) for kept in self._sites]
-            close = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or names[:4]
-            there = f"the {len(names)} recorded sites include {', '.join(map(repr, close))}"
-        return (
-            f"{str(key)!r} was never selected; {there}."
-            f"\nRecord it with hl.record(model, {str(key)!r}), or look up one that was."
-        )
-
-
-def stamp(value: Any) -> Any:
-    """The version counters of a value's tensors; equal stamps mean that nobody wrote to them.
-
-    None for inference tensors, which have no counter: who records them copies them.
-    """
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    return tuple(
-        None if tensor.is_inference() else tensor._version for _, tensor in tree.tensors(value)
-    )
 
 
 def open_recording(folder: str | os.PathLike[str]) -> Recording:
@@ -363,7 +352,7 @@ def open_recording(folder: str | os.PathLike[str]) -> Recording:
         FolderError: there is no recording, it is of another version, or it is damaged.
     """
     contents = read(folder)
-    recording = Recording(contents.sites, lambda: contents.report, contents.modules)
+    recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
     for number, failed, entries in contents.passes:
         current = Pass(number)

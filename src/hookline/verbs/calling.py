@@ -1,4 +1,4 @@
-"""Running a model on whatever a person gives as its input. Imports torch only."""
+"""Running a model on whatever a person gives as its input. Imports errors, torch_internals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.errors import InputError
+from hookline.engine.torch_internals import buffers
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 
@@ -45,16 +46,30 @@ def as_found(model: nn.Module) -> Iterator[None]:
                 f"the parameter {name} is lazy: the first run of the model would create it for"
                 " good.\nRun the model once yourself, then ask again."
             )
-    flags = {module: module.training for module in model.modules()}
-    buffers = [(b, b.clone(), b._version) for b in model.buffers() if not b.is_meta]
+    # The flags alone: `train()` and `eval()` may be overridden, and merge or unpack weights.
+    flags = [(module, module.training) for module in model.modules()]
+    kept = [
+        (table, name, buffer, buffer.clone(), _version(buffer))
+        for module in model.modules()
+        for table in [buffers(module)]
+        for name, buffer in table.items()
+        if buffer is not None and not buffer.is_meta
+    ]
     devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         try:
-            model.eval()
+            for module, _ in flags:
+                module.training = False
             yield
         finally:
-            for module, training in flags.items():
+            for module, training in flags:
                 module.training = training
-            for buffer, before, version in buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
+            for table, name, buffer, before, version in kept:
+                table[name] = buffer
+                if version is None or buffer._version != version:
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(before)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

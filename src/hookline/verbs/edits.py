@@ -28,7 +28,7 @@ def scale(factor: float | Tensor) -> Edit:
     Args:
         factor: a number, or a tensor that broadcasts to the value's shape.
     """
-    return lambda value: _tensor(value, "scale") * _like(factor, value)
+    return lambda value: _like(factor, _tensor(value, "scale")) * value
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -40,7 +40,7 @@ def add(offset: float | Tensor) -> Edit:
     Args:
         offset: a number, or a tensor that broadcasts to the value's shape.
     """
-    return lambda value: _tensor(value, "add") + _like(offset, value)
+    return lambda value: _like(offset, _tensor(value, "add")) + value
 
 
 def replace(new: float | Tensor) -> Edit:
@@ -77,6 +77,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
 
     def change(value: Tensor) -> Tensor:
         tensor = _tensor(value, "noise")
+        _like(float(std), tensor)
         generator = generators.get(tensor.device)
         if generator is None:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
@@ -114,4 +115,14 @@ def _tensor(value: Any, name: str) -> Tensor:
 
 def _like(other: float | Tensor, value: Tensor) -> float | Tensor:
     """A tensor on the value's device and in its dtype, or the value's dtype would change."""
+    kind = other.dtype if isinstance(other, Tensor) else torch.tensor(other).dtype
+    if not torch.can_cast(kind, value.dtype):
+        raise StructureError(
+            f"the value here is {tree.full(value)}, which cannot hold {_short(kind)}."
+            f"\nGive a number or tensor that {_short(value.dtype)} can hold."
+        )
     return other.to(value.device, value.dtype) if isinstance(other, Tensor) else other
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from typing import Unpack, final
 
 from torch import nn
 
-from hookline.engine import Selector, Site
+from hookline.engine import Selector, Site, stop_all
 from hookline.recordings import Recording
 from hookline.verbs.calling import Inputs, call
 from hookline.verbs.record import Keep, start_recording
@@ -38,7 +38,8 @@ def features(
 
     The order in which the sites are listed does not matter. A module that runs several times is
     waited for once, unless a later call is named (`"block#2"`). The model's mode and the gradient
-    mode are the caller's.
+    mode are the caller's. Stopping unwinds the forward as Ctrl-C would: context managers and
+    `finally` are honoured, `always_call` hooks of others are not.
 
     Args:
         model: the model.
@@ -73,6 +74,7 @@ def features(
             if enough.token != token:
                 raise
             line.passes.stop()
+            stop_all()  # lines around this one saw the same forward end
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
     for site in wanted:

@@ -23,6 +23,7 @@ from hookline.engine import (
     check_ports,
     tree,
 )
+from hookline.engine.errors import AttachError
 from hookline.recordings import Recording, stamp
 
 
@@ -120,13 +121,23 @@ def record(
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
-        AttachError: the model cannot be hooked.
+        AttachError: the model cannot be hooked, or a dtype or device is none.
         SiteError: (when the model runs) a selected leaf is not in the value.
     """
+    _check_options(device, dtype)
     return start_recording(
         model, selector, "record", check_ports(ports),
         keep=keep, device=device, dtype=dtype, detach=detach, copy=copy,
     )[0]  # fmt: skip
+
+
+def _check_options(device: Any, dtype: Any) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise AttachError(f"dtype={dtype!r} is no dtype; give one such as torch.float16.")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise AttachError(f"device={device!r} is no device; give one such as 'cpu'.") from None
 
 
 def start_recording(

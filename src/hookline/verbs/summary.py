@@ -119,12 +119,12 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         InputError: the model has lazy parameters, which a run would create for good.
     """
     line = Line(model, name="summary")
-    line.quiet = True
+    line.quiet = line.lenient = True
     table, rows = _describe(line, model)
     if inputs is None:
         return table
     inputs = _to_meta_if(model, inputs)
-    table.input_bytes = _bytes(inputs)
+    table.input_bytes = tree.n_bytes(inputs)
     from torch.utils.flop_counter import FlopCounterMode  # late: it would slow `import hookline`
 
     counter = FlopCounterMode(display=False)
@@ -177,7 +177,7 @@ class _Gauge:
                 row.flops += self._counter.get_total_flops() - before
             row.calls += 1
             row.output = row.output or tree.form(value)
-            row.output_bytes += _bytes(value)
+            row.output_bytes += tree.n_bytes(value)
             first = next(tree.tensors(value), None)
             if first is not None and not row.dtype:
                 row.dtype = str(first[1].dtype).removeprefix("torch.")
@@ -213,7 +213,3 @@ def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return {key: tree.map_tensors(lambda t: t.to("meta"), part) for key, part in inputs.items()}
     return tree.map_tensors(lambda t: t.to("meta"), inputs)
-
-
-def _bytes(value: Any) -> int:
-    return sum(tensor.nbytes for _, tensor in tree.tensors(value))

@@ -1,0 +1,77 @@
+"""Index: which recorded site holds what a key asks for. Stamp: has a value been written to since?
+
+Imports engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from typing import Any, final
+
+from torch import Tensor
+
+from hookline.engine import Site, parse_site, tree
+from hookline.engine.errors import NotRecordedError
+
+Key = str | Site
+
+
+@final
+class Index:
+    """Finds the recorded site that holds what a key asks for."""
+
+    def __init__(self, sites: tuple[Site, ...]) -> None:
+        self._sites = sites
+        self._by_text = {str(site): index for index, site in enumerate(sites)}
+        self._by_place: dict[tuple[str, str], list[int]] = {}
+        for index, site in enumerate(sites):
+            for path in (site.path, *site.aliases):
+                self._by_place.setdefault((path, site.port), []).append(index)
+
+    def find(self, key: Key) -> tuple[int, Site]:
+        """The number of the recorded site, and the asked site.
+
+        Raises:
+            NotRecordedError: no such site was selected.
+        """
+        # First as it stands, whatever signs of the grammar a module's name may hold.
+        if isinstance(key, str):
+            head, sign, call = key.rpartition("#")
+            if key in self._by_text:
+                return self._by_text[key], self._sites[self._by_text[key]]
+            if sign and head in self._by_text and call.isdecimal() and len(call) < 10:
+                index = self._by_text[head]
+                return index, replace(self._sites[index], call=int(call))
+        site = parse_site(key) if isinstance(key, str) else key
+        for index in self._by_place.get((site.path, site.port), ()):
+            kept = self._sites[index]
+            covers = site.leaf[: len(kept.leaf)] == kept.leaf
+            if covers and kept.call in (None, site.call):
+                return index, site
+        raise NotRecordedError(self._not_selected(key, site))
+
+    def _not_selected(self, key: Key, site: Site) -> str:
+        same_path = [str(kept) for kept in self._sites if site.path in (kept.path, *kept.aliases)]
+        if same_path:
+            there = f"recorded there: {', '.join(map(repr, same_path[:4]))}"
+        else:
+            names = [str(kept) for kept in self._sites]
+            close = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or names[:4]
+            there = f"the {len(names)} recorded sites include {', '.join(map(repr, close))}"
+        return (
+            f"{str(key)!r} was never selected; {there}."
+            f"\nRecord it with hl.record(model, {str(key)!r}), or look up one that was."
+        )
+
+
+def stamp(value: Any) -> Any:
+    """The version counters of a value's tensors; equal stamps mean that nobody wrote to them.
+
+    None for inference tensors, which have no counter: who records them copies them.
+    """
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    return tuple(
+        None if tensor.is_inference() else tensor._version for _, tensor in tree.tensors(value)
+    )
