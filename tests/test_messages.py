@@ -54,7 +54,7 @@ def test_a_site_that_was_never_selected(net, image):
         net(image)
     assert said(lambda: run["fcc"]) == (
         "'fcc' was never selected; the 1 recorded sites include 'fc'."
-        "\nRecord it with hl.record(model, 'fcc'), or look up one that was."
+        "\nLook up one that was, or select this one too when recording."
     )
 
 

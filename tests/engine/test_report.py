@@ -75,3 +75,10 @@ def test_recording_everything_does_not_complain_of_what_a_model_leaves_out(net, 
         net(image)
     with pytest.raises(hl.NotRecordedError, match="not reached"):
         run["unused"]
+
+
+def test_what_a_failed_forward_left_out_is_explained(net):
+    with pytest.raises(RuntimeError), hl.record(net, ["fc", "stem"]) as run:
+        net(torch.zeros(1, 7, 8, 8))
+    with pytest.raises(hl.NotRecordedError, match="the forward raised before this had finished"):
+        run["fc"]

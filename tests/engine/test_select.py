@@ -137,6 +137,8 @@ def test_mere_holders_are_left_out_of_wide_selections():
     [
         ("layer9", "Did you mean 'layer"),
         ("layer1.0.cnv", "Did you mean 'layer1.0.conv'"),
+        ("0.conv", "Did you mean '**.0.conv', at any depth?"),
+        ("Conv2d", "give the type itself: nn.Conv2d"),
         ("zzz*", "'zzz*' matches no module of SmallNet"),
         (nn.LSTM, "LSTM matches no module of SmallNet. Its types: AdaptiveAvgPool2d"),
         (re.compile("zzz"), "re.compile('zzz') matches no module"),

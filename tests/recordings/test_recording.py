@@ -175,5 +175,21 @@ def test_passes_know_the_order_in_which_sites_fired(net, image):
     assert [str(site) for site in run.sites] == ["stem", "layer1", "fc"]
 
 
+def test_the_order_is_that_of_running_not_of_registration():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.late, self.early = nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            return self.late(self.late(self.early(x)))
+
+    model = Backwards()
+    with hl.record(model) as run:
+        model(torch.ones(1))
+    assert run.passes[0].order == ["early", "late#0", "late#1", ":output"]
+    assert all(key in run for key in run.passes[0].order)
+
+
 def test_it_prints_as_what_it_holds(thrice):
     assert repr(thrice) == "Recording of 2 sites: 1 pass, 4 values"

@@ -190,3 +190,14 @@ def test_nested_and_sparse_tensors_do_not_stop_it():
         with hl.edit(model, "0", lambda t: t):
             model(value)
         assert run["0"] is not None
+
+
+def test_fused_attention_is_counted():
+    class Attention(nn.Module):
+        def forward(self, q):
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    q = torch.zeros(1, 2, 8, 4)
+    expected = 2 * (2 * 2 * 8 * 8 * 4)
+    assert hl.summary(Attention(), q).flops == expected
+    assert hl.summary(Attention(), q.to("meta")).flops == expected

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -65,9 +68,9 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
     _say_where(found)
     out.print(
         "\nTry next:\n"
-        '  hookline inspect torchvision:resnet34 PHOTO.jpg --at "layer*.*"\n'
-        "  hookline summary demo:digits demo\n"
-        f"  python -c 'import hookline as hl; print(hl.open(\"{out_folder}\").report())'",
+        f"  {_command()} summary demo:digits demo\n"
+        f'  {_command()} inspect demo:digits demo --at "block*:input"\n'
+        f"  {_command()} inspect torchvision:resnet34 PHOTO.jpg    (needs hookline[vision])",
         markup=False,
     )
 
@@ -91,6 +94,9 @@ def inspect_command(
         found = inspect(loaded, batch, at, out_folder)
     out.print(summary_table(found.summary))
     out.print(f"\n{batch.description}", markup=False)
+    n_rows = len(batch.images)
+    if found.classes and n_rows > 1:
+        out.print(f"the first of {n_rows}:")
     for label, probability in found.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
     _say_where(found)
@@ -149,7 +155,15 @@ def _inputs(loaded: Loaded, batch: Batch) -> Inputs:
     return batch.kwargs if not batch.args else lambda: loaded.model(*batch.args, **batch.kwargs)
 
 
+def _command() -> str:
+    """How this command can be typed again: by its name where the shell finds it."""
+    return "hookline" if shutil.which("hookline") else os.path.relpath(sys.argv[0])
+
+
 def _say_where(found: Inspection) -> None:
     n = len(found.recording)
-    out.print(f"\n{n} values in {found.folder}/ (hl.open reads them); look at:", markup=False)
+    out.print(
+        f"\n{n} value{'s' * (n != 1)} in {found.folder}/ (hl.open reads them); look at:",
+        markup=False,
+    )
     out.print(f"  {found.page}", markup=False, soft_wrap=True)

@@ -86,6 +86,8 @@ def explain(tap: Tap, node: Node, passes: Passes, root: nn.Module) -> str:
     """Why a tap has not fired, as far as can be told from outside the model's code."""
     if not passes.started:
         return _OTHER_CONTEXT if passes.elsewhere else "the model has not run"
+    if passes.failed == passes.started:
+        return "the forward raised before this had finished"
     if tap.site.call is not None and tap.ran:
         runs = "once" if tap.ran == 1 else f"{tap.ran} times"
         return f"the module ran {runs} in a pass, so there is no call #{tap.site.call}"

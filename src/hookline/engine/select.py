@@ -285,13 +285,21 @@ def _nothing(nodes: list[Node], selector: Selector, matched: list[Node]) -> str:
     first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
     message = f"{shown} matches no module of {root}."
     if isinstance(selector, str):
-        close = difflib.get_close_matches(parse(selector).path, paths, n=4, cutoff=0.5)
-        if close:
-            message += f" Did you mean {', '.join(map(repr, close))}?"
+        message += _suggestion(nodes, parse(selector).path, paths)
     elif isinstance(selector, type):
         kinds = sorted({type(node.module).__name__ for node in nodes})
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
     return message + f"\nIts {len(nodes)} modules begin: {first or '(no submodules)'}."
+
+
+def _suggestion(nodes: list[Node], asked: str, paths: list[str]) -> str:
+    if any(path.endswith("." + asked) for path in paths):
+        return f" Did you mean {'**.' + asked!r}, at any depth?"
+    kinds = {type(node.module).__name__ for node in nodes}
+    if asked in kinds:
+        return f" For every {asked}, give the type itself: nn.{asked}, not its name."
+    close = difflib.get_close_matches(asked, paths, n=4, cutoff=0.5)
+    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
 def _name(selector: Selector) -> str:

@@ -46,6 +46,10 @@ HOOK_DICTS: dict[str, str] = {
 }
 
 
+# The CPU's fused attention, for which torch's FLOP counter has no formula.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
 def new_hook_id() -> int:
     """A number that no hook of torch has or will have: torch's own counter hands it out."""
     return RemovableHandle(OrderedDict()).id

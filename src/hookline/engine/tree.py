@@ -188,11 +188,12 @@ def get(value: Any, leaf: Leaf, where: str) -> Any:
         parts = items(part)
         found = _find(parts, key) if parts is not None else None
         if parts is None or found is None:
-            there = f"[{', '.join(repr(k) for k, _ in parts)}]" if parts else "no parts"
+            there = f"with [{', '.join(repr(k) for k, _ in parts)}]" if parts else "without parts"
+            remedy = "Select one of these, or the whole value." if parts else "Drop the leaf."
             asked = leaf_text(leaf[: depth + 1])
             raise SiteError(
                 f"{where} has no leaf {asked}: {leaf_text(leaf[:depth]) or 'the value'} is"
-                f" {describe(part)}, with {there}.\nSelect one of these, or the whole value."
+                f" {describe(part)}, {there}.\n{remedy}"
             )
         part = parts[found][1]
     return part

@@ -248,8 +248,9 @@ def read(folder: str | os.PathLike[str]) -> Contents:
     path = Path(folder)
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         there = "there is no such folder" if not path.exists() else f"it has no {MANIFEST}"
+        there = "it is a file" if path.is_file() else there
         raise FolderError(
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
         ) from None

@@ -61,7 +61,7 @@ class Index:
             there = f"the {len(names)} recorded sites include {', '.join(map(repr, close))}"
         return (
             f"{str(key)!r} was never selected; {there}."
-            f"\nRecord it with hl.record(model, {str(key)!r}), or look up one that was."
+            "\nLook up one that was, or select this one too when recording."
         )
 
 

@@ -7,6 +7,7 @@ are errors that say what to write instead.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final, overload
@@ -274,7 +275,8 @@ class _PassList(Sequence["PassRecord"]):
 class PassRecord(Mapping[str, Any]):
     """One pass of a recording: the same look-ups, within that pass.
 
-    Iterating gives the sites that fired, those with several calls once for each: `block#0`.
+    Iterating gives the sites that fired, as registered, those with several calls once for each:
+    `block#0`. `order` gives them as they fired.
     """
 
     def __init__(self, recording: Recording, current: Pass) -> None:
@@ -293,8 +295,27 @@ class PassRecord(Mapping[str, Any]):
 
     @property
     def order(self) -> list[str]:
-        """The sites in the order in which they fired, a site once for each call."""
-        return [str(self._recording.sites[entry[0]]) for entry in self._pass.log]
+        """The keys in the order in which they fired: what to search for the first NaN."""
+        counts = {
+            index: len(found) for index, found in self._recording._entries(self._pass).items()
+        }
+        sites = self._recording.sites
+        return [
+            f"{sites[index]}#{call}" if counts[index] > 1 else str(sites[index])
+            for index, call in self._fired()
+        ]
+
+    def fired(self) -> list[tuple[Site, int]]:
+        """Each site that fired, with the number of the call, in the order in which they fired."""
+        return [(self._recording.sites[index], call) for index, call in self._fired()]
+
+    def _fired(self) -> list[tuple[int, int]]:
+        seen: Counter[int] = Counter()
+        found = []
+        for entry in tuple(self._pass.log):
+            found.append((entry[0], seen[entry[0]]))
+            seen[entry[0]] += 1
+        return found
 
     def __getitem__(self, key: Key) -> Any:
         values = self.calls(key)

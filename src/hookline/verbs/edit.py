@@ -33,6 +33,7 @@ def edit(
         selector: which sites; as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
             part of a nested value.
         change: called with the value; what it returns takes the value's place, None leaves it.
+            Give a new value: what is changed in place changes wherever else it is used, too.
             `hl.edits` holds the common ones: scale, add, replace, noise, clamp.
         ports: "output", "input" or both, for selectors that name no port.
 

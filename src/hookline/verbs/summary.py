@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.engine import Line, Pass, Rank, Site, blame, tree
 from hookline.engine.errors import HooklineError
+from hookline.engine.torch_internals import CPU_ATTENTION
 from hookline.verbs.calling import Inputs, as_found, call
 
 if TYPE_CHECKING:
@@ -125,9 +126,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         return table
     inputs = _to_meta_if(model, inputs)
     table.input_bytes = tree.n_bytes(inputs)
-    from torch.utils.flop_counter import FlopCounterMode  # late: it would slow `import hookline`
-
-    counter = FlopCounterMode(display=False)
+    counter = _counter()
     with as_found(model), line:
         line.tap(line.select(None, ("input", "output")), _Gauge(rows, counter).bind, Rank.RECORD)
         try:
@@ -145,6 +144,17 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows[:1]
     table.activation_bytes = sum(row.output_bytes for row in leaves)
     return table
+
+
+def _counter() -> FlopCounterMode:
+    """Torch's counter, and a formula that it lacks: the fused attention of the CPU."""
+    from torch.utils import flop_counter  # late: it would slow `import hookline`
+
+    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        count: int = flop_counter.sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+        return count
+
+    return flop_counter.FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: attention})
 
 
 @final

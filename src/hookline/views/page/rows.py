@@ -89,14 +89,10 @@ def read_values(recording: Recording) -> list[Seen]:
         FolderError: the recording was opened from a folder that is gone or damaged.
         HooklineError: pillow is not installed.
     """
-    by_text = {str(site): site for site in recording.sites}
     found: list[Seen] = []
     for one in recording.passes:
-        calls: Counter[str] = Counter()
-        for text in one.order:
-            seen = Seen(by_text[text], one.number, calls[text], len(found))
-            found.append(_read(one, seen))
-            calls[text] += 1
+        for site, call in one.fired():
+            found.append(_read(one, Seen(site, one.number, call, len(found))))
     return found
 
 
