@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -14,11 +13,10 @@ import torch
 import typer
 
 import hookline as hl
-from hookline.cli.inspecting import Inspection, inspect
+from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
-from hookline.verbs import Inputs
 from hookline.views import inventory_table, summary_table
 
 app = typer.Typer(
@@ -123,7 +121,7 @@ def summary(
             loaded = load_model(model, weights="none" if meta else weights)
         batch = load_input(source, loaded) if source is not None else None
         with Busy("running the model"):
-            table = hl.summary(loaded.model, _inputs(loaded, batch) if batch else None)
+            table = hl.summary(loaded.model, inputs_of(loaded.model, batch) if batch else None)
     out.print(summary_table(table))
     if table.failure:
         say(f"the forward failed in {table.failure}")
@@ -149,15 +147,9 @@ def _load(model: str, source: str, weights: str) -> tuple[Loaded, Batch]:
         return loaded, load_input(source, loaded)
 
 
-def _inputs(loaded: Loaded, batch: Batch) -> Inputs:
-    if not batch.kwargs:
-        return batch.args
-    return batch.kwargs if not batch.args else lambda: loaded.model(*batch.args, **batch.kwargs)
-
-
 def _command() -> str:
     """How this command can be typed again: by its name where the shell finds it."""
-    return "hookline" if shutil.which("hookline") else os.path.relpath(sys.argv[0])
+    return "hookline" if shutil.which("hookline") else sys.argv[0]
 
 
 def _say_where(found: Inspection) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hookline as hl
 from hookline.cli.terminal import Busy
 from hookline.engine.errors import HooklineWarning
 from hookline.models import Batch, Loaded
 from hookline.recordings import Recording, check_target
-from hookline.verbs import Summary
+from hookline.verbs import Inputs, Summary
 from hookline.views.page import write_page
 
 PAGE = "report.html"
@@ -43,7 +43,6 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
     check_target(folder)
     model = loaded.model
     n_modules = sum(1 for _ in model.modules())
-    inputs: Any = (lambda: model(*batch.args, **batch.kwargs)) if batch.kwargs else batch.args
     output: list[Any] = []
     with Busy("running the model", n_modules) as busy, warnings.catch_warnings():
         # A selector that never fires is told by the page and by the table; not twice.
@@ -51,7 +50,7 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
         with hl.record(model, at or None, copy=True) as run, hl.attach(model) as line:
             line.forward(None, lambda *_: busy.step())
             line.forward("", lambda module, args, value: output.append(value))
-            summary = hl.summary(model, inputs)
+            summary = hl.summary(model, inputs_of(model, batch))
     with Busy("writing the recording"):
         run.save(folder)
     classes = _classes(loaded, output[0]) if output else []
@@ -67,6 +66,13 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
             classes=classes or None,
         )
     return Inspection(summary, run, folder, page, classes)
+
+
+def inputs_of(model: nn.Module, batch: Batch) -> Inputs:
+    """A batch as `hl.summary` takes it."""
+    if not batch.kwargs:
+        return batch.args
+    return batch.kwargs if not batch.args else lambda: model(*batch.args, **batch.kwargs)
 
 
 def _classes(loaded: Loaded, output: Any) -> list[tuple[str, float]]:

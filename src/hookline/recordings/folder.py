@@ -223,6 +223,8 @@ def check_target(folder: str | os.PathLike[str]) -> None:
         others = [name for name in held if not _OURS.fullmatch(name)]
         if MANIFEST in held and not others and not _is_manifest(target / MANIFEST):
             others = [MANIFEST]
+    except FolderError:
+        raise
     except (OSError, ValueError) as error:
         raise FolderError(f"{target} cannot be used: {_first_line(error)}.") from error
     if others:
