@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 import warnings
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
@@ -269,3 +270,21 @@ def test_tensors_without_a_shape_or_a_size_are_described():
         nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     assert tree.form(nested) == "[nested]"
     assert tree.n_bytes((nested, torch.eye(3).to_sparse(), torch.zeros(2))) >= 8
+
+
+def test_parts_that_are_made_anew_at_each_access_do_not_get_mixed_up():
+    class Fresh(dict):
+        """Its values live only as long as somebody holds them."""
+
+        def items(self):
+            return [(key, [torch.full((1,), float(n))]) for key, n in super().items()]
+
+    value = [Fresh({f"k{n}": n}) for n in range(200)]
+    kept = tree.map_tensors(lambda t: t, value)
+    assert [dict.__getitem__(one, f"k{n}")[0].item() for n, one in enumerate(kept)] == [*range(200)]
+    assert [t.item() for _, t in tree.tensors(value)] == list(range(200))
+
+
+def test_a_mapping_that_cannot_be_written_to_is_copied():
+    kept = tree.map_tensors(torch.clone, types.MappingProxyType({"a": torch.ones(1)}))
+    assert kept["a"].item() == 1

@@ -125,6 +125,11 @@ def test_options_are_those_of_record(net, image):
     assert feats["layer1"].dtype is torch.float16
 
 
+def test_wrong_options_are_refused_as_record_refuses_them(net, image):
+    with pytest.raises(hl.AttachError, match="is no dtype"):
+        hl.features(net, image, "stem", dtype="float16")
+
+
 def test_stopping_early_keeps_no_activation_alive(net, image):
     kept = []
     with hl.attach(net) as line:

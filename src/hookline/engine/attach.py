@@ -61,8 +61,8 @@ class Line:
         self.name = name
         self.passes = Passes(sink)
         self.taps: list[Tap] = []
-        self.quiet = False
-        self.lenient = False
+        self.quiet = False  # no warnings at the end: the verb says itself what is wrong
+        self.lenient = False  # everything was chosen, so some of it may well never fire
         self.model_type = type(model).__name__
         self._nodes: list[Node] = []
         self._root: nn.Module | None = None

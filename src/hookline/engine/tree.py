@@ -61,7 +61,7 @@ def _is_plain(kind: type) -> bool:
     if kind is types.SimpleNamespace:
         return True
     return (
-        kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+        str(kind.__module__).partition(".")[0] not in sys.stdlib_module_names
         and all(getattr(kind, name) is getattr(object, name) for name in _COPYING)
         and not hasattr(kind, "__copy__")
     )
@@ -125,7 +125,12 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     return _map(change, value, {}, 0)
 
 
-def _map(change: Callable[[Tensor], Any], value: Any, seen: dict[int, Any], depth: int) -> Any:
+# What was walked, by id, with what became of it. The value itself is held as well: an attribute
+# may make its value anew at each access, and a freed one's id would be given to another.
+_Seen = dict[int, tuple[Any, Any]]
+
+
+def _map(change: Callable[[Tensor], Any], value: Any, seen: _Seen, depth: int) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in _PLAIN_ATOMS:
@@ -134,23 +139,26 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: dict[int, Any], dept
     if parts is None:
         return value
     if id(value) in seen:  # shared, or an object that holds itself
-        return seen[id(value)]
+        return seen[id(value)][1]
     if depth > _DEEPEST:
         warn(f"a value is nested deeper than {_DEEPEST} levels; what is below is kept as it is.")
         return value
     if isinstance(value, tuple):
         new = [_map(change, part, seen, depth + 1) for _, part in parts]
-        seen[id(value)] = rebuild(value, new)
-        return seen[id(value)]
+        seen[id(value)] = value, rebuild(value, new)
+        return seen[id(value)][1]
     try:
-        if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-            value = dict(parts)
+        is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
+        shell = dict(parts) if is_fixed else _shell(value)
         # The copy is known before its parts are, so that a value that holds itself comes out so.
-        shell = seen[id(value)] = _shell(value)
-        new = [_map(change, part, seen, depth + 1) for _, part in parts]
-        _fill(shell, [key for key, _ in parts], new)
+        seen[id(value)] = value, shell
+        _fill(
+            shell,
+            [key for key, _ in parts],
+            [_map(change, part, seen, depth + 1) for _, part in parts],
+        )
     except Exception as error:
-        seen[id(value)] = value
+        seen[id(value)] = value, value
         if any(isinstance(part, Tensor) for _, part in parts):
             warn(
                 f"a {type(value).__name__} cannot be copied ({error}): it is recorded as it is, and"
@@ -163,7 +171,7 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: dict[int, Any], dept
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
     """Every tensor in a value, with the keys that lead to it; what is shared is walked once."""
     stack: list[tuple[Leaf, Any]] = [((), value)]
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # with the values, so that no id is given to another meanwhile
     while stack:
         leaf, part = stack.pop()
         if isinstance(part, Tensor):
@@ -173,7 +181,7 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
             continue
         parts = items(part)
         if parts is not None:
-            seen.add(id(part))
+            seen[id(part)] = part
             stack += [((*leaf, key), inner) for key, inner in reversed(parts)]
 
 

@@ -124,7 +124,6 @@ def record(
         AttachError: the model cannot be hooked, or a dtype or device is none.
         SiteError: (when the model runs) a selected leaf is not in the value.
     """
-    _check_options(device, dtype)
     return start_recording(
         model, selector, "record", check_ports(ports),
         keep=keep, device=device, dtype=dtype, detach=detach, copy=copy,
@@ -152,6 +151,7 @@ def start_recording(
 
     `after`, if given, is called with a site when its value has been kept.
     """
+    _check_options(options.get("device"), options.get("dtype"))
     line = Line(model, name=name)
     line.lenient = selector is None
     selection = line.select(selector, ports)
