@@ -15,8 +15,10 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "errors", "torch_internals", "tree", "site", "modules", "select", "passes", "taps", "returns",
-    "placing", "everywhere", "report", "inventory", "blame", "attach", "__init__",
+    "errors", "torch_internals", "tree", "site", "modules", "select", "passes", "arguments", "taps",
+    "returns", "flow", "gradient_taps", "backward_taps", "saved_taps", "placing", "everywhere",
+    "report", "inventory", "blame", "line", "hooks_on_modules", "hooks_on_tensors",
+    "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.
 ENTRY_POINTS = {"__str__", "_repr_html_", "main"}
@@ -148,7 +150,8 @@ def test_hooks_are_registered_in_one_file():
     for path in (SRC / "engine").glob("*.py"):
         code = re.sub(r">>>.*", "", path.read_text())  # an example may register by hand
         registers = re.findall(r"register_\w*hook\(|hooks\[key\] = ", code)
-        assert not registers or path.name == "placing.py", path.name
+        # torch_internals puts hooks on what a pass computed: they go with its graph.
+        assert not registers or path.name in ("placing.py", "torch_internals.py"), path.name
     for path in FILES:
         if "engine" not in path.parts:
             assert not re.findall(r"register_\w*hook\(", path.read_text()), path.name

@@ -10,14 +10,15 @@ import hookline as hl
 NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
-    "OverwrittenError", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError",
+    "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
+    "SiteError",
     "StructureError", "Summary", "attach", "edit", "edits", "features", "inventory", "open",
     "record", "select", "summary", "watch",
 ]
 # fmt: on
 
 SIGNATURES = {
-    "attach": "(model)",
+    "attach": "(model=None)",
     "edit": "(model, selector, change, *, ports='output')",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",
@@ -27,9 +28,24 @@ SIGNATURES = {
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
     "watch": "(model, selector=None, *, file=None)",
-    "Line.forward": "(self, selector, hook, *, with_kwargs=False, prepend=False,"
+    "Line.remove": "(self)",
+    "Line.report": "(self)",
+    "RawLine.forward": "(self, selector, hook, *, with_kwargs=False, prepend=False,"
     " always_call=False)",
-    "Line.forward_pre": "(self, selector, hook, *, with_kwargs=False, prepend=False)",
+    "RawLine.forward_pre": "(self, selector, hook, *, with_kwargs=False, prepend=False)",
+    "RawLine.backward_pre": "(self, selector, hook, *, prepend=False)",
+    "RawLine.backward": "(self, selector, hook, *, prepend=False)",
+    "RawLine.saved": "(self, selector, pack, unpack)",
+    "RawLine.grad": "(self, selector, hook, *, prepend=False)",
+    "RawLine.accumulated": "(self, selector, hook, *, prepend=False)",
+    "RawLine.registered": "(self, kind, hook)",
+    "RawLine.step_pre": "(self, optimizer, hook)",
+    "RawLine.step_post": "(self, optimizer, hook)",
+    "RawLine.state_dict_pre": "(self, where, hook)",
+    "RawLine.state_dict": "(self, where, hook)",
+    "RawLine.load_state_dict_pre": "(self, where, hook)",
+    "RawLine.load_state_dict": "(self, where, hook)",
+    "Recording.gradients": "(self)",
     "Recording.save": "(self, folder)",
     "Recording.stack": "(self, key)",
     "Recording.calls": "(self, key)",

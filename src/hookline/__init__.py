@@ -10,6 +10,7 @@ run["layer1.0.conv1"]
 from hookline.engine import EVERYWHERE as EVERYWHERE
 from hookline.engine import Inventory as Inventory
 from hookline.engine import Line as Line
+from hookline.engine import RawLine as RawLine
 from hookline.engine import Report as Report
 from hookline.engine import Selection as Selection
 from hookline.engine import Site as Site
@@ -43,7 +44,8 @@ __version__ = "0.1.0"
 __all__ = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
-    "OverwrittenError", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError",
+    "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
+    "SiteError",
     "StructureError", "Summary", "attach", "edit", "edits", "features", "inventory", "open",
     "record", "select", "summary", "watch",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.engine import Line
+from hookline.engine import attach
 
 
 def test_raw_hooks_get_torchs_arguments(net, image):
@@ -203,7 +203,7 @@ def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_
                     raise KeyboardInterrupt
             return interrupt
 
-        line = Line(net)
+        line = attach(net)
         sys.settrace(interrupt)
         try:
             line.forward(nn.Conv2d, print)

@@ -146,7 +146,7 @@ def test_mere_holders_are_left_out_of_wide_selections():
         (["fc", "zzz"], "'zzz' matches no module"),
         ([], "empty"),
         (3, "int is no selector"),
-        (torch.zeros(1), "a tensor is not a place"),
+        (torch.zeros(1), "is no parameter of"),
         (int, "int is not a module type"),
         ("fc:outptu", "unknown port 'outptu'"),
         ("{fc", "are closed"),

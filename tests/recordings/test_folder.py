@@ -240,7 +240,7 @@ def test_an_opened_recording_of_many_passes_reads_each_file_once(tmp_path):
     opened = hl.open(run.save(tmp_path / "run"))
     assert "0" in opened
     assert opened.stack("0")[:, 0].tolist() == list(range(300))
-    assert len({id(entry[1]._files) for one in opened._passes for entry in one.log}) == 1
+    assert len({id(entry[1]._files) for one in opened._log.passes for entry in one.log}) == 1
 
 
 def test_an_opened_recording_can_be_saved_again(net, image, tmp_path):

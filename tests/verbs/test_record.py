@@ -244,7 +244,7 @@ def test_a_line_without_a_with_block_is_ended_by_remove(net, image, left_as_foun
 def test_unknown_ports_and_selectors_leave_nothing_behind(net, left_as_found):
     before = left_as_found(net)
     with pytest.raises(hl.SelectionError):
-        hl.record(net, "fc", ports="grad")
+        hl.record(net, "fc", ports="gradient")
     with pytest.raises(hl.SelectionError):
         hl.record(net, "nothing")
     assert left_as_found(net) == before

@@ -1,19 +1,29 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, torch_internals, tree, site, modules, select, passes, taps, returns, placing, everywhere,
-report, inventory, blame, attach.
+errors, torch_internals, tree, site, modules, select, passes, arguments, taps, returns, flow,
+gradient_taps, backward_taps, saved_taps, placing, everywhere, report, inventory, blame, line,
+hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
-from hookline.engine.attach import Line as Line
+from hookline.engine.attach import RawLine as RawLine
 from hookline.engine.attach import attach as attach
 from hookline.engine.blame import Blame as Blame
 from hookline.engine.blame import blame as blame
 from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
 from hookline.engine.everywhere import Everywhere as Everywhere
+from hookline.engine.flow import Arrival as Arrival
+from hookline.engine.gradient_taps import Crossing as Crossing
+from hookline.engine.gradient_taps import GradOutputTap as GradOutputTap
+from hookline.engine.gradient_taps import OnGradient as OnGradient
+from hookline.engine.gradient_taps import guarded as guarded
 from hookline.engine.inventory import HookEntry as HookEntry
 from hookline.engine.inventory import Inventory as Inventory
 from hookline.engine.inventory import inventory as inventory
+from hookline.engine.line import Bound as Bound
+from hookline.engine.line import Ground as Ground
+from hookline.engine.line import Line as Line
+from hookline.engine.line import ports_for as ports_for
 from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
@@ -29,9 +39,14 @@ from hookline.engine.site import Site as Site
 from hookline.engine.taps import OutputTap as OutputTap
 from hookline.engine.taps import Rank as Rank
 from hookline.engine.taps import See as See
+from hookline.engine.torch_internals import at_end_of_backward as at_end_of_backward
+from hookline.engine.torch_internals import backward_number as backward_number
+from hookline.engine.torch_internals import hook_gradient as hook_gradient
 
 __all__ = [
-    "EVERYWHERE", "PORTS", "Blame", "Everywhere", "HookEntry", "Inventory", "Line", "OutputTap",
-    "Pass", "Passes", "Rank", "Report", "See", "Selection", "Selector", "Sink", "Site", "attach",
-    "blame", "check_ports", "inventory", "parse_site", "select", "stop_all",
+    "EVERYWHERE", "PORTS", "Arrival", "Blame", "Bound", "Crossing", "Everywhere", "GradOutputTap",
+    "Ground", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass", "Passes", "Rank",
+    "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site", "at_end_of_backward",
+    "attach", "backward_number", "blame", "check_ports", "guarded", "hook_gradient", "inventory",
+    "parse_site", "ports_for", "select", "stop_all",
 ]  # fmt: skip

@@ -1,22 +1,25 @@
 """EVERYWHERE: the modules of any model, but only in this context. Imports placing, select, taps.
 
 torch's process-wide hooks see every thread. So there is one dispatcher, on torch only while some
-line needs it, and it asks a context variable which lines are to be told.
+line needs it, and it asks a context variable which lines are to be told. Backward needs no such
+hook: what a line puts on the values of its context in forward belongs to it in backward.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
+from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import SelectionError
 from hookline.engine.placing import register_everywhere
 from hookline.engine.select import Selector
-from hookline.engine.taps import RawTap
+from hookline.engine.taps import EventTap, RawTap
 from hookline.engine.torch_internals import forget_global_hook
 
 
@@ -31,24 +34,61 @@ class Everywhere:
 EVERYWHERE = Everywhere()
 
 
+Matcher = Callable[[nn.Module], bool]
+
+
+class _Caught(NamedTuple):
+    """One hook on what a line cannot name beforehand, with what it matches."""
+
+    kind: str
+    matches: Matcher
+    tap: Any  # RawTap | BackwardPreTap | BackwardTap | EventTap
+    with_kwargs: bool
+
+
 @final
 class Catch:
-    """The hooks of one line on modules everywhere, each with what it matches."""
+    """The hooks of one line on modules, registrations and optimizers everywhere."""
 
-    __slots__ = ("taps",)
+    __slots__ = ("groups", "taps")
 
     def __init__(self) -> None:
-        self.taps: list[tuple[str, Callable[[nn.Module], bool], RawTap, bool]] = []
+        self.taps: list[_Caught] = []
+        self.groups: set[str] = set()
 
     def add(
-        self, kind: str, selector: Selector, tap: RawTap, *, with_kwargs: bool, prepend: bool
+        self,
+        kind: str,
+        matches: Matcher,
+        tap: RawTap | BackwardPreTap | BackwardTap | EventTap,
+        *,
+        with_kwargs: bool = False,
+        prepend: bool = False,
     ) -> None:
-        """Add a hook of a kind, on the modules that a selector matches wherever they run."""
-        at = 0 if prepend else len(self.taps)
-        self.taps.insert(at, (kind, everywhere_matcher(selector), tap, with_kwargs))
+        """Add a hook of a kind, on what it matches."""
+        self.taps.insert(0 if prepend else len(self.taps), _Caught(kind, matches, tap, with_kwargs))
+        self.groups |= _groups(kind)
 
 
-def everywhere_matcher(selector: Selector) -> Callable[[nn.Module], bool]:
+# Which of torch's process-wide hooks come and go together; "after" stands behind "modules".
+_GROUPS = {
+    "modules": ("forward_pre", "forward"),
+    "after": ("after",),
+    "registration": ("parameter", "buffer", "module"),
+    "optimizers": ("step_pre", "step_post"),
+}
+
+
+def _groups(kind: str) -> set[str]:
+    """Which of torch's process-wide hooks a kind needs."""
+    if kind in ("parameter", "buffer", "module"):
+        return {"registration"}
+    if kind.startswith("step"):
+        return {"optimizers"}
+    return {"modules", "after"} if kind == "backward" else {"modules"}
+
+
+def everywhere_matcher(selector: Selector) -> Matcher:
     """A selector that needs no paths, since a module met anywhere has none."""
     if selector is None or selector == "**":
         return lambda module: True
@@ -78,50 +118,106 @@ class _Dispatcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: list[Catch] = []
-        self._handles: list[Any] = []
+        self._handles: dict[str, list[Any]] = {}
 
     def add(self, line: Catch) -> None:
-        """Let a line see this context."""
+        """Let a line see this context: what it has caught for by now."""
         with self._lock:
-            if line in self._lines:
-                return
-            self._lines.append(line)
-            if not self._handles:
-                self._handles = register_everywhere(self._forward_pre, self._forward)
-        _here.set((*_here.get(), line))
+            is_new = line not in self._lines
+            if is_new:
+                self._lines.append(line)
+            for group in _GROUPS:
+                if group not in line.groups or group in self._handles:
+                    continue
+                self._handles[group] = register_everywhere(group, self._hooks(group))
+        if is_new:
+            _here.set((*_here.get(), line))
 
     def discard(self, line: Catch) -> None:
-        """A line has ended; with the last one, torch's hooks go."""
+        """A line has ended; with the last one of its group, torch's hooks go."""
         _here.set(tuple(other for other in _here.get() if other is not line))
         line.taps.clear()  # another context may go on holding the line
         with self._lock:
             if line in self._lines:
                 self._lines.remove(line)
-            if not self._lines:
-                while self._handles:
-                    forget_global_hook(self._handles.pop())
+            wanted = {group for other in self._lines for group in other.groups}
+            for group in self._handles.keys() - wanted:
+                handles = self._handles[group]
+                while handles:
+                    forget_global_hook(handles.pop())
+                del self._handles[group]
+
+    def _hooks(self, group: str) -> dict[str, Callable[..., Any]]:
+        names = _GROUPS[group]
+        own: dict[str, Callable[..., Any]] = {
+            "forward_pre": self._forward_pre, "forward": self._forward, "after": self._after,
+        }  # fmt: skip
+        return {name: own.get(name) or _Event(name) for name in names}
 
     @staticmethod
     def _forward_pre(module: nn.Module, args: Any) -> Any:
         changed = None
         for line in _here.get():
-            for kind, matches, tap, _ in line.taps:
+            for kind, matches, tap, _ in tuple(line.taps):
                 if kind == "forward_pre" and matches(module):
                     new = tap.fire(module, args)
-                    if new is not None:
-                        changed = args = new
+                elif kind == "backward" and matches(module):
+                    new = tap.enter_at(module, args, {}, id(sys._getframe(1)))
+                    new = None if new is None else new[0]
+                else:
+                    continue
+                if new is not None:
+                    changed = args = new
         return changed
 
     @staticmethod
     def _forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = None
+        key = id(sys._getframe(1))
         for line in _here.get():
-            for kind, matches, tap, with_kwargs in line.taps:
-                if kind == "forward" and matches(module):
+            for kind, matches, tap, with_kwargs in tuple(line.taps):
+                if kind not in _AFTER or not matches(module):
+                    continue
+                if kind == "forward":
                     values = (args, kwargs, output) if with_kwargs else (args, output)
                     new = tap.fire(module, *values)
-                    if new is not None:
-                        changed = output = new
+                else:
+                    new = tap.leave_at(module, output, key)
+                if new is not None:
+                    changed = output = new
+        return changed
+
+    @staticmethod
+    def _after(module: nn.Module, args: Any, output: Any) -> None:
+        for line in _here.get():
+            for kind, matches, tap, _ in tuple(line.taps):
+                if kind == "backward" and matches(module):
+                    tap.close(module, args, output)
+
+
+_AFTER = frozenset({"forward", "backward_pre", "backward"})
+
+
+@final
+class _Event:
+    """A process-wide hook on registrations or on optimizers."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(self, owner: Any, *values: Any) -> Any:
+        changed = None
+        for line in _here.get():
+            for kind, matches, tap, _ in tuple(line.taps):
+                if kind == self._kind and matches(owner):
+                    new = tap.fire(owner, *values)
+                    if new is None:
+                        continue
+                    changed = new
+                    # The next hook gets what this one made: (name, value), or (args, kwargs).
+                    values = new if isinstance(new, tuple) else (*values[:-1], new)
         return changed
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model, each once, with all its paths. Imports torch_internals.
+"""The modules and parameters of a model, each once, with all its paths. Imports torch_internals.
 
 Linear in the number of paths; wrapper prefixes are left out, shared modules carry their aliases,
 and a module that holds itself does not hang the walk.
@@ -6,11 +6,13 @@ and a module that holds itself does not hang the walk.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
-from hookline.engine.torch_internals import children, unwrap
+from hookline.engine.torch_internals import children, parameters, unwrap
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,69 @@ class Node:
     def paths(self) -> tuple[str, ...]:
         """All paths of the module, the first one first."""
         return (self.path, *self.aliases)
+
+    @property
+    def type_name(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Its place in registration order: by module, then within it."""
+        return self.index, 0
+
+
+@dataclass(slots=True, eq=False)
+class TensorNode:
+    """One parameter of a model, or a tensor that was given by name: tied ones have aliases."""
+
+    path: str
+    tensor: Tensor
+    position: tuple[int, int]
+    type_name: str
+    aliases: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths of the tensor, the first one first."""
+        return (self.path, *self.aliases)
+
+
+@final
+class Layout:
+    """What a line can select from: the modules of a model, and its parameters when asked for."""
+
+    __slots__ = ("_tensors", "name", "nodes")
+
+    def __init__(
+        self, name: str, nodes: list[Node], tensors: list[TensorNode] | None = None
+    ) -> None:
+        self.name = name
+        self.nodes = nodes
+        self._tensors = tensors
+
+    @property
+    def tensors(self) -> list[TensorNode]:
+        """The parameters, in registration order."""
+        if self._tensors is None:
+            self._tensors = _parameters(self.nodes)
+        return self._tensors
+
+
+def layout(model: nn.Module) -> Layout:
+    """The layout of a model: every module is looked at once."""
+    return Layout(type(model).__name__, walk(model))
+
+
+def layout_of_tensors(named: Mapping[str, Tensor]) -> Layout:
+    """The layout of tensors that were given by name."""
+    nodes: dict[int, TensorNode] = {}
+    for number, (name, tensor) in enumerate(named.items()):
+        if id(tensor) in nodes:
+            nodes[id(tensor)].aliases.append(name)
+        else:
+            nodes[id(tensor)] = TensorNode(name, tensor, (0, number), type(tensor).__name__)
+    return Layout("tensors", [], list(nodes.values()))
 
 
 def walk(model: nn.Module) -> list[Node]:
@@ -67,3 +132,19 @@ def _visit(
             if child is not None:
                 _visit(child, prefix + name, node, nodes, above, bare)
         above.discard(key)
+
+
+def _parameters(nodes: list[Node]) -> list[TensorNode]:
+    found: dict[int, TensorNode] = {}
+    for node in nodes:
+        for number, (name, tensor) in enumerate(parameters(node.module).items()):
+            if tensor is None:
+                continue
+            paths = [f"{path}.{name}" if path else name for path in node.paths]
+            if id(tensor) in found:
+                found[id(tensor)].aliases += paths
+                continue
+            found[id(tensor)] = TensorNode(
+                paths[0], tensor, (node.index, number), f"{node.type_name}.{name}", paths[1:]
+            )
+    return list(found.values())

@@ -4,6 +4,10 @@ A pass begins when the root model is called and ends when it returns; everything
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
 is gathered in a pass of its own, which lasts until the root runs next.
 
+What flows back through a value belongs to the pass in which the value flowed forward, whichever
+thread autograd uses: the hook on the value carries its pass. A parameter's gradient comes from all
+the passes of a graph, and belongs to the latest.
+
 A line that was entered with `with` sees only its own context: its thread, its async task. A line
 that was not entered sees every thread, each thread's passes apart.
 """
@@ -32,18 +36,25 @@ class Pass:
         log: what the line's hooks chose to note, in the order in which they fired.
         note: adds to the log.
         calls: how often each of the line's taps that counts calls has run.
+        opened: what taps keep between the beginning and the end of a call.
+        backward: the run of autograd that began the pass, if no run of the root did.
         failed: whether the run ended by an exception; None while it runs.
         roots: the frames of the root's calls that are under way: several where it calls itself.
     """
 
-    __slots__ = ("calls", "failed", "handled", "log", "note", "number", "roots")
+    __slots__ = (
+        "__weakref__", "backward", "calls", "failed", "handled", "log", "note", "number", "opened",
+        "roots",
+    )  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.backward: int | None = None
         self.log: list[Any] = []
         self.note = self.log.append
         self.calls: dict[Any, int] = {}
         self.failed: bool | None = None
+        self.opened: dict[Any, list[Any]] = {}
         self.roots: list[FrameType] = []
         self.handled = sys.exception()
 
@@ -52,13 +63,7 @@ class Pass:
 
         After a BaseException, such as Ctrl-C, torch tells no hook that the root has ended.
         """
-        alive = set()
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            alive.add(id(frame))
-            frame = frame.f_back
-        while self.roots and id(self.roots[-1]) not in alive:
-            self.roots.pop()
+        drop_dead(self.roots)
 
 
 class Sink(Protocol):
@@ -83,7 +88,8 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`."""
 
     __slots__ = (
-        "_numbers", "_open", "bound", "closed", "elsewhere", "failed", "lane", "sink", "started",
+        "_latest", "_numbers", "_open", "bound", "closed", "elsewhere", "failed", "lane", "sink",
+        "started",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
@@ -96,6 +102,7 @@ class Passes:
         self.failed = 0
         self._numbers = itertools.count()
         self._open: dict[int, Pass] = {}
+        self._latest: Pass | None = None
 
     def enter(self) -> None:
         """Belong to the present context from now on, and to no other."""
@@ -114,11 +121,23 @@ class Passes:
             self._finish(mine, failed=not mine.roots)
         for current in list(self._open.values()):  # those of other threads too
             self._finish(current, failed=False)
-        self.lane, self.sink = _Lane(), None
+        self.lane, self.sink, self._latest = _Lane(), None, None
 
     def is_here(self) -> bool:
         """Whether what runs now, in this thread and context, is the line's to see."""
         return not self.closed and (not self.bound or self in _entered.get())
+
+    def is_ours(self) -> bool:
+        """`is_here`, from a hook that autograd may call in a thread of its own.
+
+        Those threads have no context; a backward that runs there is taken for the line's.
+        """
+        if self.is_here():
+            return True
+        if self.closed or _is_of_python():
+            self.elsewhere += not self.closed
+            return False
+        return True
 
     def begin(self) -> None:
         """The root is about to run. Only to be called by the tap on the root."""
@@ -138,14 +157,14 @@ class Passes:
         if current is None:
             current = lane.current = self._start()
         # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
-        current.roots.append(_call_frame(sys._getframe(2)))
+        current.roots.append(call_frame(sys._getframe(2)))
 
     def end(self) -> None:
         """The root has run, or failed. Only to be called by the tap on the root."""
         current = self.lane.current
         if current is None or not self.is_here():
             return
-        frame = _call_frame(sys._getframe(2))
+        frame = call_frame(sys._getframe(2))
         while current.roots and current.roots.pop() is not frame:
             pass
         if not current.roots:
@@ -173,8 +192,24 @@ class Passes:
             lane.outside = self._start()
         return lane.outside
 
+    def at_parameter(self, backward: int) -> Pass | None:
+        """The pass for a parameter's gradient, in a run of autograd; None if not ours to see.
+
+        It is the latest one, or where the root has not run since the line began, one of its own for
+        each run of autograd.
+        """
+        if not self.is_ours():
+            return None
+        latest = self._latest
+        if latest is None or latest.backward not in (None, backward):
+            if latest is not None:
+                self._finish(latest, failed=False)
+            latest = self._start()
+            latest.backward = backward
+        return latest
+
     def _start(self) -> Pass:
-        current = Pass(next(self._numbers))
+        current = self._latest = Pass(next(self._numbers))
         self._open[id(current)] = current
         self.started += 1
         if self.sink is not None:
@@ -191,17 +226,43 @@ class Passes:
             self.sink.end_pass(current)
 
 
+def drop_dead(frames: list[FrameType]) -> int:
+    """Take the last frames off a list as long as they are not on this thread's stack.
+
+    Returns:
+        How many were taken off.
+    """
+    alive = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        alive.add(id(frame))
+        frame = frame.f_back
+    before = len(frames)
+    while frames and id(frames[-1]) not in alive:
+        frames.pop()
+    return before - len(frames)
+
+
 def stop_all() -> None:
     """`Passes.stop` for every line that was entered in this context."""
     for passes in _entered.get():
         passes.stop()
 
 
+def _is_of_python() -> bool:
+    """Whether the present thread was started by Python, and not by torch."""
+    me = threading.get_ident()
+    return any(
+        thread.ident == me and not isinstance(thread, threading._DummyThread)
+        for thread in threading.enumerate()
+    )
+
+
 def _still_open() -> tuple[Passes, ...]:
     return tuple(passes for passes in _entered.get() if not passes.closed)
 
 
-def _call_frame(frame: FrameType) -> FrameType:
+def call_frame(frame: FrameType) -> FrameType:
     """The frame of the call of a module, seen from the frame that calls its hooks.
 
     torch calls hooks from an inner function, and the always-called ones, after an exception, from

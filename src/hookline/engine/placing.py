@@ -1,6 +1,6 @@
-"""Placements: hooks put on modules, and taken off again. The only file that registers with torch.
+"""Placements: hooks put on modules, tensors, optimizers and torch itself, and taken off again.
 
-Imports taps, torch_internals, errors.
+The only file that registers with torch. Imports taps, torch_internals, errors.
 """
 
 from __future__ import annotations
@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_forward_hook,
     register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +31,7 @@ from hookline.engine.torch_internals import (
     hook_flags,
     is_scripted,
     new_hook_id,
+    tensor_hook_dict,
 )
 
 Hook = Callable[..., Any]
@@ -30,7 +39,7 @@ Hook = Callable[..., Any]
 
 @final
 class Placements:
-    """The hooks that one line has on modules, in the order in which they were put there."""
+    """The hooks that one line has in place, in the order in which they were put there."""
 
     __slots__ = ("_ids", "_placed")
 
@@ -77,6 +86,53 @@ class Placements:
             if other_rank > rank or (prepend and other_rank == rank):
                 hooks.move_to_end(other)
 
+    def place_on_tensor(
+        self, tensor: Tensor, kind: str, hook: Hook, rank: Rank, *, prepend: bool = False
+    ) -> None:
+        """Put a hook on a tensor's gradient ("grad"), or behind its accumulation ("accumulated").
+
+        Raises:
+            AttachError: the tensor needs no gradient, or accumulates none.
+        """
+        if not tensor.requires_grad:
+            raise AttachError(
+                f"this tensor, of shape {list(tensor.shape)}, needs no gradient and has no graph:"
+                " no hook on it would ever be called.\nCall .requires_grad_() on it, or on what it"
+                " is computed from, before the forward; and do not compute it under no_grad()."
+            )
+        if kind == "accumulated" and not tensor.is_leaf:
+            raise AttachError(
+                "only leaf tensors accumulate a .grad; this one was computed"
+                f" ({tensor.grad_fn.name() if tensor.grad_fn else ''})."
+                "\nFor its gradient as it flows: line.grad(tensor, fn)."
+            )
+        if kind == "grad":
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        else:
+            handle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks = tensor_hook_dict(tensor, kind)
+        assert hooks is not None
+        self._placed.append(([hooks], handle.id))
+        for other, other_hook in list(hooks.items()):
+            other_rank = _rank_of(other_hook)
+            if other != handle.id and (other_rank > rank or (prepend and other_rank == rank)):
+                del hooks[other]  # and in again at the end: what torch sees is insertion order
+                hooks[other] = other_hook
+
+    def place_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
+        """Put a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
+        register = getattr(optimizer, f"register_{kind}_hook")
+        self._hold(register(hook))
+
+    def place_before_loading(self, module: nn.Module, hook: Hook) -> None:
+        """Put a hook before a module loads a state dict; torch adds the module to its arguments."""
+        self._hold(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _hold(self, handle: RemovableHandle) -> None:
+        hooks = handle.hooks_dict_ref()
+        assert hooks is not None
+        self._placed.append(([hooks], handle.id))
+
     def take_off(self, keep: int = 0) -> None:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
         placed = self._placed
@@ -99,11 +155,24 @@ class Placements:
         return self._ids[-1]
 
 
-def register_everywhere(forward_pre: Hook, forward: Hook) -> list[RemovableHandle]:
-    """Put two hooks on every module of the process."""
+def register_everywhere(group: str, hooks: dict[str, Hook]) -> list[RemovableHandle]:
+    """Put hooks on everything in the process: "modules", "after", "registration", "optimizers"."""
+    if group == "modules":
+        return [
+            register_module_forward_pre_hook(hooks["forward_pre"]),
+            register_module_forward_hook(hooks["forward"], with_kwargs=True),
+        ]
+    if group == "after":
+        return [register_module_forward_hook(hooks["after"], always_call=True)]
+    if group == "registration":
+        return [
+            register_module_parameter_registration_hook(hooks["parameter"]),
+            register_module_buffer_registration_hook(hooks["buffer"]),
+            register_module_module_registration_hook(hooks["module"]),
+        ]
     return [
-        register_module_forward_pre_hook(forward_pre),
-        register_module_forward_hook(forward, with_kwargs=True),
+        register_optimizer_step_pre_hook(hooks["step_pre"]),
+        register_optimizer_step_post_hook(hooks["step_post"]),
     ]
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
-from hookline.engine.modules import Node
+from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Tap
@@ -36,6 +36,7 @@ class Report:
         ended: whether the line has ended.
         fired: each site with the number of times that it fired.
         why: for sites that never fired, the reason.
+        excused: the sites of which that is no mistake: what flows there needs no gradient.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Report:
     ended: bool
     fired: tuple[tuple[Site, int], ...]
     why: Mapping[Site, str]
+    excused: frozenset[Site] = frozenset()
 
     @property
     def silent(self) -> tuple[Site, ...]:
@@ -53,14 +55,15 @@ class Report:
 
     def warning(self) -> str | None:
         """What a person should be told at the end of the line; None if all went as asked."""
-        if not self.silent:
+        silent = [site for site in self.silent if site not in self.excused]
+        if not silent:
             return None
-        if not self.passes:
+        if not self.passes and not all(site.port == "grad" for site in silent):
             reason = _OTHER_CONTEXT if self.elsewhere else "the model did not run while it lasted"
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
-        shown = "; ".join(f"{site}: {self.why[site]}" for site in self.silent[:3])
-        more = f"; and {len(self.silent) - 3} more" if len(self.silent) > 3 else ""
-        share = f"{len(self.silent)} of {len(self.fired)} sites never fired"
+        shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
+        more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
+        share = f"{len(silent)} of {len(self.fired)} sites never fired"
         return f"hl.{self.name}: {share}: {shown}{more}."
 
     def __str__(self) -> str:
@@ -82,19 +85,25 @@ class Report:
         return "\n".join([head, *lines])
 
 
-def explain(tap: Tap, node: Node, passes: Passes, root: nn.Module) -> str:
+def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:
     """Why a tap has not fired, as far as can be told from outside the model's code."""
+    own = tap.why_silent()
+    if own is not None:
+        return own
     if not passes.started:
         return _OTHER_CONTEXT if passes.elsewhere else "the model has not run"
     if passes.failed == passes.started:
         return "the forward raised before this had finished"
-    if tap.site.call is not None and tap.ran:
-        runs = "once" if tap.ran == 1 else f"{tap.ran} times"
-        return f"the module ran {runs} in a pass, so there is no call #{tap.site.call}"
+    if isinstance(node, Node):
+        return _explain_module(node, root)
+    return "what it waits for did not happen"
+
+
+def _explain_module(node: Node, root: Any) -> str:
     if is_scripted(node.module):
         return "a ScriptModule; torch calls no hooks inside it"
     parent = node.parent.module if node.parent is not None else None
-    if is_compiled(root):
+    if isinstance(root, nn.Module) and is_compiled(root):
         return "the model is compiled, and code compiled before the line ignores its hooks"
     if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
         return "MultiheadAttention uses out_proj's weights without calling it; select its parent"

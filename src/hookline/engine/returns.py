@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from hookline.engine import tree
 from hookline.engine.errors import StructureError
 
@@ -59,6 +61,87 @@ def _check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
             "\nReturn (args, kwargs), a tuple and a dict, or None to leave them as they are."
         )
     return result
+
+
+def check_gradient(result: Any, grad: Tensor, where: str) -> Tensor:
+    """What a hook made of a gradient, if it can take its place.
+
+    Raises:
+        StructureError: it is no tensor of the same shape, dtype and device.
+    """
+    found = tree.difference(grad, result)
+    if found:
+        raise StructureError(
+            f"the hook at {where} returned what cannot stand for the gradient: {found}."
+            "\nReturn a gradient of the same form, or None to leave it as it is."
+        )
+    return result  # type: ignore[no-any-return]
+
+
+def check_backward(result: Any, old: Any) -> Any:
+    """What a backward hook made of a module's gradients, in their form; one alone is wrapped.
+
+    Raises:
+        StructureError: it is not of their structure, shapes, dtypes and devices.
+    """
+    if isinstance(old, tuple) and isinstance(result, Tensor):
+        result = (result,)
+    elif isinstance(old, tuple) and isinstance(result, list):
+        result = tuple(result)
+    found = tree.difference(old, result)
+    if found:
+        raise StructureError(
+            f"the backward hook returned what cannot stand for {tree.describe(old)}: {found}."
+            "\nReturn gradients of the same form, with None where there was None; or None for all"
+            " to leave them as they are."
+        )
+    return result
+
+
+def check_nothing(who: str, instead: str) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """The check for hooks whose result torch ignores or refuses."""
+
+    def check(result: Any, values: tuple[Any, ...]) -> Any:
+        raise StructureError(
+            f"{who} returned {_show(result)}, which would be ignored."
+            f"\nReturn None; to have an effect, {instead} in place."
+        )
+
+    return check
+
+
+def check_step(result: Any, values: tuple[Any, ...]) -> Any:
+    """What a hook before an optimizer's step made of the step's arguments."""
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise StructureError(
+            f"line.step_pre returned {_show(result)}.\nReturn (args, kwargs) for the step, a tuple"
+            " and a dict, or None to leave them as they are."
+        )
+    return result
+
+
+def check_optimizer_state(result: Any, values: tuple[Any, ...]) -> Any:
+    """What a hook made of an optimizer's state dict."""
+    if not isinstance(result, dict):
+        raise StructureError(
+            f"the hook on the optimizer's state dict returned {_show(result)}."
+            "\nReturn a state dict, or None to leave it as it is."
+        )
+    return result
+
+
+def check_registered(kind: str, wanted: type) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """The check for what is to be registered instead of a parameter, buffer or module."""
+
+    def check(result: Any, values: tuple[Any, ...]) -> Any:
+        if not isinstance(result, wanted):
+            raise StructureError(
+                f"the hook returned {_show(result)} to be registered as the {kind}"
+                f" {values[1]!r}.\nReturn a {wanted.__name__}, or None to leave it as it is."
+            )
+        return result
+
+    return check
 
 
 def _has_tensor(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Selection: the sites that a selector matches in one model. Imports site, modules, errors.
 
-A selector is a glob on paths, a compiled regex, a module type, a module, a predicate
-`(path, module) -> bool`, a selection, or a list of these; None is every module.
+A selector is a glob on paths, a compiled regex, a module type, a module, a parameter, a predicate
+`(path, module) -> bool`, a selection, or a list of these; None is every module. For the port
+`grad` it selects parameters: by their own paths, or all those in the modules that it matches.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from hookline.engine.errors import SelectionError
-from hookline.engine.modules import Node, walk
+from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.site import PORTS, Site, SiteText, parse
 from hookline.engine.torch_internals import has_forward, unwrap
+from hookline.engine.tree import describe
 
 Selector = (
-    Any  # str | re.Pattern | type | nn.Module | predicate | Selection | a list of these | None
+    Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list of these | None
 )
+
+
+Place = tuple[Site, Node | TensorNode]
+
+
+def _order(place: Place) -> tuple[int, int, int]:
+    site, node = place
+    module, within = node.position
+    return module, PORTS.index(site.port), within
 
 
 @final
@@ -32,20 +43,19 @@ class Selection:
     The other side may be any selector. Iterate for the sites; pass it wherever a selector goes.
     """
 
-    __slots__ = ("_found", "_nodes")
+    __slots__ = ("_found", "_layout")
 
-    def __init__(self, nodes: list[Node], found: Iterable[tuple[Site, Node]]) -> None:
-        self._nodes = nodes
-        ordered = sorted(found, key=lambda pair: (pair[1].index, PORTS.index(pair[0].port)))
-        self._found: dict[Site, Node] = dict(ordered)
+    def __init__(self, layout: Layout, found: Iterable[Place]) -> None:
+        self._layout = layout
+        self._found: dict[Site, Node | TensorNode] = dict(sorted(found, key=_order))
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """The sites, in registration order."""
         return tuple(self._found)
 
-    def places(self) -> Iterable[tuple[Site, Node]]:
-        """Each site with the module it is at."""
+    def places(self) -> Iterable[Place]:
+        """Each site with the module or the parameter that it is at."""
         return self._found.items()
 
     def __iter__(self) -> Iterator[Site]:
@@ -58,21 +68,21 @@ class Selection:
         return (parse_site(site) if isinstance(site, str) else site) in self._found
 
     def __or__(self, other: Selector) -> Selection:
-        return Selection(self._nodes, [*self.places(), *self._coerce(other).places()])
+        return Selection(self._layout, [*self.places(), *self._coerce(other).places()])
 
     def __and__(self, other: Selector) -> Selection:
         mine, theirs = _Cover(self), _Cover(self._coerce(other))
         both = [pair for pair in self.places() if theirs.covers(pair[0])]
         finer = [pair for pair in theirs.selection.places() if mine.covers(pair[0])]
-        return Selection(self._nodes, [*both, *finer])
+        return Selection(self._layout, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
         drop = _Cover(self._coerce(other))
-        return Selection(self._nodes, [pair for pair in self.places() if not drop.covers(pair[0])])
+        return Selection(self._layout, [pair for pair in self.places() if not drop.covers(pair[0])])
 
     def _coerce(self, other: Selector) -> Selection:
         ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
-        return select_nodes(self._nodes, other, ports)
+        return select_in(self._layout, other, ports)
 
     def __repr__(self) -> str:
         lines = [f"{site}  ({site.module_type})" for site in itertools.islice(self, 60)]
@@ -111,15 +121,17 @@ def select(
         model: the model to look in. It is not run, and not changed.
         selector: a glob on paths (`*` within a segment, `**` across segments, `{a,b}`; `:port`,
             `[leaf]` and `#call` may follow), a compiled regex (searched anywhere in the path), a
-            module type, a module, a predicate `(path, module) -> bool`, a selection, or a list of
-            these. None is every module that can be called, the root included.
-        ports: "input", "output" or both, for selectors that name no port themselves.
+            module type, a module, a parameter, a predicate `(path, module) -> bool`, a selection,
+            or a list of these. None is every module that can be called, the root included.
+        ports: one or several of "input", "output", "grad_input", "grad_output" and "grad", for
+            selectors that name no port themselves. "grad" is of parameters: those that the
+            selector matches by their own path, and all those of the modules that it matches.
 
     Raises:
         SelectionError: the selector is malformed, or it (or one of a list) matches nothing; the
             message shows close matches and what is there.
     """
-    return select_nodes(walk(model), selector, check_ports(ports))
+    return select_in(layout(model), selector, check_ports(ports))
 
 
 def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
@@ -137,9 +149,9 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def select_nodes(nodes: list[Node], selector: Selector, ports: tuple[str, ...]) -> Selection:
-    """`select` on a model already walked."""
-    return Selection(nodes, _match(nodes, selector, ports))
+def select_in(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Selection:
+    """`select` in a layout."""
+    return Selection(layout, _match(layout, selector, ports))
 
 
 def parse_site(text: str) -> Site:
@@ -148,51 +160,110 @@ def parse_site(text: str) -> Site:
     return Site(parts.path, parts.port or "output", parts.leaf, parts.call)
 
 
-def _match(
-    nodes: list[Node], selector: Selector, ports: tuple[str, ...]
-) -> Iterable[tuple[Site, Node]]:
+def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterable[Place]:
     if isinstance(selector, Selection):
-        if selector._nodes[0].module is not nodes[0].module:
-            raise SelectionError(
-                "this selection was made in another model; select again in this one:"
-                " hl.select(model, ...)."
-            )
-        if not len(selector):
-            raise SelectionError("the selection is empty; print it, and its parts, before use.")
-        here = {(node.path, id(node.module)) for node in nodes}
-        for site, node in selector.places():
-            if (node.path, id(node.module)) not in here:
-                raise SelectionError(
-                    f"{site} is no longer there: the model changed since it was selected."
-                    "\nSelect again: hl.select(model, ...)."
-                )
-        return selector.places()
+        return _again(layout, selector)
     if isinstance(selector, list | tuple | set | frozenset):
         if not selector:
             raise SelectionError("the list of selectors is empty; name at least one site.")
-        return [pair for part in selector for pair in _match(nodes, part, ports)]
+        return [pair for part in selector for pair in _match(layout, part, ports)]
     text = SiteText("", None, (), None)
-    if isinstance(selector, str):
-        text, matched = _match_text(nodes, selector)
+    if isinstance(selector, Tensor):
+        matched: list[Node] = []
+        text = SiteText("", "grad", (), None)
+    elif isinstance(selector, str):
+        text, matched = _match_text(layout, selector)
     else:
-        matched = list(filter(_matcher(selector), nodes))
-    callable_ones = [node for node in matched if has_forward(node.module)]
-    if not callable_ones:
-        raise SelectionError(_nothing(nodes, selector, matched))
+        matched = list(filter(_matcher(selector), layout.nodes))
     wanted = ports if text.port is None else (text.port,)
+    found: list[Place] = []
+    module_ports = [port for port in wanted if port != "grad"]
+    if module_ports:
+        found += [
+            (_site(node, port, text), node)
+            for node in matched
+            if has_forward(node.module)
+            for port in module_ports
+        ]
+    if "grad" in wanted:
+        found += [
+            (_site(node, "grad", text), node)
+            for node in _match_tensors(layout, selector, text, matched)
+        ]
+    if not found:
+        raise SelectionError(_nothing(layout, selector, text, matched, wanted))
+    return found
+
+
+def _again(layout: Layout, selection: Selection) -> Iterable[Place]:
+    """A selection that was made before, if it still fits."""
+    if not len(selection):
+        raise SelectionError("the selection is empty; print it, and its parts, before use.")
+    theirs = selection._layout
+    here = {(node.path, id(node.module)) for node in layout.nodes}
+    if not theirs.nodes or not here or theirs.nodes[0].module is not layout.nodes[0].module:
+        raise SelectionError(
+            "this selection was made in another model; select again in this one:"
+            " hl.select(model, ...)."
+        )
+    tensors: set[tuple[str, int]] = set()
+    for site, node in selection.places():
+        if isinstance(node, Node):
+            there = (node.path, id(node.module)) in here
+        else:
+            tensors = tensors or {(one.path, id(one.tensor)) for one in layout.tensors}
+            there = (node.path, id(node.tensor)) in tensors
+        if not there:
+            raise SelectionError(
+                f"{site} is no longer there: the model changed since it was selected."
+                "\nSelect again: hl.select(model, ...)."
+            )
+    return selection.places()
+
+
+def _site(node: Node | TensorNode, port: str, text: SiteText) -> Site:
+    if port == "grad" and (text.leaf or text.call is not None):
+        raise SelectionError(
+            f"{node.path}:grad has no leaves and no calls: a parameter's gradient is one tensor,"
+            f" the sum over all its uses.\nWrite '{node.path}:grad'."
+        )
+    return Site(node.path, port, text.leaf, text.call, tuple(node.aliases), node.type_name)
+
+
+def _match_tensors(
+    layout: Layout, selector: Selector, text: SiteText, matched: list[Node]
+) -> list[TensorNode]:
+    """The parameters that a selector matches, and those in the modules that it matched."""
+    above = {path for node in matched for path in node.paths}
+    if isinstance(selector, Tensor):
+        return [node for node in layout.tensors if node.tensor is selector]
+    if selector is None or "" in above:
+        return list(layout.tensors)
+    matches: Callable[[str], Any] = lambda path: False  # noqa: E731
+    if isinstance(selector, str):
+        exact = [node for node in layout.tensors if text.path in node.paths]
+        if exact:
+            return exact
+        matches = glob(text.path).fullmatch
+    elif isinstance(selector, re.Pattern):
+        matches = selector.search
     return [
-        (_site(node, port, text), node) for node in callable_ones for port in wanted
-    ]  # fmt: skip
+        node
+        for node in layout.tensors
+        if any(matches(path) or _is_below(path, above) for path in node.paths)
+    ]
 
 
-def _site(node: Node, port: str, text: SiteText) -> Site:
-    return Site(
-        node.path, port, text.leaf, text.call, tuple(node.aliases), type(node.module).__name__
-    )
+def _is_below(path: str, above: set[str]) -> bool:
+    if not above:
+        return False
+    parts = path.split(".")
+    return any(".".join(parts[:end]) in above for end in range(1, len(parts)))
 
 
-def _match_text(nodes: list[Node], selector: str) -> tuple[SiteText, list[Node]]:
+def _match_text(layout: Layout, selector: str) -> tuple[SiteText, list[Node]]:
     # A ModuleDict may hold names such as "a:b": what is a path as it stands is that path.
+    nodes = layout.nodes
     exact = [node for node in nodes if node.path == selector or selector in node.aliases]
     if exact:
         return SiteText(selector, None, (), None), exact
@@ -223,10 +294,6 @@ def _matcher(selector: Selector) -> Callable[[Node], bool]:
     if isinstance(selector, nn.Module):
         wanted = unwrap(selector)
         return lambda node: node.module is wanted
-    if isinstance(selector, Tensor):
-        raise SelectionError(
-            "a tensor is not a place in this model; name the module whose input or output it is."
-        )
     if callable(selector):
         return lambda node: bool(selector(node.path, node.module))
     raise SelectionError(
@@ -272,32 +339,48 @@ def glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(out))
 
 
-def _nothing(nodes: list[Node], selector: Selector, matched: list[Node]) -> str:
-    shown = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
-    root = type(nodes[0].module).__name__
+def _nothing(
+    layout: Layout, selector: Selector, text: SiteText, matched: list[Node], wanted: tuple[str, ...]
+) -> str:
     if matched:
-        node = matched[0]
+        node, kind = matched[0], matched[0].type_name
+        if wanted == ("grad",):
+            return (
+                f"{kind} at {node.path!r} has no parameters.\nFor the gradient of its output:"
+                f" '{node.path}:grad_output'."
+            )
         return (
-            f"nothing flows through {node.path!r}: {type(node.module).__name__} only holds other"
-            f" modules and has no forward.\nSelect what it holds: '{node.path}.*'."
+            f"nothing flows through {node.path!r}: {kind} only holds other modules and has no"
+            f" forward.\nSelect what it holds: '{node.path}.*'."
         )
+    if isinstance(selector, Tensor):
+        return (
+            f"this {describe(selector)} is no parameter of {layout.name}.\nFor any tensor:"
+            " hl.attach(), line.grad(tensor, fn); for a module's values, name the module."
+        )
+    shown = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
+    is_grad = wanted == ("grad",)
+    nodes: list[Any] = list(layout.tensors if is_grad else layout.nodes)
     paths = [path for node in nodes for path in node.paths if path]
+    what = "parameter" if is_grad and layout.nodes else "module" if layout.nodes else "tensor"
     first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
-    message = f"{shown} matches no module of {root}."
+    message = f"{shown} matches no {what} of {layout.name}."
     if isinstance(selector, str):
-        message += _suggestion(nodes, parse(selector).path, paths)
+        message += _suggestion(layout, text.path, paths)
     elif isinstance(selector, type):
-        kinds = sorted({type(node.module).__name__ for node in nodes})
+        kinds = sorted({node.type_name for node in layout.nodes})
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
-    return message + f"\nIts {len(nodes)} modules begin: {first or '(no submodules)'}."
+    return message + f"\nIts {len(nodes)} {what}s begin: {first or f'(no sub{what}s)'}."
 
 
-def _suggestion(nodes: list[Node], asked: str, paths: list[str]) -> str:
+def _suggestion(layout: Layout, asked: str, paths: list[str]) -> str:
     if any(path.endswith("." + asked) for path in paths):
         return f" Did you mean {'**.' + asked!r}, at any depth?"
-    kinds = {type(node.module).__name__ for node in nodes}
+    kinds = {node.type_name for node in layout.nodes}
     if asked in kinds:
         return f" For every {asked}, give the type itself: nn.{asked}, not its name."
+    if any(asked in node.paths for node in layout.tensors):
+        return f" It is a parameter; its gradient is {asked + ':grad'!r}."
     close = difflib.get_close_matches(asked, paths, n=4, cutoff=0.5)
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 

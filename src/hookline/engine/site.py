@@ -14,7 +14,9 @@ from typing import Final
 from hookline.engine.errors import SelectionError
 from hookline.engine.tree import Key, Leaf, leaf_text
 
-PORTS: Final = ("input", "output")
+# What flows through a module, and back; `grad` is a parameter's, or a tensor's.
+PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
+MODULE_PORTS: Final = PORTS[:4]
 
 _GRAMMAR = re.compile(
     r"""(?P<path>[^:#\[\]]*)
@@ -39,12 +41,12 @@ class Site:
         'h.3:output[0]'
 
     Args:
-        path: the module's dotted path; the root's is the empty string.
-        port: "input" or "output".
+        path: the module's dotted path, or the parameter's; the root's is the empty string.
+        port: "input", "output", "grad_input", "grad_output"; "grad" of a parameter or tensor.
         leaf: the keys that lead to one part of the value; () is the whole value.
         call: the k-th run of the module within a pass, from 0; None is every run.
         aliases: the other paths of the same module, where it is shared.
-        module_type: the name of the module's class.
+        module_type: the name of the module's class; of a parameter's module, `Linear.weight`.
     """
 
     path: str
@@ -53,6 +55,11 @@ class Site:
     call: int | None = None
     aliases: tuple[str, ...] = field(default=(), compare=False, repr=False)
     module_type: str = field(default="", compare=False, repr=False)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether what flows here flows backward."""
+        return self.port.startswith("grad")
 
     def __str__(self) -> str:
         port = "" if self.port == "output" and self.path and not self.leaf else f":{self.port}"

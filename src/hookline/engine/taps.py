@@ -1,6 +1,6 @@
 """Taps: the objects whose bound methods torch calls as hooks.
 
-Imports passes, tree, site, torch_internals.
+Imports passes, arguments, tree, site, torch_internals.
 
 A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
 it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
@@ -9,14 +9,14 @@ that a copy of a hooked model never writes into the original's recording.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.engine import tree
+from hookline.engine.arguments import Arguments
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.torch_internals import discard_hooks_of
@@ -25,13 +25,28 @@ See = Callable[[Pass, Any], Any]
 
 
 class Rank(IntEnum):
-    """Where a hook stands among the others on its module; foreign hooks count as HOOK."""
+    """Where a hook stands among the others on its module; foreign hooks count as HOOK.
 
+    Those that only ask for a value's gradient come after the ones that may still change the value;
+    in backward they are called as they stand here: edits, hooks, what reads after them, recorders.
+    """
+
+    EVERYWHERE = -2
     BEGIN = -1
     EDIT = 0
     HOOK = 1
-    RECORD = 2
-    END = 3
+    JOIN = 2
+    GRAD_EDIT = 3
+    GRAD_HOOK = 4
+    GRAD_READ = 5
+    GRAD_RECORD = 6
+    RECORD = 7
+    END = 8
+
+
+GRADIENT_RANKS = {
+    Rank.EDIT: Rank.GRAD_EDIT, Rank.HOOK: Rank.GRAD_HOOK, Rank.RECORD: Rank.GRAD_RECORD,
+}  # fmt: skip
 
 
 class Tap:
@@ -53,10 +68,11 @@ class Tap:
         self.rank = rank
         self.fired = 0
         self.ran = 0
-        if site.leaf:
-            see = _at_leaf(see, site)
-        if site.call is not None:
-            see = _at_call(see, site.call, self)
+        if not site.is_gradient:  # gradients arrive by leaf and by call as it is
+            if site.leaf:
+                see = _at_leaf(see, site)
+            if site.call is not None:
+                see = _at_call(see, site.call, self)
         self.see = see
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,6 +90,49 @@ class Tap:
 
     def _note(self, error: Exception) -> None:
         error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
+
+    def why_silent(self) -> str | None:
+        """Why this tap has not fired, as far as it can tell itself."""
+        if self.site.call is not None and self.ran:
+            runs = "once" if self.ran == 1 else f"{self.ran} times"
+            return f"the module ran {runs} in a pass, so there is no call #{self.site.call}"
+        return None
+
+
+class EventTap(Tap):
+    """Passes torch's arguments to a user's function, at what is no value and belongs to no pass.
+
+    A step of an optimizer, a state dict, a registration, a parameter whose gradient is complete.
+    """
+
+    __slots__ = ("check", "function")
+
+    def __init__(
+        self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]
+    ) -> None:
+        super().__init__(site, passes, unused, Rank.HOOK)
+        self.function = function
+        self.check = check
+
+    def fire(self, *values: Any) -> Any:
+        """The hook itself."""
+        if self.passes is _INERT:
+            if isinstance(values[0], nn.Module):
+                discard_hooks_of(values[0], self)
+            return None
+        if not self.passes.is_ours():
+            return None
+        self.fired += 1
+        try:
+            result = self.function(*values)
+            return None if result is None else self.check(result, values)
+        except Exception as error:
+            self._note(error)
+            raise
+
+
+def unused(current: Pass, value: Any) -> None:
+    """What taps that see no single value are made with."""
 
 
 class OutputTap(Tap):
@@ -99,10 +158,14 @@ class OutputTap(Tap):
 class InputTap(Tap):
     """Sees what a module is called with, as bound arguments: a forward-pre hook with kwargs."""
 
-    __slots__ = ("_signature",)
+    __slots__ = ("arguments",)
+
+    def __init__(self, site: Site, passes: Passes, see: See, rank: Rank) -> None:
+        super().__init__(site, passes, see, rank)
+        self.arguments = Arguments()
 
     def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The hook itself: the hot path for a lone tensor, which needs no names."""
+        """The hook itself."""
         current = self.lane.current
         if current is None:
             current = self._outside(module)
@@ -110,63 +173,12 @@ class InputTap(Tap):
                 return None
         self.fired += 1
         try:
-            if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-                new = self.see(current, args[0])
-                return None if new is None else ((new,), kwargs)
-            if not args and len(kwargs) == 1:
-                ((name, value),) = kwargs.items()
-                if isinstance(value, Tensor):
-                    new = self.see(current, value)
-                    return None if new is None else ((), {name: new})
-            names, rest = self._positional(module)
-            new = self.see(current, {**_bind(args, names, rest), **kwargs})
-            return None if new is None else _unbind(new, len(args), names, rest, kwargs)
+            value = self.arguments.bind(module, args, kwargs)
+            new = self.see(current, value)
+            return None if new is None else self.arguments.unbind(new, value, args, kwargs)
         except Exception as error:
             self._note(error)
             raise
-
-    def _positional(self, module: nn.Module) -> tuple[list[str], str | None]:
-        """The positional parameters of the module's forward, and the name of its `*args`."""
-        try:
-            return self._signature
-        except AttributeError:
-            pass
-        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names, rest = [], None
-        try:
-            for parameter in inspect.signature(module.forward).parameters.values():
-                if parameter.kind in named:
-                    names.append(parameter.name)
-                elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                    rest = parameter.name
-        except (TypeError, ValueError):  # a forward written in C has no signature
-            pass
-        self._signature: tuple[list[str], str | None] = (names, rest)
-        return self._signature
-
-
-def _bind(args: tuple[Any, ...], names: list[str], rest: str | None) -> dict[str, Any]:
-    """Positional arguments by name; those that no parameter takes are numbered: `arg2`."""
-    bound = dict(zip(names, args, strict=False))
-    if len(args) > len(names):
-        if rest is not None:
-            bound[rest] = args[len(names) :]
-        else:
-            bound.update((f"arg{k}", args[k]) for k in range(len(names), len(args)))
-    return bound
-
-
-def _unbind(
-    new: Any, n_args: int, names: list[str], rest: str | None, kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Bound arguments back in the form in which they came: positional ones stay positional."""
-    args = [new[name] for name in names[:n_args]]
-    if n_args > len(names):
-        if rest is not None:
-            args.extend(new[rest])
-        else:
-            args.extend(new[f"arg{k}"] for k in range(len(names), n_args))
-    return tuple(args), {name: new[name] for name in kwargs}
 
 
 class RawTap(Tap):

@@ -6,12 +6,13 @@ says for each what would break.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 HookDict = OrderedDict[int, Callable[..., Any]]
@@ -78,13 +79,18 @@ def hook_flags(
 
 
 def discard_hooks_of(module: nn.Module, owner: object) -> None:
-    """Take every forward and forward-pre hook that is a bound method of `owner` off this module."""
-    for kind in ("forward_pre", "forward"):
+    """Take every hook that is a bound method of `owner` off this module."""
+    for kind in HOOK_DICTS:
         hooks = hook_dict(module, kind)
-        for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is owner]:
+        for key in [k for k, hook in hooks.items() if _owner(hook) is owner]:
             del hooks[key]
             for flag in ("with_kwargs", "always_called"):
                 module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
+
+
+def _owner(hook: Callable[..., Any]) -> object:
+    # Load-state-dict pre-hooks come wrapped by torch.
+    return getattr(getattr(hook, "hook", hook), "__self__", None)
 
 
 def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -101,16 +107,82 @@ def forget_global_hook(handle: RemovableHandle) -> None:
     torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
+# Keys for hooks that are never taken off one by one. torch's own keys count up from 0.
+_keys = itertools.count(-1, -1)
+_current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
+
+
+def backward_number() -> int:
+    """Which run of autograd this is, from within a hook: different for each; -1 outside of one.
+
+    Without torch's counter all runs look like one: several over one forward are then ambiguous.
+    """
+    return _current_task()
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """`tensor.register_hook` for a tensor of the graph: the hook goes when the graph goes.
+
+    Without a handle, of which there would be one for each value of each pass, it takes a third of
+    the time.
+    """
+    if type(tensor) is not Tensor or tensor.grad_fn is None:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return
+    hooks = tensor._backward_hooks
+    if hooks is None:
+        # Not kept from before an in-place operation: torch resets it with the tensor's grad_fn.
+        tensor._backward_hooks = hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)
+    hooks[next(_keys)] = hook
+
+
+def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], Any]) -> None:
+    """Call a hook with all gradients that enter a node of the graph: what `tensor.grad_fn` gave."""
+    node.register_prehook(hook)
+
+
 def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every hook on a tensor's gradient, as (kind, hook)."""
-    for kind, name in (("grad", "_backward_hooks"), ("accumulated", "_post_accumulate_grad_hooks")):
-        for hook in (getattr(tensor, name, None) or {}).values():
+    for kind in ("grad", "accumulated"):
+        for hook in (tensor_hook_dict(tensor, kind) or {}).values():
             yield kind, hook
+
+
+def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:
+    """The dictionary of a tensor's hooks of this kind; None if there never was one.
+
+    torch calls them in the order of the plain dictionary underneath: `move_to_end` is not seen.
+    """
+    name = "_backward_hooks" if kind == "grad" else "_post_accumulate_grad_hooks"
+    hooks: HookDict | None = getattr(tensor, name, None)
+    return hooks
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the present run of autograd is over; from within a hook only."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def push_saved_tensors_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """From now on, in this thread, pack what autograd saves for backward."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    """Undo the last `push_saved_tensors_hooks` of this thread."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Direct children by name; `named_children` would drop an object's second name."""
     found: dict[str, nn.Module | None] = module.__dict__["_modules"]
+    return found
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
+    found: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
     return found
 
 

@@ -185,6 +185,60 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
             stack += [((*leaf, key), inner) for key, inner in reversed(parts)]
 
 
+class Slot(int):
+    """Stands in an outline for a tensor: its number."""
+
+
+def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
+    """The value's structure without its values: a `Slot` for a numbered tensor, else None.
+
+    What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None.
+    """
+    if isinstance(value, Tensor):
+        found = number(value)
+        return None if found is None else Slot(found)
+    parts = items(value)
+    if parts is None:
+        return None
+    try:
+        return rebuild(value, [outline(part, number) for _, part in parts])
+    except Exception:  # an object that does not let itself be copied, or holds itself
+        return None
+
+
+def fill(form: Any, values: Mapping[int, Any]) -> Any:
+    """An outline with its slots filled; those without a value become None."""
+    if isinstance(form, Slot):
+        return values.get(form)
+    parts = items(form)
+    if parts is None:
+        return None
+    return rebuild(form, [fill(part, values) for _, part in parts])
+
+
+def swap(value: Any, new: Mapping[int, Tensor], *, fixed_only: bool) -> Any:
+    """The value with the tensors of these ids replaced; what holds none of them is left alone.
+
+    With `fixed_only`, only tuples are looked into: a list, a dict or an object may be written to
+    later by whoever else holds it, so a copy could not take its place.
+    """
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    is_open = isinstance(value, tuple) or not (fixed_only or isinstance(value, nn.Module))
+    parts = items(value) if is_open and is_container(value) else None
+    if parts is None:
+        return value
+    changed = [swap(part, new, fixed_only=fixed_only) for _, part in parts]
+    if all(one is part for one, (_, part) in zip(changed, parts, strict=True)):
+        return value
+    return rebuild(value, changed)
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is known to merely hold its parts: not a cache, nor any other object."""
+    return isinstance(value, tuple | list | Mapping) or dataclasses.is_dataclass(value)
+
+
 def get(value: Any, leaf: Leaf, where: str) -> Any:
     """The part of a value at a leaf; `where` names the site in the error.
 

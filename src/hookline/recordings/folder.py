@@ -15,11 +15,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +28,7 @@ from torch import Tensor
 from hookline.engine import PORTS, Report, Site
 from hookline.engine.errors import FolderError
 from hookline.recordings.encoding import decode, encode
+from hookline.recordings.entries import Contents, Entry, Gathered
 
 FORMAT = "hookline-recording"
 VERSION = 1
@@ -41,40 +41,6 @@ _DAMAGE = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
     RuntimeError, UnicodeError,
 )  # fmt: skip
-
-
-class Entry(NamedTuple):
-    """One value of one pass. While recording, plain tuples of the same three are noted instead.
-
-    Args:
-        site: its number among the sites.
-        value: the value, or where it is stored.
-        stamp: the versions of its tensors when it was recorded; None where that cannot change.
-    """
-
-    site: int
-    value: Any
-    stamp: Any = None
-
-
-@final
-@dataclass(frozen=True)
-class Contents:
-    """What a folder holds, as plain data.
-
-    Args:
-        report: what the line did.
-        sites: the sites that were selected.
-        passes: for each pass its number, whether it failed, and its entries in firing order.
-        lost: the parts of values that could not be saved, as "site: what".
-        modules: every module of the model: path and type.
-    """
-
-    report: Report
-    sites: tuple[Site, ...]
-    passes: list[tuple[int, bool | None, list[Entry]]]
-    lost: list[str] = field(default_factory=list)
-    modules: tuple[tuple[str, str], ...] = ()
 
 
 @final
@@ -283,9 +249,13 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
         encoded = []
         for entry in entries:
             site = str(contents.sites[entry.site])
-            value = entry.value.load() if isinstance(entry.value, Stored) else entry.value
+            value = entry.value
+            if isinstance(value, Stored | Gathered):
+                value = value.load()
             note = partial(_note, lost, site)
-            encoded.append([entry.site, encode(value, writer.put, note)])
+            weight = None if entry.weight is None else float(entry.weight)
+            origin = [] if entry.call is None else [entry.call, entry.backward, weight]
+            encoded.append([entry.site, encode(value, writer.put, note), *origin])
         passes.append({"number": number, "failed": failed, "values": encoded})
     writer.flush()
     lost = list(dict.fromkeys(lost))  # one that was opened and saved again says it once
@@ -308,6 +278,7 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
             "name": report.name, "passes": report.passes, "elsewhere": report.elsewhere,
             "fired": [count for _, count in report.fired],
             "why": {str(site): text for site, text in report.why.items()},
+            "excused": [str(site) for site in report.excused],
         },
         "lost": lost,
         "passes": passes,
@@ -331,7 +302,7 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
     for row in manifest["passes"]:
         if row["failed"] not in (None, True, False):
             raise ValueError("a pass that neither failed nor did not")
-        entries = [Entry(int(site), Stored(files, data)) for site, data in row["values"]]
+        entries = [_read_entry(files, *value) for value in row["values"]]
         if any(not 0 <= entry.site < len(sites) for entry in entries):
             raise ValueError("a value of a site that is not listed")
         passes.append((int(row["number"]), row["failed"], entries))
@@ -345,9 +316,22 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
         ended=True,
         fired=tuple(zip(sites, map(int, kept["fired"]), strict=True)),
         why={by_text[text]: str(why) for text, why in kept["why"].items()},
+        excused=frozenset(by_text[text] for text in kept["excused"]),
     )
     modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
     return Contents(report, sites, passes, [str(item) for item in manifest["lost"]], modules)
+
+
+def _read_entry(files: Files, site: int, data: Any, *origin: Any) -> Entry:
+    call, backward, weight = origin or (None, None, None)
+    return Entry(
+        int(site),
+        Stored(files, data),
+        None,
+        None if call is None else int(call),
+        None if backward is None else int(backward),
+        None if weight is None else float(weight),
+    )
 
 
 def _read_site(row: Mapping[str, Any]) -> Site:

@@ -1,4 +1,4 @@
-"""Recording: what a line kept, as passes x sites x calls -> values. Imports index, folder, engine.
+"""Recording: what a line kept, as passes x sites x calls -> values. Imports log, folder, engine.
 
 Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
 are errors that say what to write instead.
@@ -7,18 +7,21 @@ are errors that say what to write instead.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final, overload
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hookline.engine import Pass, Report, Site, tree
-from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
-from hookline.recordings.folder import Contents, Entry, Stored, read, write
-from hookline.recordings.index import Index, Key, stamp
+from hookline.engine.errors import AmbiguousError
+from hookline.recordings.entries import Contents, Entry
+from hookline.recordings.folder import read, write
+from hookline.recordings.gradients import GradientFlow, gradient_flow
+from hookline.recordings.index import Key
+from hookline.recordings.log import Log
+from hookline.recordings.pass_record import PassList, PassRecord
 
 
 @final
@@ -37,6 +40,7 @@ class Recording(Mapping[str, Any]):
 
     - Several calls in a pass: `run["block#2"]`, or `run.calls("block")`.
     - Several passes: `run.passes[1]["block"]`, or `run.stack("block")`.
+    - Several backward passes over one: `run.passes[0].backwards[1]["block:grad_output"]`.
 
     Values are detached and share memory with the model's own, unless they were copied.
     """
@@ -51,15 +55,13 @@ class Recording(Mapping[str, Any]):
         self.modules = modules
         self.lost: list[str] = []
         self._report: Callable[[], Report] | Report = report
-        self._passes: list[Pass] = []
-        self._index = Index(sites)
-        self._sorted: dict[int, tuple[int, dict[int, list[Any]]]] = {}
+        self._log = Log(sites, self.report)
 
     # -- a sink: the line tells when passes begin and end ---------------------------------------
 
     def begin_pass(self, current: Pass) -> None:
         """A pass begins: its log fills as the sites fire."""
-        self._passes.append(current)
+        self._log.passes.append(current)
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended. One that fired nothing (an edit elsewhere) stays, empty."""
@@ -73,10 +75,10 @@ class Recording(Mapping[str, Any]):
     @property
     def passes(self) -> Sequence[PassRecord]:
         """The passes, in the order in which they began."""
-        return _PassList(self)
+        return PassList(self._log)
 
     def __getitem__(self, key: Key) -> Any:
-        found = self._passes_with(key)
+        found = self._with(key)
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} has a value in each of {len(found)} passes."
@@ -86,9 +88,9 @@ class Recording(Mapping[str, Any]):
         return found[0][key]
 
     def __iter__(self) -> Iterator[str]:
-        if len(self._passes) == 1:
+        if len(self.passes) == 1:
             return iter(self.passes[0])
-        fired = {index for current in self._passes for index in self._entries(current)}
+        fired = {index for current in self._log.passes for index in self._log.entries(current)}
         return iter([str(self.sites[index]) for index in sorted(fired)])
 
     def __len__(self) -> int:
@@ -97,7 +99,7 @@ class Recording(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         """Whether the site has a value: one or several."""
         try:
-            return isinstance(key, str | Site) and bool(self._passes_with(key))
+            return isinstance(key, str | Site) and bool(self._with(key))
         except LookupError:
             return False
 
@@ -107,7 +109,7 @@ class Recording(Mapping[str, Any]):
         Raises:
             NotRecordedError: it did not fire. AmbiguousError: it ran in several passes.
         """
-        found = self._passes_with(key)
+        found = self._with(key)
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} ran in {len(found)} passes."
@@ -125,7 +127,7 @@ class Recording(Mapping[str, Any]):
             NotRecordedError: it did not fire. AmbiguousError: several calls in a pass.
             ValueError: the values are not tensors of one shape.
         """
-        values = [one[key] for one in self._passes_with(key)]
+        values = [one[key] for one in self._with(key)]
         shapes = sorted({tree.describe(value) for value in values})
         if len(shapes) > 1 or not isinstance(values[0], Tensor):
             raise ValueError(
@@ -134,6 +136,24 @@ class Recording(Mapping[str, Any]):
                 f" torch.cat([one[{str(key)!r}] for one in run.passes])."
             )
         return torch.stack(values)
+
+    def gradients(self) -> GradientFlow:
+        """How the gradients flowed: each site's norm, its ratio to the weight, what is wrong.
+
+            >>> import hookline as hl
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+            >>> with hl.record(model, ports="grad") as run:
+            ...     model(torch.ones(4, 2)).sum().backward()
+            >>> [row.site for row in run.gradients()]
+            ['0.weight:grad', '0.bias:grad', '2.weight:grad', '2.bias:grad']
+
+        Returns:
+            A table: print it, or iterate over its rows; `.dead` and `.exploding` name sites.
+
+        Raises:
+            NotRecordedError: no gradient port was recorded.
+        """
+        return gradient_flow(self._log, self.report())
 
     def report(self) -> Report:
         """What was matched, how often each site fired, and why some never did."""
@@ -154,10 +174,10 @@ class Recording(Mapping[str, Any]):
             OverwrittenError: a value was changed in place since it was recorded.
         """
         passes = []
-        for current in self._passes:
+        for current in self._log.passes:
             entries = [Entry(*entry) for entry in current.log]
             for entry in entries:
-                self._check(entry)
+                self._log.check(entry)
             passes.append((current.number, current.failed, entries))
         contents = Contents(self.report(), self.sites, passes, list(self.lost), self.modules)
         path = write(folder, contents)
@@ -166,189 +186,30 @@ class Recording(Mapping[str, Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled by value; the copy's tensors have histories of their own."""
-        state = {**self.__dict__, "_sorted": {}, "_report": self.report(), "_passes": []}
-        for current in self._passes:
-            copied = Pass(current.number)
-            copied.failed = current.failed
-            for entry in current.log:
-                copied.note((entry[0], self._check(Entry(*entry)), None))
-            state["_passes"].append(copied)
+        state = {**self.__dict__, "_report": self.report(), "_log": None}
+        state["copies"] = [
+            (current.number, current.failed, [
+                (entry.site, self._log.check(entry), None, *entry[3:])
+                for entry in (Entry(*noted) for noted in current.log)
+            ])
+            for current in self._log.passes
+        ]  # fmt: skip
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copies = state.pop("copies")
+        self.__dict__.update(state)
+        self._log = Log(self.sites, self.report)
+        for number, failed, log in copies:
+            self._log.passes.append(_pass(number, failed, log))
+
     def __repr__(self) -> str:
-        n_values = sum(len(current.log) for current in self._passes)
-        n = len(self._passes)
+        n_values = sum(len(current.log) for current in self._log.passes)
+        n = len(self.passes)
         return f"Recording of {len(self.sites)} sites: {n} pass{'es' * (n != 1)}, {n_values} values"
 
-    # -- inner ----------------------------------------------------------------------------------
-
-    def _passes_with(self, key: Key) -> list[PassRecord]:
-        """The passes in which a site has a value. No value is read.
-
-        Raises:
-            NotRecordedError: there is none.
-        """
-        index, site = self._index.find(key)
-        call = site.call if self.sites[index].call is None else None
-        found = [
-            PassRecord(self, current)
-            for current in self._passes
-            if len(self._entries(current).get(index, ())) > (call or 0)
-        ]
-        if not found:
-            raise self._never(key)
-        return found
-
-    def _values(self, current: Pass, key: Key) -> list[Any]:
-        """The values of all calls of a site in a pass; the asked leaf and call taken out."""
-        index, site = self._index.find(key)
-        entries = self._entries(current).get(index, [])
-        kept = self.sites[index]
-        if site.call is not None and kept.call is None:
-            entries = entries[site.call : site.call + 1]
-        deeper = site.leaf[len(kept.leaf) :]
-        return [tree.get(self._check(Entry(*entry)), deeper, str(key)) for entry in entries]
-
-    def _entries(self, current: Pass) -> dict[int, list[Any]]:
-        """A pass's entries by site; sorted anew only when the log has grown."""
-        length, by_site = self._sorted.get(id(current), (-1, {}))
-        if length != len(current.log):
-            by_site = {}
-            for entry in tuple(current.log):
-                by_site.setdefault(entry[0], []).append(entry)
-            self._sorted[id(current)] = (len(current.log), by_site)
-        return by_site
-
-    def _check(self, entry: Entry) -> Any:
-        """The value, if nobody changed it since it was recorded."""
-        value = entry.value.load() if isinstance(entry.value, Stored) else entry.value
-        if entry.stamp is not None and stamp(value) != entry.stamp:
-            raise OverwrittenError(
-                f"{self.sites[entry.site]} was overwritten in place after it was recorded"
-                " (by an in-place operation such as ReLU(inplace=True) or +=)."
-                "\nRecord a copy: hl.record(..., copy=True)."
-            )
-        return value
-
-    def _never(self, key: Key, among: Pass | None = None) -> NotRecordedError:
-        index, asked = self._index.find(key)
-        site = self.sites[index]
-        passes = self._passes if among is None else [among]
-        most = max((len(self._entries(one).get(index, ())) for one in passes), default=0)
-        if most and asked.call is not None:
-            where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
-            return NotRecordedError(
-                f"{site} ran {_times(most)} {where}; there is no call #{asked.call}."
-                f"\nThe last one is {f'{site}#{most - 1}'!r}."
-            )
-        why = self.report().why.get(site)
-        if why is None:
-            why = "it did not fire in this pass" if self._passes else "the model has not run"
-        return NotRecordedError(f"{site} was selected, but has no value: {why}.")
-
-
-@final
-class _PassList(Sequence["PassRecord"]):
-    """The passes of a recording, each made when it is asked for: there may be 100,000."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    def __len__(self) -> int:
-        return len(self._recording._passes)
-
-    @overload
-    def __getitem__(self, index: int) -> PassRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PassRecord]: ...
-    def __getitem__(self, index: int | slice) -> PassRecord | list[PassRecord]:
-        found = self._recording._passes[index]
-        if isinstance(found, list):
-            return [PassRecord(self._recording, current) for current in found]
-        return PassRecord(self._recording, found)
-
-    def __repr__(self) -> str:
-        return f"{len(self)} pass{'es' * (len(self) != 1)} of {self._recording!r}"
-
-
-@final
-class PassRecord(Mapping[str, Any]):
-    """One pass of a recording: the same look-ups, within that pass.
-
-    Iterating gives the sites that fired, as registered, those with several calls once for each:
-    `block#0`. `order` gives them as they fired.
-    """
-
-    def __init__(self, recording: Recording, current: Pass) -> None:
-        self._recording = recording
-        self._pass = current
-
-    @property
-    def number(self) -> int:
-        """The pass's number, from 0."""
-        return self._pass.number
-
-    @property
-    def failed(self) -> bool | None:
-        """Whether the model raised in this pass; None while it still runs."""
-        return self._pass.failed
-
-    @property
-    def order(self) -> list[str]:
-        """The keys in the order in which they fired: what to search for the first NaN."""
-        counts = {
-            index: len(found) for index, found in self._recording._entries(self._pass).items()
-        }
-        sites = self._recording.sites
-        return [
-            f"{sites[index]}#{call}" if counts[index] > 1 else str(sites[index])
-            for index, call in self._fired()
-        ]
-
-    def fired(self) -> list[tuple[Site, int]]:
-        """Each site that fired, with the number of the call, in the order in which they fired."""
-        return [(self._recording.sites[index], call) for index, call in self._fired()]
-
-    def _fired(self) -> list[tuple[int, int]]:
-        seen: Counter[int] = Counter()
-        found = []
-        for entry in tuple(self._pass.log):
-            found.append((entry[0], seen[entry[0]]))
-            seen[entry[0]] += 1
-        return found
-
-    def __getitem__(self, key: Key) -> Any:
-        values = self.calls(key)
-        if len(values) > 1:
-            raise AmbiguousError(
-                f"{str(key)!r} ran {len(values)} times in pass {self.number}."
-                f"\nWrite {str(key) + '#0'!r} to {str(key) + f'#{len(values) - 1}'!r} for one call,"
-                f" or .calls({str(key)!r}) for all."
-            )
-        return values[0]
-
-    def calls(self, key: Key) -> list[Any]:
-        """The values of every call of a site in this pass, in order.
-
-        Raises:
-            NotRecordedError: it did not fire in this pass.
-        """
-        values = self._recording._values(self._pass, key)
-        if not values:
-            raise self._recording._never(key, self._pass)
-        return values
-
-    def __iter__(self) -> Iterator[str]:
-        by_site = self._recording._entries(self._pass)
-        for index in sorted(by_site):
-            site, n_calls = str(self._recording.sites[index]), len(by_site[index])
-            if n_calls == 1:
-                yield site
-            else:
-                yield from (f"{site}#{call}" for call in range(n_calls))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+    def _with(self, key: Key) -> list[PassRecord]:
+        return [PassRecord(self._log, current) for current in self._log.passes_with(key)]
 
 
 def open_recording(folder: str | os.PathLike[str]) -> Recording:
@@ -376,12 +237,12 @@ def open_recording(folder: str | os.PathLike[str]) -> Recording:
     recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
     for number, failed, entries in contents.passes:
-        current = Pass(number)
-        current.failed = failed
-        current.log = list(entries)
-        recording.begin_pass(current)
+        recording.begin_pass(_pass(number, failed, entries))
     return recording
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+def _pass(number: int, failed: bool | None, log: Sequence[Any]) -> Pass:
+    current = Pass(number)
+    current.failed = failed
+    current.log = list(log)
+    return current

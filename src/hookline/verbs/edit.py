@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
-from torch import nn
+from torch import Tensor
 
-from hookline.engine import Line, Pass, Rank, Selector, Site, check_ports, tree
+from hookline.engine import (
+    Bound,
+    Crossing,
+    Ground,
+    Line,
+    OnGradient,
+    Pass,
+    Rank,
+    Selector,
+    Site,
+    guarded,
+    ports_for,
+    tree,
+)
 from hookline.engine.errors import AttachError, StructureError
 
 
 def edit(
-    model: nn.Module,
+    model: Ground,
     selector: Selector,
     change: Callable[[Any], Any],
     *,
@@ -25,17 +38,28 @@ def edit(
         ...     bool((model(torch.zeros(1, 2)) >= 1).all())
         True
 
+    A gradient is changed as it flows back, and what is before it in the model gets the new one.
+    Where a value holds several tensors, their gradients arrive one by one, and `change` is called
+    with each. Call `backward()` inside the block: after it, a gradient is no longer changed.
+
+        >>> weight = model[0].weight
+        >>> with edit(model, "0:grad_output", lambda g: g * 0):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> weight.grad.abs().sum()
+        tensor(0.)
+
     Edits run before all other hooks of a module, in the order in which they were made, so that
     recorders and hooks of libraries see what the next module sees.
 
     Args:
-        model: the model.
+        model: the model, or tensors by name, `{"b": b}`, whose gradients are changed.
         selector: which sites; as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
             part of a nested value.
         change: called with the value; what it returns takes the value's place, None leaves it.
             Give a new value: what is changed in place changes wherever else it is used, too.
             `hl.edits` holds the common ones: scale, add, replace, noise, clamp.
-        ports: "output", "input" or both, for selectors that name no port.
+        ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
+            parameters), for selectors that name no port.
 
     Returns:
         A line: a context manager, or ended by `remove()`. `line.report()` says how often it fired.
@@ -43,7 +67,8 @@ def edit(
     Raises:
         SelectionError: the selector matches nothing.
         StructureError: (when the model runs) `change` returned another structure, shape, dtype or
-            device; a raw hook (`hl.attach`, `line.forward`) may return anything.
+            device; a raw hook (`hl.attach`, `line.forward`) may return anything. Or it changed a
+            gradient in place.
     """
     if not callable(change):
         raise AttachError(
@@ -51,9 +76,36 @@ def edit(
             "\nTo put a fixed value there: hl.edits.replace(value)."
         )
     line = Line(model, name="edit")
-    selection = line.select(selector, check_ports(ports))
-    line.tap(selection, lambda site: _checked(change, site), Rank.EDIT)
+    selection = line.select(selector, ports_for(model, ports))
+
+    def bind(site: Site) -> Bound:
+        return EditGradient(change, site) if site.is_gradient else _checked(change, site)
+
+    line.tap(selection, bind, Rank.EDIT)
     return line
+
+
+@final
+class EditGradient(OnGradient):
+    """Changes the gradients at one site."""
+
+    __slots__ = ("_change", "_where")
+    changes = True
+
+    def __init__(self, change: Callable[[Any], Any], site: Site) -> None:
+        self._change = change
+        self._where = str(site)
+
+    def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Any:
+        """Change the gradient of one tensor."""
+        new = guarded(self._change, grad, self._where)
+        found = None if new is None else tree.difference(grad, new)
+        if found:
+            raise StructureError(
+                f"the edit at {self._where} would change the gradient's form: {found}."
+                "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
+            )
+        return new
 
 
 def _checked(change: Callable[[Any], Any], site: Site) -> Callable[[Pass, Any], Any]:

@@ -13,7 +13,8 @@ from torch import nn
 from hookline.engine import Selector, Site, stop_all
 from hookline.recordings import Recording
 from hookline.verbs.calling import Inputs, call
-from hookline.verbs.record import Keep, start_recording
+from hookline.verbs.keeping import Keep
+from hookline.verbs.record import start_recording
 
 _tokens = itertools.count()
 
@@ -63,7 +64,7 @@ def features(
         if not missing:
             raise _Enough(token)
 
-    recorder, line = start_recording(model, selector, "features", ("output",), after, **options)
+    recorder, line = start_recording(model, selector, "features", ("output",), options, after)
     line.quiet = True
     wanted = recorder.recording.sites
     missing.update(wanted)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from hookline.engine import (
+    Bound,
+    Ground,
     Line,
     OutputTap,
     Pass,
@@ -20,29 +22,11 @@ from hookline.engine import (
     See,
     Selector,
     Site,
-    check_ports,
-    tree,
+    ports_for,
 )
-from hookline.engine.errors import AttachError
 from hookline.recordings import Recording, stamp
-
-
-class Keep(TypedDict, total=False):
-    """What of a value is kept, and where. The options that `record` and `features` share.
-
-    Args:
-        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself.
-        device: where to keep tensors.
-        dtype: the dtype of floating tensors as kept; others stay as they are.
-        detach: False keeps the autograd graph, and with it the memory of the whole pass.
-        copy: copy every tensor, so that in-place operations later in the model cannot change it.
-    """
-
-    keep: Callable[[Any], Any] | None
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-    detach: bool
-    copy: bool
+from hookline.verbs.keeping import Keep, check_options, is_plain, keeper
+from hookline.verbs.record_gradients import KeepGradient, PlainGradTap
 
 
 @final
@@ -81,7 +65,7 @@ class RecordLine:
 
 
 def record(
-    model: nn.Module,
+    model: Ground,
     selector: Selector = None,
     *,
     ports: str | Sequence[str] = "output",
@@ -104,12 +88,24 @@ def record(
     never returned as if it were right: the look-up raises, and `copy=True` records it in time.
     Inference tensors, on which such a change cannot be noticed, are always copied.
 
+    Gradients are those of the values as they were at the site, after edits of the values and of the
+    gradients; where none is needed, None. Call `backward()` inside the block.
+
+        >>> with record(model, nn.ReLU, ports=("output", "grad_output")) as run:
+        ...     model(torch.zeros(4, 2)).sum().backward()
+        >>> run["1:grad_output"].shape
+        torch.Size([4, 3])
+
     Args:
-        model: the model. Hooks are attached now, and taken off at the end of the block.
+        model: the model, or tensors by name, `{"b": b}`, whose gradients are recorded. Hooks are
+            attached now, and taken off at the end of the block.
         selector: which sites; as in `hl.select`. None is every module.
-        ports: "output", "input" or both, for selectors that name no port. An input is the tensor,
-            if that is all the module was called with, else a dict of its arguments by name.
-        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself.
+        ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
+            parameters), for selectors that name no port. An input is the tensor, if that is all the
+            module was called with, else a dict of its arguments by name; a gradient has the
+            structure of the value it belongs to.
+        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
+            for gradients with each tensor, as they arrive one by one.
         device: where to keep tensors.
         dtype: the dtype of floating tensors as kept; others stay as they are.
         detach: False keeps the autograd graph, and with it the memory of the whole pass.
@@ -124,51 +120,47 @@ def record(
         AttachError: the model cannot be hooked, or a dtype or device is none.
         SiteError: (when the model runs) a selected leaf is not in the value.
     """
-    return start_recording(
-        model, selector, "record", check_ports(ports),
-        keep=keep, device=device, dtype=dtype, detach=detach, copy=copy,
-    )[0]  # fmt: skip
-
-
-def _check_options(device: Any, dtype: Any) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise AttachError(f"dtype={dtype!r} is no dtype; give one such as torch.float16.")
-    try:
-        torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError):
-        raise AttachError(f"device={device!r} is no device; give one such as 'cpu'.") from None
+    options: Keep = {
+        "keep": keep, "device": device, "dtype": dtype, "detach": detach, "copy": copy,
+    }  # fmt: skip
+    return start_recording(model, selector, "record", ports_for(model, ports), options)[0]
 
 
 def start_recording(
-    model: nn.Module,
+    model: Ground,
     selector: Selector,
     name: str,
     ports: tuple[str, ...],
+    options: Keep,
     after: Callable[[Site], None] | None = None,
-    **options: Any,
 ) -> tuple[RecordLine, Line]:
     """Attach a recording line for a verb called `name`; also gives the bare line.
 
     `after`, if given, is called with a site when its value has been kept.
     """
-    _check_options(options.get("device"), options.get("dtype"))
+    check_options(options)
     line = Line(model, name=name)
     line.lenient = selector is None
     selection = line.select(selector, ports)
-    modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
+    modules = tuple([(node.path, node.type_name) for node in line.nodes])
     recording = Recording(selection.sites, line.report, modules)
     line.passes.sink = recording
     numbers = itertools.count()  # `bind` is called once for each site, in their order
-    is_plain = options.get("detach", True) and not any(
-        options.get(key) for key in ("keep", "device", "dtype", "copy")
-    )
+    tensors = {site: getattr(node, "tensor", None) for site, node in selection.places()}
+    fast = is_plain(options)
 
-    def bind(site: Site) -> See | OutputTap:
+    def bind(site: Site) -> Bound:
         number = next(numbers)
-        see = _keep_plain(number) if is_plain else _keep(number, **options)
+        is_whole = not site.leaf and site.call is None
+        if site.is_gradient:
+            on = KeepGradient(number, options, tensors[site])
+            if fast and site.port == "grad_output" and is_whole:
+                return PlainGradTap(site, line.passes, on, number)
+            return on
+        see = _keep(number, keeper(options))
         if after is not None:
             return _then(see, after, site)
-        if is_plain and site.port == "output" and not site.leaf and site.call is None:
+        if fast and site.port == "output" and is_whole:
             return _PlainTap(site, line.passes, see, number)
         return see
 
@@ -204,12 +196,10 @@ class _PlainTap(OutputTap):
             current.note((self.number, output.clone(), None))
 
 
-def _keep_plain(number: int) -> See:
-    """Keep a value as it is, detached."""
-
+def _keep(number: int, kept: Callable[[Any], Any]) -> See:
     def see(current: Pass, value: Any) -> None:
-        kept = tree.map_tensors(_detached, value)
-        current.note((number, kept, stamp(kept)))
+        found = kept(value)
+        current.note((number, found, stamp(found)))
 
     return see
 
@@ -220,43 +210,3 @@ def _then(see: See, after: Callable[[Site], None], site: Site) -> See:
         after(site)
 
     return see_then
-
-
-def _keep(
-    number: int,
-    keep: Callable[[Any], Any] | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    detach: bool = True,
-    copy: bool = False,
-) -> See:
-    def store(tensor: Tensor) -> Tensor:
-        moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-        # A slice would keep the memory of the whole it was cut from.
-        is_part = keep is not None and _is_part(moved)
-        if moved is tensor and (copy or is_part or moved.is_inference()):
-            return moved.clone()
-        return moved
-
-    def see(current: Pass, value: Any) -> None:
-        if detach:
-            value = tree.map_tensors(Tensor.detach, value)
-        if keep is not None:
-            try:
-                value = keep(value)
-            except Exception as error:
-                error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
-                raise
-        kept = tree.map_tensors(store, value)
-        current.note((number, kept, stamp(kept)))
-
-    return see
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -1,0 +1,286 @@
+"""Raw backward hooks on modules, torch's signatures. Imports gradient_taps, flow, taps, returns.
+
+`fn(module, grad_output)` before a module's backward, `fn(module, grad_input, grad_output)` after
+it. Gradients are tuples, as torch gives them: a lone output makes a tuple of one; an output that is
+a dict, a `ModelOutput` or a dataclass, for which torch calls nothing, keeps its own form. Inputs
+are the positional arguments, then the keyword ones in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import flow, tree
+from hookline.engine.flow import Arrival, Flow, off_leaves
+from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
+from hookline.engine.passes import Passes
+from hookline.engine.returns import check_backward
+from hookline.engine.site import Site
+from hookline.engine.taps import Rank
+from hookline.engine.torch_internals import backward_number, hook_gradient
+
+Hook = Callable[..., Any]
+Grads = list[Tensor | None]
+
+
+@final
+class _Call:
+    """One call of a module, whose backward is to come.
+
+    Args:
+        module: as it is handed to the user's function.
+        outputs: the outline of the outputs.
+    """
+
+    __slots__ = ("flow", "grad_output", "inputs", "module", "outputs")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.flow: Flow | None = None
+        self.inputs: Any = ()
+        self.outputs: Any = None
+        self.grad_output: dict[int, dict[int, Tensor]] = {}
+
+
+class _RawBackwardTap(GradientTap):
+    """What both kinds share: calling the user's function, and checking what it returns."""
+
+    __slots__ = ("function", "is_everywhere")
+
+    def __init__(
+        self, site: Site, passes: Passes, function: Hook, *, is_everywhere: bool = False
+    ) -> None:
+        super().__init__(site, passes, OnGradient(), Rank.GRAD_HOOK)
+        self.function = function
+        self.is_everywhere = is_everywhere
+
+    def _rank(self, rank: Rank) -> Rank:
+        return Rank.EVERYWHERE if self.is_everywhere else rank
+
+    def _ask(self, call: _Call, old: Any, *rest: Any) -> Any:
+        """What the user's function makes of the gradients; None if they stay as they are."""
+        if self.passes.closed:
+            return None
+        self.fired += 1
+        try:
+            where = str(self.site) or self.site.module_type
+            result = guarded(lambda given: self.function(call.module, *given), (old, *rest), where)
+            return None if result is None else check_backward(result, old)
+        except Exception as error:
+            self._note_backward(error)
+            raise
+
+
+@final
+class BackwardPreTap(_RawBackwardTap):
+    """`fn(module, grad_output)`: before the gradients of a module's outputs enter it."""
+
+    __slots__ = ()
+
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook that stands early: several outputs' gradients are made to meet."""
+        return self.join_at(module, output, id(sys._getframe(1)))
+
+    def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `join` does, of the call that the key says."""
+        current = self.lane.current or self._outside(module)
+        if current is None or not torch.is_grad_enabled():
+            return None
+        output, meeting = flow.leave(key, output)
+        if meeting is None:
+            return None
+        call = _Call(module)
+        call.outputs = _form(output, meeting.index)
+
+        def hook(grads: Grads) -> Grads | None:
+            old = tree.fill(call.outputs, dict(enumerate(grads)))
+            new = self._ask(call, old)
+            return None if new is None else _numbered(call.outputs, new, grads)
+
+        self.placed += 1
+        meeting.subscribe(self._rank(Rank.GRAD_HOOK), hook)
+        return output
+
+    def leave_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """Both hooks in one, where there is but one place for them."""
+        joined = self.join_at(module, output, key)
+        alone = self.fire(module, (), output if joined is None else joined)
+        return joined if alone is None else alone
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook in its own place: a lone output's gradient is hooked as it is."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        value = off_leaves(output)
+        self._count(value)
+        found = _needing(value)
+        if len(found) != 1 or not torch.is_grad_enabled():
+            return None
+        call = _Call(module)
+        call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
+        hook_gradient(found[0], Arrival(self._lone, call))
+        return None if value is output else value
+
+    def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
+        new = self._ask(call, tree.fill(call.outputs, {0: grad}))
+        return None if new is None else _numbered(call.outputs, new, [grad])[0]
+
+    def _count(self, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.off += 1
+        elif _needing(output):
+            self.placed += 1
+        else:
+            self.needless += 1
+
+
+@final
+class BackwardTap(_RawBackwardTap):
+    """`fn(module, grad_input, grad_output)`: when the gradients of a module's inputs are there."""
+
+    __slots__ = ()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward-pre hook: the module gets aliases of its inputs."""
+        return self.enter_at(module, args, kwargs, id(sys._getframe(1)))
+
+    def enter_at(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int
+    ) -> Any:
+        """What `enter` does, of the call that the key says."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        call = _Call(module)
+        current.opened.setdefault(self, []).append(call)
+        if not torch.is_grad_enabled():
+            self.off += 1
+            return None
+        args, kwargs, call.flow = flow.enter(key, args, kwargs, meet=True)
+        entered = call.flow
+        number = (lambda tensor: None) if entered is None else entered.index
+        call.inputs = tuple(tree.outline(value, number) for value in (*args, *kwargs.values()))
+        if entered is None:
+            return None
+
+        def hook(grads: Grads) -> Grads | None:
+            new = self._answer(call, dict(enumerate(grads)))
+            return None if new is None else _numbered(call.inputs, new, grads)
+
+        entered.subscribe(self._rank(Rank.GRAD_HOOK), hook)
+        return args, kwargs
+
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook that stands early: where no input needs a gradient, outputs' must meet."""
+        return self.join_at(module, output, id(sys._getframe(1)))
+
+    def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `join` does, of the call that the key says."""
+        call = self._open_call()
+        if call is None or call.flow is not None or not torch.is_grad_enabled():
+            return None
+        output, meeting = flow.leave(key, output)
+        if meeting is None:
+            return None
+        call.outputs = _form(output, meeting.index)
+
+        def hook(grads: Grads) -> None:
+            call.grad_output[backward_number()] = dict(enumerate(grads))  # type: ignore[arg-type]
+            self._answer(call, {})
+
+        meeting.subscribe(self._rank(Rank.GRAD_READ), hook)
+        return output
+
+    def leave_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """Both hooks in one, where there is but one place for them."""
+        joined = self.join_at(module, output, key)
+        read = self.read_at(output if joined is None else joined, key)
+        return joined if read is None else read
+
+    def read(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook behind all that change gradients: the outputs' are noted."""
+        return self.read_at(output, id(sys._getframe(1)))
+
+    def read_at(self, output: Any, key: int) -> Any:
+        """What `read` does, of the call that the key says."""
+        call = self._open_call()
+        if call is None or not torch.is_grad_enabled():
+            return None
+        value = off_leaves(output)
+        found = _needing(value)
+        if found:
+            self.placed += 1
+        else:
+            self.needless += 1
+        if call.outputs is not None:
+            return None
+        numbers = {id(tensor): slot for slot, tensor in enumerate(found)}
+        call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
+        meeting = flow.met(key, found)
+        for slot, tensor in enumerate(found):
+            hook = Arrival(self._noted, call, slot)
+            if meeting is None:
+                hook_gradient(tensor, hook)
+            else:
+                meeting.subscribe(self._rank(Rank.GRAD_READ), hook, meeting.index(tensor))
+        return None if value is output else value
+
+    def _noted(self, call: _Call, slot: int, grad: Tensor) -> None:
+        call.grad_output.setdefault(backward_number(), {})[slot] = grad
+        if call.flow is None:  # no input needs a gradient, and this is the only output
+            self._answer(call, {})
+
+    def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
+        grad_output = call.grad_output.pop(backward_number(), {})
+        given = tree.fill(call.inputs, grads)
+        return self._ask(call, given, tree.fill(call.outputs, grad_output))
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The last forward hook, always called."""
+        current = self.lane.current or self.lane.outside
+        opened = None if current is None else current.opened.get(self)
+        call = opened.pop() if opened else None
+        if call is not None and call.flow is not None:
+            call.flow.close(self.site.path or self.site.module_type)
+
+    def _open_call(self) -> _Call | None:
+        current = self.lane.current or self.lane.outside
+        opened = None if current is None else current.opened.get(self)
+        return opened[-1] if opened else None
+
+
+def _needing(output: Any) -> list[Tensor]:
+    """The outputs that need gradients, each once."""
+    found = {id(t): t for _, t in tree.tensors(output) if t.requires_grad and t.grad_fn is not None}
+    return list(found.values())
+
+
+def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
+    """The outline of an output, in a tuple, as torch has it, unless it has a form of its own."""
+    if isinstance(output, Tensor):
+        return (tree.outline(output, number),)
+    form = tree.outline(output, number)
+    return tuple(form) if isinstance(output, list) else form
+
+
+def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
+    """New gradients by the slots of a form; what was not replaced stays."""
+    grads = list(old)
+    for slot, grad in _slots(form, new):
+        grads[slot] = grad
+    return grads
+
+
+def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:
+    """Each slot of a form, with what stands there in a value of the same structure."""
+    if isinstance(form, tree.Slot):
+        yield form, value
+        return
+    for (_, inner), (_, part) in zip(tree.items(form) or (), tree.items(value) or (), strict=True):
+        yield from _slots(inner, part)

@@ -1,0 +1,296 @@
+"""Taps that see gradients: they stand in forward, and put hooks on what flows. Imports flow, taps.
+
+Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
+inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
+that the value flowed in, so that it is right in whichever thread autograd calls it, and holds no
+tensor, so that it keeps no graph alive.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import flow, tree
+from hookline.engine.arguments import Arguments
+from hookline.engine.errors import StructureError, warn
+from hookline.engine.flow import Arrival, Flow
+from hookline.engine.passes import Pass, Passes
+from hookline.engine.site import Site
+from hookline.engine.taps import Rank, Tap, unused
+from hookline.engine.torch_internals import backward_number, hook_gradient
+
+
+@final
+class Crossing:
+    """One value of one call, whose gradients are to arrive.
+
+    Args:
+        call: the number of the call within its pass.
+        form: the value's structure, each tensor that has a gradient as a numbered `Slot`; None for
+            a lone tensor.
+
+    Attributes:
+        gathered: by the run of autograd, what a verb keeps of a value of several tensors.
+    """
+
+    __slots__ = ("call", "form", "gathered")
+
+    def __init__(self, call: int, form: Any = None) -> None:
+        self.call = call
+        self.form = form
+        self.gathered: dict[int, Any] = {}
+
+
+class OnGradient:
+    """What a verb does with the gradients at one site. The base does nothing."""
+
+    __slots__ = ()
+    # Whether the model trains on other numbers when this is not called any more.
+    changes = False
+    # Whether what is kept holds the graph: then the graph's hooks may not hold it in turn.
+    keeps_graph = False
+
+    def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
+        """The gradient of one tensor is there; what is returned, unless None, takes its place."""
+
+    def missing(self, current: Pass, crossing: Crossing) -> None:
+        """A value flowed that needs no gradient: none will arrive."""
+
+
+class GradientTap(Tap):
+    """What the taps on gradients share.
+
+    Attributes:
+        placed: how many values it waits or waited for.
+        needless: how many values needed no gradient.
+        off: how many values flowed while gradients were switched off.
+    """
+
+    __slots__ = ("needless", "off", "on", "placed", "told")
+
+    def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
+        super().__init__(site, passes, unused, rank)
+        self.on = on
+        self.placed = self.needless = self.off = 0
+        self.told = False
+
+    def _call(self, current: Pass) -> int:
+        """The number of this call; -1 if it is not one of those that are wanted."""
+        call: int = current.calls.get(self, 0)
+        current.calls[self] = call + 1
+        self.ran = max(self.ran, call + 1)
+        return call if self.site.call in (None, call) else -1
+
+    def wait(self, current: Pass, call: int, value: Any, put: Callable[[Tensor, Any], bool]) -> Any:
+        """Wait for the gradients of a value: `put(tensor, hook)` puts a hook on each tensor."""
+        if not torch.is_grad_enabled():
+            self.off += 1
+            return
+        if self.site.leaf:
+            value = tree.get(value, self.site.leaf, str(self.site))
+        crossing = Crossing(call)
+        arrive: Any = self.arrive
+        whose: Any = current
+        if self.on.keeps_graph:
+            arrive, whose = self._arrive_weakly, weakref.ref(current)
+        numbers: dict[int, int] = {}
+        for _, tensor in tree.tensors(value):
+            if tensor.requires_grad and id(tensor) not in numbers:
+                slot = len(numbers)
+                if put(tensor, Arrival(arrive, whose, crossing, slot)):
+                    numbers[id(tensor)] = slot
+        if not isinstance(value, Tensor):
+            crossing.form = tree.outline(value, lambda tensor: numbers.get(id(tensor)))
+        if numbers:
+            self.placed += 1
+        else:
+            self.needless += 1
+            self.on.missing(current, crossing)
+
+    def arrive(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
+        """A gradient is there: the hook that is put on tensors."""
+        if self.passes.closed:
+            self._late()
+            return None
+        if crossing.form is None:
+            self.fired += 1
+        else:
+            run = backward_number()
+            if run not in crossing.gathered:  # one value, however many tensors it holds
+                crossing.gathered[run] = None
+                self.fired += 1
+        try:
+            return self.on.arrived(current, crossing, slot, grad)
+        except Exception as error:
+            self._note_backward(error)
+            raise
+
+    def _arrive_weakly(self, of: Any, crossing: Crossing, slot: int, grad: Tensor) -> Any:
+        current = of()
+        return None if current is None else self.arrive(current, crossing, slot, grad)
+
+    def _late(self) -> None:
+        if self.on.changes and not self.told:
+            self.told = True
+            warn(
+                f"{self.site} was to be changed, but its line ended before this backward ran, so"
+                " the gradient was not.\nCall backward() inside the block."
+            )
+
+    def _note_backward(self, error: Exception) -> None:
+        self._note(error)
+        error.add_note(
+            "hookline: the backward pass stopped there. Parameters that it had reached before have"
+            " their .grad already, the others not: zero_grad() before you go on."
+        )
+
+    def why_silent(self) -> str | None:
+        """Why no gradient arrived."""
+        if self.off and not (self.placed or self.needless):
+            return (
+                "the model ran under torch.no_grad() or inference_mode(); run it with gradients"
+                " enabled"
+            )
+        if self.needless and not self.placed:
+            return _NEEDLESS
+        if self.placed:
+            return (
+                "no gradient flowed back to it while the line lasted; call backward() inside the"
+                " block, on a loss that depends on it"
+            )
+        return super().why_silent()
+
+
+_NEEDLESS = (
+    "what flowed there needs no gradient: nothing before it requires one (frozen parameters, an"
+    " input without requires_grad)"
+)
+
+
+class GradOutputTap(GradientTap):
+    """Sees the gradients of what a module returns: a forward hook."""
+
+    __slots__ = ()
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook on the module."""
+        return self.look(module, output, id(sys._getframe(1)))
+
+    def look(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `fire` does, of the call that the key says."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        call = self._call(current)
+        if call < 0:
+            return None
+        value = flow.off_leaves(output)
+        meeting = flow.met(key, [t for _, t in tree.tensors(value)][:1])
+
+        def put(tensor: Tensor, hook: Any) -> bool:
+            index = None if meeting is None else meeting.index(tensor)
+            if meeting is not None and index is not None:
+                meeting.subscribe(self.rank, hook, index)
+            elif tensor.grad_fn is None:
+                return False
+            else:
+                hook_gradient(tensor, hook)
+            return True
+
+        self.wait(current, call, value, put)
+        return None if value is output else value
+
+
+class GradInputTap(GradientTap):
+    """Sees the gradients of what a module is called with: a forward-pre and a forward hook."""
+
+    __slots__ = ("arguments",)
+
+    def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
+        super().__init__(site, passes, on, rank)
+        self.arguments = Arguments()
+
+    def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The hook before the module."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        call = self._call(current)
+        entered: Flow | None = None
+        if call >= 0 and torch.is_grad_enabled():
+            args, kwargs, entered = flow.enter(id(sys._getframe(1)), args, kwargs)
+        current.opened.setdefault(self, []).append(entered)
+        if call < 0:
+            return None
+
+        def put(tensor: Tensor, hook: Any) -> bool:
+            index = None if entered is None else entered.index(tensor)
+            if entered is not None and index is not None:
+                entered.subscribe(self.rank, hook, index)
+            elif tensor.grad_fn is None:
+                return False
+            else:
+                hook_gradient(tensor, hook)
+            return True
+
+        try:
+            self.wait(current, call, self.arguments.bind(module, args, kwargs), put)
+        except Exception as error:
+            self._note(error)
+            raise
+        return None if entered is None else (args, kwargs)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The hook after the module, always called."""
+        current = self.lane.current or self.lane.outside
+        opened = None if current is None else current.opened.get(self)
+        if opened and (entered := opened.pop()) is not None:
+            entered.close(self.site.path)
+
+
+@final
+class ParameterTap(GradientTap):
+    """Sees the gradient of a parameter, or of a tensor: a hook on it."""
+
+    __slots__ = ()
+
+    def fire(self, grad: Tensor) -> Tensor | None:
+        """The hook itself."""
+        number = backward_number()
+        current = self.passes.at_parameter(number)
+        if current is None:
+            return None
+        self.ran += 1
+        return self.arrive(current, Crossing(0), 0, grad)
+
+    def why_silent(self) -> str | None:
+        """Why no gradient arrived."""
+        if self.off:
+            return "it is frozen: requires_grad is False"
+        if not self.passes.started:
+            return "no backward ran while the line lasted"
+        return "no gradient flowed back to it: the loss does not depend on it"
+
+
+def guarded(function: Callable[[Any], Any], given: Any, where: str) -> Any:
+    """Call a user's function on gradients, which it may replace but not write to.
+
+    Raises:
+        StructureError: it changed one in place.
+    """
+    tensors = [tensor for _, tensor in tree.tensors(given)]
+    before = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    result = function(given)
+    after = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    if before != after:
+        raise StructureError(
+            f"the hook at {where} changed a gradient in place, and with it all that share its memory."
+            "\nReturn a new tensor instead: g.clamp(min=0), not g.clamp_(min=0)."
+        )
+    return result

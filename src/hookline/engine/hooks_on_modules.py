@@ -1,0 +1,257 @@
+"""Raw hooks on modules: before and after their forward and their backward, and what they save.
+
+Imports line, everywhere, the taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hookline.engine import returns
+from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
+from hookline.engine.errors import AttachError, SelectionError
+from hookline.engine.everywhere import everywhere_matcher
+from hookline.engine.line import Line
+from hookline.engine.modules import Node
+from hookline.engine.saved_taps import SavedTap
+from hookline.engine.select import Selector
+from hookline.engine.site import Site
+from hookline.engine.taps import Rank, RawTap
+
+Hook = Callable[..., Any]
+_ANY = Site("", module_type="any")
+
+
+class ModuleHooks(Line):
+    """The part of a raw line that hooks modules."""
+
+    def forward_pre(
+        self, selector: Selector, hook: Hook, *, with_kwargs: bool = False, prepend: bool = False
+    ) -> None:
+        """Call `hook(module, args)` before each selected module runs.
+
+        Returning None changes nothing; a tuple replaces the arguments, and any other single value
+        becomes the only one. With `with_kwargs`, it is `hook(module, args, kwargs)`, and returns
+        None or `(args, kwargs)`.
+
+            >>> model = nn.Linear(2, 2)
+            >>> with hl.attach(model) as line:
+            ...     line.forward_pre("", lambda module, args: (args[0] * 0,))
+            ...     bool((model(torch.ones(1, 2)) == model.bias).all())
+            True
+
+        Args:
+            selector: which modules; as in `hl.select`, without a port or a leaf.
+            hook: the function.
+            with_kwargs: also pass, and expect back, the keyword arguments.
+            prepend: before the hooks that are there, not after them.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port or a leaf.
+            StructureError: (when the model runs) the hook returned what cannot be arguments.
+            AttachError: `with_kwargs` with `hl.EVERYWHERE`, which torch does not offer.
+        """
+        if self.is_everywhere and with_kwargs:
+            raise AttachError(
+                "torch passes no keyword arguments to process-wide pre-hooks."
+                "\nUse line.forward(..., with_kwargs=True), or attach to a model."
+            )
+        check = returns.check_forward_pre(with_kwargs)
+        self._forward("forward_pre", selector, hook, check, prepend=prepend,
+                      with_kwargs=with_kwargs)  # fmt: skip
+
+    def forward(
+        self,
+        selector: Selector,
+        hook: Hook,
+        *,
+        with_kwargs: bool = False,
+        prepend: bool = False,
+        always_call: bool = False,
+    ) -> None:
+        """Call `hook(module, args, output)` after each selected module has run.
+
+        Returning None changes nothing; anything else replaces the output. With `with_kwargs`, it
+        is `hook(module, args, kwargs, output)`.
+
+            >>> model = nn.Linear(2, 2)
+            >>> with hl.attach(model) as line:
+            ...     line.forward("", lambda module, args, output: torch.zeros_like(output))
+            ...     model(torch.ones(1, 2)).tolist()
+            [[0.0, 0.0]]
+
+        Args:
+            selector: which modules; as in `hl.select`, without a port or a leaf.
+            hook: the function.
+            with_kwargs: also pass the keyword arguments.
+            prepend: before the hooks that are there, not after them.
+            always_call: also when the module raises; the output is then None.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port or a leaf.
+            StructureError: (when the model runs) the hook returned what cannot be an output.
+        """
+        if self.is_everywhere and always_call:
+            raise AttachError("always_call is not offered with hl.EVERYWHERE.")
+        self._forward("forward", selector, hook, returns.check_forward, prepend=prepend,
+                      with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
+
+    def _forward(
+        self, kind: str, selector: Selector, hook: Hook, check: Hook, *, prepend: bool,
+        with_kwargs: bool = False, always_call: bool = False,
+    ) -> None:  # fmt: skip
+        check_callable(kind, hook)
+        if self.is_everywhere:
+            tap = RawTap(_ANY, self.passes, hook, check)
+            self.caught(
+                kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
+            )
+            return
+        with self.all_or_nothing() as placements:
+            for site, node in self._each_module(kind, selector, calls=True):
+                tap = RawTap(site, self.passes, hook, check)
+                placements.place(node.module, kind, tap.fire, Rank.HOOK, prepend=prepend,
+                                 with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
+                self.keep(tap, node)
+
+    def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> None:
+        """Call `hook(module, grad_output)` before the gradients enter each selected module.
+
+        They are a tuple, or where the output is a dict, a dataclass or a `ModelOutput`, that.
+        Returning None changes nothing; gradients of the same form, or for a lone one the tensor
+        alone, take their place.
+
+            >>> model = nn.Linear(2, 1)
+            >>> with hl.attach(model) as line:
+            ...     line.backward_pre("", lambda module, grad_output: grad_output[0] * 2)
+            ...     model(torch.ones(1, 2)).sum().backward()
+            >>> model.bias.grad
+            tensor([2.])
+
+        Args:
+            selector: which modules; as in `hl.select`, without a port, a leaf or a call.
+            hook: the function. It may not change a gradient in place.
+            prepend: before the hooks that are there, not after them.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            StructureError: (in backward) the hook returned gradients of another form, or changed
+                one in place.
+        """
+        check_callable("backward_pre", hook)
+        if self.is_everywhere:
+            tap = BackwardPreTap(_ANY, self.passes, hook, is_everywhere=True)
+            self.caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
+            return
+        with self.all_or_nothing() as placements:
+            for site, node in self._each_module("backward_pre", selector):
+                tap = BackwardPreTap(site, self.passes, hook)
+                module = node.module
+                placements.place(module, "forward", tap.join, Rank.JOIN, prepend=prepend)
+                placements.place(module, "forward", tap.fire, Rank.GRAD_HOOK, prepend=prepend)
+                self.keep(tap, node)
+
+    def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> None:
+        """Call `hook(module, grad_input, grad_output)` when each module's gradients are there.
+
+        Both are tuples: of the positional arguments and then the keyword ones, and of the outputs;
+        None for what needs no gradient. What is returned, unless None, takes the place of
+        `grad_input`: the gradients that flow on, through this module alone.
+
+            >>> model = nn.ReLU()
+            >>> x = torch.ones(1, 2, requires_grad=True)
+            >>> with hl.attach(model) as line:
+            ...     line.backward("", lambda *gradients: gradients[1][0] * 2)
+            ...     model(x).sum().backward()
+            >>> x.grad
+            tensor([[2., 2.]])
+
+        Args:
+            selector: which modules; as in `hl.select`, without a port, a leaf or a call.
+            hook: the function. It may not change a gradient in place.
+            prepend: before the hooks that are there, not after them.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            StructureError: (in backward) the hook returned gradients of another form, or changed
+                one in place.
+            AttachError: (when the model runs) the module changes one of several inputs in place.
+        """
+        check_callable("backward", hook)
+        if self.is_everywhere:
+            tap = BackwardTap(_ANY, self.passes, hook, is_everywhere=True)
+            self.caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
+            return
+        with self.all_or_nothing() as placements:
+            for site, node in self._each_module("backward", selector):
+                tap, module = BackwardTap(site, self.passes, hook), node.module
+                self.keep(tap, node)
+                placements.place(module, "forward_pre", tap.enter, Rank.JOIN, prepend=prepend,
+                                 with_kwargs=True)  # fmt: skip
+                placements.place(module, "forward", tap.join, Rank.JOIN, prepend=prepend)
+                placements.place(module, "forward", tap.read, Rank.GRAD_READ, prepend=prepend)
+                placements.place(module, "forward", tap.close, Rank.END, always_call=True)
+
+    def saved(
+        self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
+        """Pack what autograd saves for backward in the selected modules, and unpack it there.
+
+        Unpacking goes on after the line has ended, for what was packed while it lasted. Packers
+        nest: what a module inside another saves is packed by the inner one's.
+
+            >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+            >>> with hl.attach(model) as line:
+            ...     line.saved("", lambda t: t.half(), lambda packed: packed.float())
+            ...     y = model(torch.ones(1, 2))
+            >>> y.sum().backward()
+
+        Args:
+            selector: which modules; "" is the whole model.
+            pack: called with each tensor that is saved; what it returns is kept instead.
+            unpack: called with that in backward; gives a tensor of the same shape and dtype.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            AttachError: the line has no model: `torch.autograd.graph.saved_tensors_hooks` is
+                torch's own, a context manager, for code outside of modules.
+        """
+        check_callable("saved", pack)
+        check_callable("saved", unpack)
+        if self.root is None:
+            raise AttachError(
+                "line.saved needs a model: it packs what its modules save."
+                "\nOutside of modules: torch.autograd.graph.saved_tensors_hooks(pack, unpack)."
+            )
+        with self.all_or_nothing() as placements:
+            for site, node in self._each_module("saved", selector):
+                tap, module = SavedTap(site, self.passes, pack, unpack), node.module
+                self.keep(tap, node)
+                placements.place(module, "forward", tap.end, Rank.BEGIN, always_call=True)
+                placements.place(module, "forward_pre", tap.begin, Rank.END)
+
+    def _each_module(
+        self, kind: str, selector: Selector, *, calls: bool = False
+    ) -> Iterator[tuple[Site, Node]]:
+        """The modules that a selector matches, of which no part is meant."""
+        for site, node in self.select(selector).places():
+            is_part = site.port != "output" or site.leaf or (site.call is not None and not calls)
+            if is_part or not isinstance(node, Node):
+                raise SelectionError(
+                    f"line.{kind} hooks modules, and {site} is a part of one."
+                    f"\nSelect {site.path!r}, or use hl.record or hl.edit for ports and leaves."
+                )
+            yield site, node
+
+
+def check_callable(kind: str, hook: Any) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        AttachError: it is no function.
+    """
+    if not callable(hook):
+        raise AttachError(f"line.{kind} needs a function, got {type(hook).__name__}.")

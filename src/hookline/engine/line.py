@@ -1,0 +1,297 @@
+"""Line: taps attached together for a while.
+
+Imports select, taps, passes, placing, everywhere, report. Attaching is all or nothing; whatever
+ends a line, an exception half-way included, nothing of it is left on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from hookline.engine.errors import AttachError, warn
+from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
+from hookline.engine.gradient_taps import (
+    GradientTap,
+    GradInputTap,
+    GradOutputTap,
+    OnGradient,
+    ParameterTap,
+)
+from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
+from hookline.engine.passes import Passes, Sink
+from hookline.engine.placing import Placements
+from hookline.engine.report import Report, explain
+from hookline.engine.saved_taps import SavedTap
+from hookline.engine.select import Selection, Selector, check_ports, select_in
+from hookline.engine.site import Site
+from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, See, Tap
+from hookline.engine.torch_internals import is_scripted
+
+Ground = nn.Module | Mapping[str, Tensor]
+Bound = See | Tap | OnGradient
+
+
+class Line:
+    """Taps attached together for a while: a context manager, or ended by `remove()`.
+
+    In a `with` block the line sees only its own thread and async task. Without one it sees every
+    thread until `remove()` is called.
+
+    Args:
+        model: the model; tensors by name, of which only gradients can be seen; `hl.EVERYWHERE` for
+            the modules of any model that run in this context; or None.
+        name: what the report and the inventory call this line.
+        sink: told when passes begin and end.
+    """
+
+    def __init__(
+        self,
+        model: Ground | Everywhere | None,
+        *,
+        name: str = "attach",
+        sink: Sink | None = None,
+    ) -> None:
+        self.name = name
+        self.passes = Passes(sink)
+        self.taps: list[Tap] = []
+        self.quiet = False  # no warnings at the end: the verb says itself what is wrong
+        self.lenient = False  # everything was chosen, so some of it may well never fire
+        self.layout = _layout(model, name)
+        self._nodes: dict[int, Node | TensorNode] = {}
+        self.root = model if isinstance(model, nn.Module) else None
+        self.is_everywhere = isinstance(model, Everywhere)
+        self._placements = Placements()
+        self._catch = Catch()
+        self._why: dict[Site, str] | None = None
+
+    # -- what verbs use -------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The modules of the line's model, in registration order."""
+        return self.layout.nodes
+
+    def select(self, selector: Selector, ports: tuple[str, ...] = ("output",)) -> Selection:
+        """The sites that a selector matches in the line's model.
+
+        Raises:
+            AttachError: the line has no model: it is everywhere, or nowhere.
+        """
+        if self.is_everywhere:
+            raise AttachError(
+                f"hl.{self.name} needs a model; hl.EVERYWHERE goes with hl.attach and raw hooks."
+            )
+        if self.root is None and not self.layout.tensors:
+            raise AttachError(
+                "this line has no model to select from.\nGive it one, hl.attach(model), or give the"
+                " tensor itself: line.grad(tensor, fn)."
+            )
+        return select_in(self.layout, selector, ports)
+
+    def tap(self, selection: Selection, bind: Callable[[Site], Bound], rank: Rank) -> None:
+        """Put a tap on each site: what `bind(site)` returns is told of the values there.
+
+        For an input or an output it is a function of the pass and the value; for a gradient an
+        `OnGradient`. Where a verb must be as fast as a hand-written hook, it may give a tap of its
+        own. All are attached, or none.
+        """
+        with self.all_or_nothing():
+            for site, node in selection.places():
+                tap = self._make(site, bind(site), rank)
+                self.keep(tap, node)
+                if isinstance(node, TensorNode):
+                    self._place_on_tensor(node, tap, rank)
+                elif not (self.lenient and is_scripted(node.module)):
+                    # Naming a scripted module is an error; met among all, it is in the report.
+                    self._place(node.module, tap, rank)
+
+    def _make(self, site: Site, bound: Bound, rank: Rank) -> Tap:
+        if isinstance(bound, Tap):
+            return bound
+        if isinstance(bound, OnGradient):
+            kinds = {"grad_input": GradInputTap, "grad_output": GradOutputTap}
+            return kinds.get(site.port, ParameterTap)(
+                site, self.passes, bound, GRADIENT_RANKS[rank]
+            )
+        kind = InputTap if site.port == "input" else OutputTap
+        return kind(site, self.passes, bound, rank)
+
+    def _place(self, module: nn.Module, tap: Any, rank: Rank) -> None:
+        place = self._placements.place
+        if isinstance(tap, GradientTap):
+            rank = GRADIENT_RANKS[rank]
+        if tap.site.port in ("output", "grad_output"):
+            place(module, "forward", tap.fire, rank)
+            return
+        place(module, "forward_pre", tap.fire, rank, with_kwargs=True)
+        if isinstance(tap, GradInputTap):
+            place(module, "forward", tap.leave, rank, with_kwargs=True, always_call=True)
+
+    def _place_on_tensor(self, node: TensorNode, tap: Any, rank: Rank) -> None:
+        if node.tensor.requires_grad:
+            self._placements.place_on_tensor(node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank])
+        elif self.root is None:
+            raise AttachError(
+                f"the tensor {node.path!r} needs no gradient and has no graph.\nCall"
+                " .requires_grad_() on it, or on what it is computed from, before the forward."
+            )
+        else:
+            tap.off += 1  # frozen: said in the report
+
+    # -- the beginning ---------------------------------------------------------------------------
+
+    def keep(self, tap: Tap, node: Node | TensorNode | None = None) -> None:
+        """Let a tap that was placed stand in the report."""
+        self.taps.append(tap)
+        if node is not None:
+            self._nodes[id(tap)] = node
+
+    def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> None:
+        """Let a tap fire wherever in this context something of a kind matches."""
+        with self.all_or_nothing():
+            self._catch.add(kind, matches, tap, **options)
+            DISPATCHER.add(self._catch)
+            self.keep(tap)
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[Placements]:
+        """Attach what the block attaches, or if it raises, nothing of it."""
+        placed, n_taps = len(self._placements), len(self.taps)
+        try:
+            self._start()
+            yield self._placements
+        except BaseException:
+            self._placements.take_off(placed)
+            del self.taps[n_taps:]
+            raise
+
+    def _start(self) -> None:
+        """Before the first hook: learn when the root begins and ends. Nothing is attached sooner,
+        so that a selector that matches nothing leaves nothing behind."""
+        if self.passes.closed:
+            raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        if self.root is not None and not len(self._placements):
+            begin, end = RootTap(self.passes, Rank.BEGIN), RootTap(self.passes, Rank.END)
+            self._placements.place(self.root, "forward_pre", begin.begin, Rank.BEGIN)
+            self._placements.place(self.root, "forward", end.end, Rank.END, always_call=True)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self.passes.closed or self.passes.bound:
+            state = "has ended" if self.passes.closed else "is on already"
+            raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
+        if not self.is_everywhere:
+            self.passes.enter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+        if error is None:
+            self._warn()
+
+    def remove(self) -> None:
+        """End the line: take its hooks off. Removing twice is no mistake."""
+        if self.passes.closed:
+            return
+        self._end()
+        self._warn()
+
+    def _end(self) -> None:
+        self._placements.take_off()
+        if self._catch.groups:
+            DISPATCHER.discard(self._catch)
+        for tap in self.taps:
+            if isinstance(tap, SavedTap):
+                tap.release()
+        try:
+            if self._why is None:
+                self._why = self._explain()
+        finally:
+            self.passes.leave()
+        # The report outlives the line; the model must not be kept alive by it.
+        self._nodes, self.root = {}, None
+        self.layout = Layout(self.layout.name, [], [])
+
+    def _may_leave_out(self) -> bool:
+        return self.lenient or self.passes.failed > 0
+
+    def report(self) -> Report:
+        """What was matched and attached, how often each site fired, and why some never did."""
+        why = self._explain() if self._why is None else self._why
+        return Report(
+            name=self.name,
+            model_type=self.layout.name,
+            passes=self.passes.started,
+            elsewhere=self.passes.elsewhere,
+            ended=self.passes.closed,
+            fired=tuple((tap.site, tap.fired) for tap in self.taps),
+            why=why,
+            excused=frozenset(tap.site for tap in self.taps if _is_excused(tap)),
+        )
+
+    def _explain(self) -> dict[Site, str]:
+        return {
+            tap.site: explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
+            for tap in self.taps
+            if not tap.fired
+        }
+
+    def _warn(self) -> None:
+        if self.quiet or self.is_everywhere:
+            return  # everywhere, nobody can say what should have run
+        report = self.report()
+        # A pass that failed, or a choice of everything there is, may well leave sites out.
+        message = None if report.passes and self._may_leave_out() else report.warning()
+        if message:
+            warn(message)
+
+
+def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:
+    """The ports that a verb was asked for; of tensors by name there is but one.
+
+    Raises:
+        SelectionError: one of them is unknown, or there is none.
+    """
+    names = check_ports(ports)
+    return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
+
+
+def _layout(model: Any, name: str) -> Layout:
+    if isinstance(model, nn.Module):
+        return layout(model)
+    if isinstance(model, Everywhere):
+        return Layout("everywhere", [], [])
+    if model is None and name == "attach":
+        return Layout("tensors", [], [])
+    if isinstance(model, Mapping) and all(isinstance(t, Tensor) for t in model.values()):
+        return layout_of_tensors(model)
+    raise AttachError(
+        f"{name} needs a model (an nn.Module), or tensors by name, {{'a': a}}; got"
+        f" {type(model).__name__}."
+    )
+
+
+def _is_excused(tap: Tap) -> bool:
+    """Whether it is no mistake that a tap never fired: it was told that nothing would come."""
+    return (
+        isinstance(tap, GradientTap)
+        and not tap.fired
+        and not tap.placed
+        and tap.needless > 0
+        and not tap.on.changes
+    )

@@ -1,0 +1,90 @@
+"""Packing what autograd saves for backward, while a module runs. Imports taps, passes.
+
+torch's own switch is a stack in each thread: it is pushed when the module begins and popped when
+it ends, also by an exception; what Ctrl-C left pushed is popped by the next call, or by the end of
+the line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from hookline.engine.errors import StructureError
+from hookline.engine.passes import Passes, call_frame, drop_dead
+from hookline.engine.site import Site
+from hookline.engine.taps import Rank, Tap, unused
+from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from hookline.engine.tree import describe
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+class _Lane(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[FrameType] = []
+
+
+@final
+class SavedTap(Tap):
+    """Packs what is saved for backward in a module, and unpacks it there, by a user's functions."""
+
+    __slots__ = ("_pack", "_pushed", "_unpack")
+
+    def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
+        super().__init__(site, passes, unused, Rank.HOOK)
+        self._pack = pack
+        self._unpack = unpack
+        self._pushed = _Lane()
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """The last forward-pre hook."""
+        if (self.lane.current or self._outside(module)) is None:
+            return
+        frames = self._pushed.frames
+        for _ in range(drop_dead(frames)):
+            pop_saved_tensors_hooks()
+        push_saved_tensors_hooks(self.pack, self._unpacked)
+        frames.append(call_frame(sys._getframe(1)))
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The first forward hook, always called."""
+        frames, frame = self._pushed.frames, call_frame(sys._getframe(1))
+        while frame in frames:
+            frames.pop()
+            pop_saved_tensors_hooks()
+
+    def release(self) -> None:
+        """The line ends: undo, in this thread, what is still pushed."""
+        while self._pushed.frames:
+            self._pushed.frames.pop()
+            pop_saved_tensors_hooks()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept in place of a tensor."""
+        self.fired += 1
+        try:
+            return self._pack(tensor)
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def _unpacked(self, packed: Any) -> Tensor:
+        # Also after the line's end: what was packed has to be unpacked.
+        try:
+            tensor = self._unpack(packed)
+        except Exception as error:
+            self._note(error)
+            raise
+        if not isinstance(tensor, Tensor):
+            raise StructureError(
+                f"unpack at {self.site} returned {describe(tensor)}; backward needs the tensor that"
+                " was packed.\nReturn a tensor of its shape, dtype and device."
+            )
+        return tensor

@@ -1,0 +1,213 @@
+"""Gradient flow: how large the gradients of a recording are, and which are dead or exploding.
+
+Imports log, engine. Norms are taken in at least float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Report, tree
+from hookline.engine.errors import NotRecordedError
+from hookline.recordings.entries import Entry
+from hookline.recordings.log import Log
+
+# A gradient this many times its parameter's norm, or the median gradient, is no step but a leap.
+_TOO_LARGE_FOR_THE_WEIGHT = 100.0
+_TOO_LARGE_AMONG_OTHERS = 1000.0
+
+
+@final
+@dataclass(frozen=True)
+class GradientRow:
+    """The gradients at one site.
+
+    Args:
+        site: as written: `fc.weight:grad`, `layer1:grad_output`.
+        count: how many there were: of passes, calls and backward passes.
+        norm: the mean of their L2 norms.
+        largest: the largest absolute element.
+        zeros: the share of elements that are exactly zero, 0 to 1.
+        ratio: for parameters, the mean of the gradient's norm over the parameter's; else None.
+        state: "dead" (every element zero, or none flowed where one should), "exploding" (not
+            finite, 100 times the parameter's norm, or 1000 times the median norm of its port),
+            "none" (nothing there needs a gradient: frozen), or "".
+        why: for "none", and for "dead" where none flowed, the reason.
+    """
+
+    site: str
+    count: int = 0
+    norm: float = 0.0
+    largest: float = 0.0
+    zeros: float = 0.0
+    ratio: float | None = None
+    state: str = ""
+    why: str = ""
+
+
+@final
+class GradientFlow:
+    """A table of gradients, in registration order. Print it, iterate over its rows."""
+
+    def __init__(self, rows: tuple[GradientRow, ...]) -> None:
+        self.rows = rows
+
+    @property
+    def dead(self) -> list[str]:
+        """The sites whose gradients are all zero, or where none flowed although one should."""
+        return [row.site for row in self.rows if row.state == "dead"]
+
+    @property
+    def exploding(self) -> list[str]:
+        """The sites whose gradients are not finite, or much too large."""
+        return [row.site for row in self.rows if row.state == "exploding"]
+
+    def __iter__(self) -> Iterator[GradientRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, site: str) -> GradientRow:
+        for row in self.rows:
+            if row.site == site:
+                return row
+        raise NotRecordedError(
+            f"{site!r} has no gradients here; rows: {', '.join(row.site for row in self.rows[:8])}."
+        )
+
+    def __str__(self) -> str:
+        head = ("site", "n", "norm", "grad/weight", "largest", "zeros", "")
+        rows = [head, *map(_cells, self.rows)]
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        lines = [
+            "  ".join(
+                [f"{row[0]:{widths[0]}}", *(f"{row[k]:>{widths[k]}}" for k in range(1, 6)), row[6]]
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, _verdict(self)])
+
+
+def _cells(row: GradientRow) -> tuple[str, ...]:
+    if not row.count:
+        return (row.site, "0", "-", "-", "-", "-", f"{row.state}: {row.why}")
+    ratio = "-" if row.ratio is None else f"{row.ratio:.3g}"
+    return (
+        row.site, str(row.count), f"{row.norm:.3g}", ratio, f"{row.largest:.3g}",
+        f"{row.zeros:.0%}", row.state,
+    )  # fmt: skip
+
+
+def _verdict(flow: GradientFlow) -> str:
+    found = [
+        f"{len(sites)} {name}: {', '.join(sites[:4])}{', …' if len(sites) > 4 else ''}"
+        for name, sites in (("exploding", flow.exploding), ("dead", flow.dead))
+        if sites
+    ]
+    return "; ".join(found) if found else "no gradient is dead or exploding"
+
+
+def gradient_flow(log: Log, report: Report) -> GradientFlow:
+    """The table of the gradients in a log.
+
+    Raises:
+        NotRecordedError: no gradient port was recorded.
+    """
+    numbers = [number for number, site in enumerate(log.sites) if site.is_gradient]
+    if not numbers:
+        raise NotRecordedError(
+            "no gradients were recorded.\nRecord those of the parameters, hl.record(model,"
+            " ports='grad'), or of what flows, ports=('grad_output', 'grad_input')."
+        )
+    found: dict[int, list[Entry]] = {number: [] for number in numbers}
+    for current in log.passes:
+        for number, entries in log.entries(current).items():
+            if number in found:
+                found[number] += [entry for entry in entries if entry.backward is not None]
+    ran = any(found.values())
+    rows = [_row(log, number, found[number], report, ran) for number in numbers]
+    usual = {
+        port: median(norms)
+        for port in ("grad", "grad_input", "grad_output")
+        if (norms := _norms(rows, [log.sites[number].port == port for number in numbers]))
+    }
+    return GradientFlow(
+        tuple(
+            _judged(row, usual.get(log.sites[number].port, 0.0))
+            for row, number in zip(rows, numbers, strict=True)
+        )
+    )
+
+
+def _norms(rows: list[GradientRow], wanted: list[bool]) -> list[float]:
+    pairs = zip(rows, wanted, strict=True)
+    return [row.norm for row, is_wanted in pairs if is_wanted and 0 < row.norm < math.inf]
+
+
+def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool) -> GradientRow:
+    site = log.sites[number]
+    if not entries:
+        why = report.why.get(site, "it needs no gradient")
+        frozen = "frozen" in why or "needs no gradient" in why or not ran
+        return GradientRow(str(site), state="none" if frozen else "dead", why=why)
+    measured = [_measure(log.check(entry)) for entry in entries]
+    n_elements = sum(n for _, _, _, n in measured)
+    ratios = [
+        norm / float(entry.weight)
+        for entry, (norm, _, _, _) in zip(entries, measured, strict=True)
+        if entry.weight is not None and float(entry.weight) > 0
+    ]
+    return GradientRow(
+        str(site),
+        count=len(entries),
+        norm=sum(norm for norm, _, _, _ in measured) / len(measured),
+        largest=max((largest for _, largest, _, _ in measured), key=_nan_last),
+        zeros=sum(zeros for _, _, zeros, _ in measured) / max(n_elements, 1),
+        ratio=sum(ratios) / len(ratios) if ratios else None,
+    )
+
+
+def _nan_last(number: float) -> float:
+    return math.inf if math.isnan(number) else number
+
+
+def _measure(value: Any) -> tuple[float, float, int, int]:
+    """The L2 norm, the largest absolute element, the zeros and the elements of a gradient."""
+    tensors = [_plain(tensor) for _, tensor in tree.tensors(value)]
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return 0.0, 0.0, 0, 0
+    norm = math.sqrt(sum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in tensors))
+    largest = max((float(tensor.max()) for tensor in tensors), key=_nan_last)
+    zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
+    return norm, largest, zeros, sum(tensor.numel() for tensor in tensors)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Absolute values, dense, in at least float32."""
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    wide = dense.abs()
+    return wide if wide.dtype is torch.float64 else wide.float()
+
+
+def _judged(row: GradientRow, usual: float) -> GradientRow:
+    if not row.count:
+        return row
+    state = ""
+    if not math.isfinite(row.norm) or not math.isfinite(row.largest):
+        state = "exploding"
+    elif row.largest == 0:
+        state = "dead"
+    elif (row.ratio or 0) > _TOO_LARGE_FOR_THE_WEIGHT or (
+        usual and row.norm > _TOO_LARGE_AMONG_OTHERS * usual
+    ):
+        state = "exploding"
+    return GradientRow(**{**row.__dict__, "state": state})

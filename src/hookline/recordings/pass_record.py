@@ -1,0 +1,115 @@
+"""One pass of a recording, or one backward over it: the same look-ups. Imports log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final, overload
+
+from hookline.engine import Pass, Site
+from hookline.engine.errors import AmbiguousError
+from hookline.recordings.index import Key
+from hookline.recordings.log import Log
+
+
+@final
+class PassRecord(Mapping[str, Any]):
+    """One pass of a recording: the same look-ups, within that pass.
+
+    Iterating gives the sites that fired, as registered, those with several calls once for each:
+    `block#0`. `order` gives them as they fired.
+    """
+
+    def __init__(self, log: Log, current: Pass, backward: int | None = None) -> None:
+        self._log = log
+        self._pass = current
+        self._backward = backward
+
+    @property
+    def number(self) -> int:
+        """The pass's number, from 0."""
+        return self._pass.number
+
+    @property
+    def failed(self) -> bool | None:
+        """Whether the model raised in this pass; None while it still runs."""
+        return self._pass.failed
+
+    @property
+    def backwards(self) -> list[PassRecord]:
+        """The backward passes that came back through this pass, in order: their gradients apart."""
+        runs = self._log.backwards(self._pass) if self._backward is None else [self._backward]
+        return [PassRecord(self._log, self._pass, run) for run in runs]
+
+    @property
+    def order(self) -> list[str]:
+        """The keys in the order in which they fired: what to search for the first NaN."""
+        return [self._text(index, call) for index, call in self._fired()]
+
+    def fired(self) -> list[tuple[Site, int]]:
+        """Each site that fired, with the number of the call, in the order in which they fired."""
+        return [(self._log.sites[index], call) for index, call in self._fired()]
+
+    def __getitem__(self, key: Key) -> Any:
+        found = self._find(key)
+        if len(found) > 1:
+            calls = [f"{key!s}#{call}" for call, _ in found]
+            raise AmbiguousError(
+                f"{str(key)!r} ran {len(found)} times in pass {self.number}."
+                f"\nWrite {calls[0]!r} to {calls[-1]!r} for one call, or .calls({str(key)!r}) for"
+                " all."
+            )
+        return found[0][1]
+
+    def calls(self, key: Key) -> list[Any]:
+        """The values of every call of a site in this pass, in order.
+
+        Raises:
+            NotRecordedError: it did not fire in this pass.
+        """
+        return [value for _, value in self._find(key)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(self._text(*one) for one in sorted(self._fired())))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _find(self, key: Key) -> list[tuple[int, Any]]:
+        found = self._log.find(self._pass, key, self._backward)
+        if not found:
+            raise self._log.never(key, self._pass)
+        return found
+
+    def _fired(self) -> list[tuple[int, int]]:
+        return self._log.fired(self._pass, self._backward)
+
+    def _text(self, index: int, call: int) -> str:
+        entries = self._log.entries(self._pass)[index]
+        site = self._log.sites[index]
+        several = len({entry.call for entry in entries}) > 1
+        return f"{site}#{call}" if several else str(site)
+
+
+@final
+class PassList(Sequence[PassRecord]):
+    """The passes of a recording, each made when it is asked for: there may be 100,000."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def __len__(self) -> int:
+        return len(self._log.passes)
+
+    @overload
+    def __getitem__(self, index: int) -> PassRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PassRecord]: ...
+    def __getitem__(self, index: int | slice) -> PassRecord | list[PassRecord]:
+        found = self._log.passes[index]
+        if isinstance(found, list):
+            return [PassRecord(self._log, current) for current in found]
+        return PassRecord(self._log, found)
+
+    def __repr__(self) -> str:
+        n_sites = len(self._log.sites)
+        return f"{len(self)} pass{'es' * (len(self) != 1)} of a Recording of {n_sites} sites"

@@ -1,0 +1,111 @@
+"""Keeping gradients: what `record` does at the ports that flow backward. Imports engine."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import (
+    Arrival,
+    Crossing,
+    GradOutputTap,
+    OnGradient,
+    Pass,
+    Passes,
+    Rank,
+    Site,
+    backward_number,
+    hook_gradient,
+    tree,
+)
+from hookline.recordings import Gathered, stamp
+from hookline.verbs.keeping import Keep, keeper
+
+
+@final
+class KeepGradient(OnGradient):
+    """Keeps the gradients at one site.
+
+    Args:
+        number: the site's, in the recording.
+        options: what is kept of each.
+        parameter: the one whose gradient it is, for the norm that the gradient is compared with.
+    """
+
+    __slots__ = ("_kept", "_number", "_parameter", "keeps_graph")
+
+    def __init__(self, number: int, options: Keep, parameter: Tensor | None) -> None:
+        self._number = number
+        self._kept: Callable[[Any], Any] = keeper(options)
+        self.keeps_graph = not options.get("detach", True)
+        # Not held: a hook that holds its own tensor is never freed.
+        self._parameter = None if parameter is None else weakref.ref(parameter)
+
+    def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> None:
+        """Keep the gradient of one tensor."""
+        kept = self._kept(grad)
+        run = backward_number()
+        if crossing.form is None:
+            current.note((self._number, kept, stamp(kept), crossing.call, run, self._weight()))
+            return
+        known = crossing.gathered[run]
+        gathered = None if known is None else known()
+        if gathered is None:
+            gathered = Gathered(crossing.form)
+            # Held by the recording alone: what the graph's hooks hold must not hold the graph.
+            crossing.gathered[run] = weakref.ref(gathered)
+            current.note((self._number, gathered, None, crossing.call, run))
+        gathered.parts[slot] = kept, stamp(kept)
+
+    def missing(self, current: Pass, crossing: Crossing) -> None:
+        """Keep that there is none: None, in the value's structure."""
+        current.note((self._number, tree.fill(crossing.form, {}), None, crossing.call))
+
+    def _weight(self) -> Tensor | None:
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None:
+            return None
+        plain = parameter.detach()
+        wide = plain if plain.dtype is torch.float64 else plain.float()
+        norm: Tensor = torch.linalg.vector_norm(wide)
+        return norm
+
+
+@final
+class PlainGradTap(GradOutputTap):
+    """Keeps the gradient of a lone output as it is: `GradOutputTap` and `KeepGradient` in one.
+
+    As few calls as can be between torch and the recording: there are two for each site and pass.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, site: Site, passes: Passes, on: KeepGradient, number: int) -> None:
+        super().__init__(site, passes, on, Rank.GRAD_RECORD)
+        self.number = number
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook on the module."""
+        current = self.lane.current
+        if current is None or type(output) is not Tensor or output.grad_fn is None:
+            return self.look(module, output, id(sys._getframe(1)))
+        calls = current.calls
+        call = calls.get(self, 0)
+        calls[self] = call + 1
+        self.placed += 1
+        hook_gradient(output, Arrival(self.keep, current, call))
+        return None
+
+    def keep(self, current: Pass, call: int, grad: Tensor) -> None:
+        """The hook on the tensor."""
+        if self.passes.closed:
+            return
+        self.fired += 1
+        if grad.requires_grad:
+            grad = grad.detach()
+        current.note((self.number, grad, grad._version, call, backward_number()))
