@@ -290,7 +290,7 @@ def guarded(function: Callable[[Any], Any], given: Any, where: str) -> Any:
     after = [None if tensor.is_inference() else tensor._version for tensor in tensors]
     if before != after:
         raise StructureError(
-            f"the hook at {where} changed a gradient in place, and with it all that share its memory."
+            f"the hook at {where} changed a gradient in place, and all that share its memory."
             "\nReturn a new tensor instead: g.clamp(min=0), not g.clamp_(min=0)."
         )
     return result
