@@ -11,14 +11,15 @@ NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError",
-    "StructureError", "Summary", "attach", "edit", "edits", "features", "inventory", "open",
-    "record", "select", "summary", "watch",
+    "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
+    "inventory", "open", "record", "select", "summary", "watch",
 ]
 # fmt: on
 
 SIGNATURES = {
     "attach": "(model=None)",
+    "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
+    " ports='grad')",
     "edit": "(model, selector, change, *, ports='output')",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",
@@ -27,7 +28,7 @@ SIGNATURES = {
     " detach=True, copy=False)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
-    "watch": "(model, selector=None, *, file=None)",
+    "watch": "(model, selector=None, *, ports=None, file=None)",
     "Line.remove": "(self)",
     "Line.report": "(self)",
     "RawLine.forward": "(self, selector, hook, *, with_kwargs=False, prepend=False,"
@@ -78,7 +79,7 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "edit", "features", "inventory", "open", "record", "select", "summary",
+    for name in ("attach", "clip", "edit", "features", "inventory", "open", "record", "select", "summary",
                  "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):

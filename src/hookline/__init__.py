@@ -32,6 +32,7 @@ from hookline.engine.errors import StructureError as StructureError
 from hookline.recordings import Recording as Recording
 from hookline.recordings import open_recording as open
 from hookline.verbs import Summary as Summary
+from hookline.verbs import clip as clip
 from hookline.verbs import edit as edit
 from hookline.verbs import edits as edits
 from hookline.verbs import features as features
@@ -45,7 +46,6 @@ __all__ = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError",
-    "StructureError", "Summary", "attach", "edit", "edits", "features", "inventory", "open",
-    "record", "select", "summary", "watch",
+    "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
+    "inventory", "open", "record", "select", "summary", "watch",
 ]  # fmt: skip

@@ -124,7 +124,7 @@ class BackwardPreTap(_RawBackwardTap):
             return None
         call = _Call(module)
         call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
-        hook_gradient(found[0], Arrival(self._lone, call))
+        hook_gradient(found[0], Arrival(self._lone, call), id(module))
         return None if value is output else value
 
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
@@ -226,7 +226,7 @@ class BackwardTap(_RawBackwardTap):
         for slot, tensor in enumerate(found):
             hook = Arrival(self._noted, call, slot)
             if meeting is None:
-                hook_gradient(tensor, hook)
+                hook_gradient(tensor, hook, id(call.module))
             else:
                 meeting.subscribe(self._rank(Rank.GRAD_READ), hook, meeting.index(tensor))
         return None if value is output else value

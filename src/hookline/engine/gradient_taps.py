@@ -55,6 +55,8 @@ class OnGradient:
     changes = False
     # Whether what is kept holds the graph: then the graph's hooks may not hold it in turn.
     keeps_graph = False
+    # Whether it is all the same if nothing ever arrives.
+    optional = False
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
         """The gradient of one tensor is there; what is returned, unless None, takes its place."""
@@ -200,7 +202,7 @@ class GradOutputTap(GradientTap):
             elif tensor.grad_fn is None:
                 return False
             else:
-                hook_gradient(tensor, hook)
+                hook_gradient(tensor, hook, id(module))
             return True
 
         self.wait(current, call, value, put)
@@ -236,7 +238,7 @@ class GradInputTap(GradientTap):
             elif tensor.grad_fn is None:
                 return False
             else:
-                hook_gradient(tensor, hook)
+                hook_gradient(tensor, hook, id(module))
             return True
 
         try:

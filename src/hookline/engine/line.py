@@ -291,7 +291,6 @@ def _is_excused(tap: Tap) -> bool:
     return (
         isinstance(tap, GradientTap)
         and not tap.fired
-        and not tap.placed
-        and tap.needless > 0
         and not tap.on.changes
+        and (tap.on.optional or (tap.needless > 0 and not tap.placed))
     )

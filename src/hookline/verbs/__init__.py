@@ -2,6 +2,9 @@
 
 from hookline.verbs import edits as edits
 from hookline.verbs.calling import Inputs as Inputs
+from hookline.verbs.clip import ClipLine as ClipLine
+from hookline.verbs.clip import ClipReport as ClipReport
+from hookline.verbs.clip import clip as clip
 from hookline.verbs.edit import edit as edit
 from hookline.verbs.features import features as features
 from hookline.verbs.record import RecordLine as RecordLine
@@ -12,6 +15,6 @@ from hookline.verbs.watch import Watch as Watch
 from hookline.verbs.watch import watch as watch
 
 __all__ = [
-    "Inputs", "RecordLine", "Summary", "Watch", "edit", "edits", "features", "record", "summary",
-    "watch",
+    "ClipLine", "ClipReport", "Inputs", "RecordLine", "Summary", "Watch", "clip", "edit", "edits",
+    "features", "record", "summary", "watch",
 ]  # fmt: skip

@@ -98,7 +98,7 @@ class PlainGradTap(GradOutputTap):
         call = calls.get(self, 0)
         calls[self] = call + 1
         self.placed += 1
-        hook_gradient(output, Arrival(self.keep, current, call))
+        hook_gradient(output, Arrival(self.keep, current, call), id(module))
         return None
 
     def keep(self, current: Pass, call: int, grad: Tensor) -> None:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TextIO, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hookline.engine import Line, Pass, Rank, Report, Selection, Selector, Site, blame, tree
+from hookline.engine import (
+    Crossing,
+    Line,
+    OnGradient,
+    Pass,
+    Rank,
+    Report,
+    Selection,
+    Selector,
+    Site,
+    blame,
+    check_ports,
+    tree,
+)
 
 
 @final
@@ -49,17 +64,26 @@ class Watch:
         """What was matched and attached, and how often each site fired."""
         return self._line.report()
 
-    def start(self, selection: Selection) -> None:
-        """Attach: an input tap starts a module's clock, an output tap prints it."""
-        inputs = [site for site in selection if site.port == "input"]
-        width = max(
-            (len(site.path) + 2 * site.path.count(".") + 2 for site in inputs), default=8
-        )  # fmt: skip
+    def start(self, selection: Selection, *, optional: bool) -> None:
+        """Attach: an input tap starts a module's clock, an output tap prints it.
+
+        With `optional`, it is no mistake if no backward comes.
+        """
+        places = list(selection.places())
+        starts = [
+            (replace(site, port="input", leaf=()), node)
+            for site, node in places
+            if site.port == "output"
+        ]
+        depth = {site: site.path.count(".") for site, _ in places}
+        width = max((len(site.path) + 2 * depth[site] + 3 for site, _ in places), default=8)
 
         def bind(site: Site) -> Any:
+            if site.is_gradient:
+                return _Back(self, site, min(width, 44), optional)
             return _enter(site) if site.port == "input" else self._leave(site, min(width, 44))
 
-        self._line.tap(selection, bind, Rank.RECORD)
+        self._line.tap(Selection(self._line.layout, [*places, *starts]), bind, Rank.RECORD)
 
     def _leave(self, site: Site, width: int) -> Any:
         name = site.path or "(root)"
@@ -78,13 +102,39 @@ class Watch:
 
         return see
 
+    def back(self, site: Site, width: int, value: Any) -> None:
+        """Print a gradient."""
+        name = site.path or "(root)"
+        self._print(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
+
     def _print(self, text: str) -> None:
         print(text, file=self._file if self._file is not None else sys.stdout)
 
 
+@final
+class _Back(OnGradient):
+    """Prints the gradients at one site."""
+
+    __slots__ = ("_site", "_watch", "_width", "optional")
+
+    def __init__(self, watching: Watch, site: Site, width: int, optional: bool) -> None:
+        self._watch = watching
+        self._site = site
+        self._width = width
+        self.optional = optional
+
+    def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> None:
+        """Print the gradient of one tensor."""
+        self._watch.back(self._site, self._width, grad)
+
+
 def watch(
-    model: nn.Module, selector: Selector = None, *, file: TextIO | None = None
-) -> Watch:  # fmt: skip
+    model: nn.Module,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] | None = None,
+    file: TextIO | None = None,
+) -> Watch:
     """Print each module as it runs: depth, path, type, shapes, dtype, mean, std, time.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -92,12 +142,15 @@ def watch(
         ...     _ = model(torch.zeros(4, 2))
 
     A module is printed when it has run, so a container comes after what it holds; the indentation
-    is the depth of the call. Statistics are of the first floating tensor, in float32. Where a
-    module raises, the last line names it and what it got.
+    is the depth of the call. In backward, the gradient of each module's output is printed when it
+    arrives, marked `<`: the last module's first. Statistics are of the first floating tensor, in
+    float32. Where a module raises, the last line names it and what it got.
 
     Args:
         model: the model.
-        selector: which modules; as in `hl.select`, without ports. None is every module.
+        selector: which modules; as in `hl.select`. None is every module.
+        ports: what is printed, of "output" (with the input's shape and the time), "grad_output",
+            "grad_input" and "grad"; None is outputs, and their gradients if a backward comes.
         file: where to print; None is the standard output.
 
     Returns:
@@ -109,7 +162,8 @@ def watch(
     line = Line(model, name="watch")
     line.lenient = selector is None
     watching = Watch(line, model, file)
-    watching.start(line.select(selector, ("input", "output")))
+    wanted = ("output", "grad_output") if ports is None else check_ports(ports)
+    watching.start(line.select(selector, wanted), optional=ports is None)
     return watching
 
 

@@ -1,0 +1,337 @@
+"""clip: hold gradients down as they flow, and say how often that was needed. Imports engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from hookline.engine import (
+    Crossing,
+    OnGradient,
+    Pass,
+    Rank,
+    RawLine,
+    Report,
+    Selection,
+    Selector,
+    Site,
+    at_end_of_backward,
+    backward_number,
+    check_ports,
+)
+from hookline.engine.errors import AttachError, warn
+
+_EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
+
+
+@final
+@dataclass(frozen=True)
+class ClipRow:
+    """How the gradients at one site were clipped.
+
+    Args:
+        site: as written, or "total" for the norm over all sites.
+        seen: how many gradients came by.
+        clipped: how many of them were too large.
+        largest: the largest norm (with `value`: the largest absolute element) before clipping.
+        factor: the smallest factor by which a gradient was scaled; with `value`, the smallest
+            ratio of the bound to an element.
+        nonfinite: how many held inf or NaN, which no clipping mends.
+    """
+
+    site: str
+    seen: int
+    clipped: int
+    largest: float
+    factor: float
+    nonfinite: int
+
+
+@final
+@dataclass(frozen=True)
+class ClipReport:
+    """How often, and how much, a line clipped. Print it, or iterate over its rows."""
+
+    report: Report
+    rows: tuple[ClipRow, ...]
+
+    @property
+    def clipped(self) -> int:
+        """How many gradients were too large, over all sites."""
+        return sum(row.clipped for row in self.rows)
+
+    @property
+    def seen(self) -> int:
+        """How many gradients came by, over all sites."""
+        return sum(row.seen for row in self.rows)
+
+    def __str__(self) -> str:
+        state = "ended" if self.report.ended else "attached"
+        head = (
+            f"hl.clip on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
+            f" {state}"
+        )
+        width = max((len(row.site) for row in self.rows), default=0)
+        return "\n".join([head, *(f"  {_text(row, width, self.report)}" for row in self.rows)])
+
+
+def _text(row: ClipRow, width: int, report: Report) -> str:
+    if not row.seen:
+        why = {str(site): reason for site, reason in report.why.items()}.get(row.site, "")
+        return f"{row.site:{width}}  never{': ' if why else ''}{why}"
+    text = f"{row.site:{width}}  {row.clipped:>5} of {row.seen}  largest {row.largest:.4g}"
+    if row.clipped:
+        text += f", smallest factor {row.factor:.3g}"
+    return text + (f", {row.nonfinite} not finite" if row.nonfinite else "")
+
+
+class _Limit(NamedTuple):
+    """What a gradient may be: one of three kinds of bound."""
+
+    kind: str  # "value", "norm" or "total_norm"
+    bound: float
+    norm_type: float
+
+
+@final
+class _Tally:
+    """Counts on the gradients' own device: asking each time would make it wait."""
+
+    __slots__ = ("_clipped", "_largest", "_nonfinite", "seen", "site")
+
+    def __init__(self, site: str) -> None:
+        self.site = site
+        self.seen = 0
+        self._clipped: Tensor | int = 0
+        self._largest: Tensor | None = None
+        self._nonfinite: Tensor | int = 0
+
+    def add(self, size: Tensor, bound: float) -> None:
+        """A gradient came by: its norm, or its largest element."""
+        size = size.detach()
+        self.seen += 1
+        self._clipped = self._clipped + (size > bound)
+        self._nonfinite = self._nonfinite + ~torch.isfinite(size)
+        self._largest = size if self._largest is None else torch.maximum(self._largest, size)
+
+    def row(self, bound: float) -> ClipRow:
+        """The counts as numbers."""
+        largest = 0.0 if self._largest is None else float(self._largest)
+        factor = min(1.0, bound / largest) if largest else 1.0
+        n_clipped, n_nonfinite = int(self._clipped), int(self._nonfinite)
+        return ClipRow(self.site, self.seen, n_clipped, largest, factor, n_nonfinite)
+
+
+@final
+class ClipLine:
+    """A line that clips: a context manager, or ended by `remove()`. `report()` says how much."""
+
+    def __init__(self, line: RawLine, limit: _Limit) -> None:
+        self._line = line
+        self._limit = limit
+        self._tallies: list[_Tally] = []
+        self._told = False
+
+    def __enter__(self) -> Self:
+        self._line.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._line.__exit__(kind, error, traceback)
+        if error is None:
+            self._warn()
+
+    def remove(self) -> None:
+        """End the line: take its hooks off."""
+        self._line.remove()
+        self._warn()
+
+    def report(self) -> ClipReport:
+        """How often, and how much, gradients were clipped at each site."""
+        rows = tuple(tally.row(self._limit.bound) for tally in self._tallies)
+        return ClipReport(self._line.report(), rows)
+
+    def _warn(self) -> None:
+        bad = [row for row in self.report().rows if row.nonfinite]
+        if bad and not self._told:
+            self._told = True
+            warn(
+                f"hl.clip: {sum(row.nonfinite for row in bad)} gradients were inf or NaN, which"
+                f" clipping cannot mend: {', '.join(row.site for row in bad[:4])}."
+                "\nFind where they begin: hl.record(model, ports=('output', 'grad_output'))."
+            )
+
+    # -- attaching ------------------------------------------------------------------------------
+
+    def start(self, selection: Selection) -> None:
+        """Put the hooks on the selected sites."""
+        places = list(selection.places())
+        ours = [place for place in places if place[0].port == "grad"]
+        between = [place for place in places if place[0].port != "grad"]
+        if self._limit.kind == "total_norm":
+            if between:
+                raise AttachError(
+                    "total_norm needs all gradients before it can change one; those that flow"
+                    f" between modules ({between[0][0]}) are gone by then."
+                    "\nUse norm= for them, each by itself, or total_norm= for parameters."
+                )
+            self._tallies.append(_Tally("total"))
+            self._clip_total(selection)
+            return
+        if ours:
+            self._clip_parameters(Selection(self._line.layout, ours))
+        if between:
+            self._line.tap(
+                Selection(self._line.layout, between),
+                lambda site: _ClipGradient(self._tally(site), self._limit),
+                Rank.EDIT,
+            )
+
+    def _tally(self, site: Site) -> _Tally:
+        self._tallies.append(_Tally(str(site)))
+        return self._tallies[-1]
+
+    def _clip_parameters(self, selection: Selection) -> None:
+        tallies = {id(node.tensor): self._tally(site) for site, node in selection.places()}  # type: ignore[union-attr]
+        limit = self._limit
+
+        def accumulated(parameter: Tensor) -> None:
+            if limit.kind == "value":
+                tallies[id(parameter)].add(_largest(parameter.grad), limit.bound)
+                clip_grad_value_([parameter], limit.bound)
+            else:
+                norm = clip_grad_norm_([parameter], limit.bound, limit.norm_type)
+                tallies[id(parameter)].add(norm, limit.bound)
+
+        self._line.accumulated(selection, accumulated)
+
+    def _clip_total(self, selection: Selection) -> None:
+        parameters = [node.tensor for _, node in selection.places()]  # type: ignore[union-attr]
+        limit, tally = self._limit, self._tallies[0]
+        queued: list[int] = []
+
+        def at_end() -> None:
+            queued.clear()
+            held = [parameter for parameter in parameters if parameter.grad is not None]
+            tally.add(clip_grad_norm_(held, limit.bound, limit.norm_type), limit.bound)
+
+        def accumulated(parameter: Tensor) -> None:
+            run = backward_number()
+            if run not in queued:
+                queued[:] = [run]  # of a run that raised, torch never calls the end
+                at_end_of_backward(at_end)
+
+        self._line.accumulated(selection, accumulated)
+
+
+@final
+class _ClipGradient(OnGradient):
+    """Clips what flows back between modules."""
+
+    __slots__ = ("_limit", "_tally")
+    changes = True
+
+    def __init__(self, tally: _Tally, limit: _Limit) -> None:
+        self._tally = tally
+        self._limit = limit
+
+    def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor:
+        """Clip the gradient of one tensor."""
+        limit = self._limit
+        if limit.kind == "value":
+            self._tally.add(_largest(grad), limit.bound)
+            return grad.clamp(-limit.bound, limit.bound)
+        wide = grad if grad.dtype in (torch.float64, torch.complex128) else grad.float()
+        norm = torch.linalg.vector_norm(wide, limit.norm_type)
+        self._tally.add(norm, limit.bound)
+        factor = (limit.bound / (norm + _EPSILON)).clamp(max=1.0)
+        clipped: Tensor = grad * factor.to(grad.dtype)
+        return clipped
+
+
+def _largest(grad: Any) -> Tensor:
+    sizes: Tensor = grad.detach().abs()
+    largest: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+    return largest
+
+
+def clip(
+    model: nn.Module,
+    selector: Selector = None,
+    *,
+    norm: float | None = None,
+    value: float | None = None,
+    total_norm: float | None = None,
+    norm_type: float = 2.0,
+    ports: str | Sequence[str] = "grad",
+) -> ClipLine:
+    """Clip gradients while the block lasts: of parameters, or as they flow between modules.
+
+        >>> model = nn.Linear(2, 1)
+        >>> loss = model(torch.full((1, 2), 100.0)).sum()
+        >>> with clip(model, norm=1.0) as line:
+        ...     loss.backward()
+        >>> float(model.weight.grad.norm())
+        1.0
+        >>> line.report().clipped
+        1
+
+    A parameter's `.grad` is clipped when it has been accumulated, as `clip_grad_value_` and
+    `clip_grad_norm_` would do after `backward()`, so gradients that were there before count, too.
+    To accumulate over several backward passes and clip the sum, put the block around the last one.
+    What flows between modules is clipped on its way, and everything before it in the model gets
+    what is left (Pascanu et al., 2013, "On the difficulty of training recurrent neural networks").
+
+    Args:
+        model: the model.
+        selector: which parameters, by their paths or by the modules that hold them; with module
+            ports, which modules. None is all.
+        norm: the largest norm of each gradient by itself; larger ones are scaled down.
+        value: the largest absolute value of an element; larger ones are cut.
+        total_norm: the largest norm over all selected parameters together.
+        norm_type: the p of the norm; `float("inf")` is the largest element.
+        ports: "grad" (parameters), "grad_output", "grad_input", for selectors that name none.
+
+    Returns:
+        A line: a context manager, or ended by `remove()`. `line.report()` says how often and how
+        much it clipped. Gradients that are not finite are counted, and warned of at the end.
+
+    Raises:
+        AttachError: not exactly one of the three bounds is given, or it is no number from 0 up;
+            `total_norm` with module ports; or all selected parameters are frozen.
+        SelectionError: the selector matches nothing, or a port is no gradient's.
+    """
+    bounds = {"norm": norm, "value": value, "total_norm": total_norm}
+    given = {kind: bound for kind, bound in bounds.items() if bound is not None}
+    if len(given) != 1:
+        raise AttachError(
+            f"hl.clip takes one bound, got {', '.join(given) or 'none'}."
+            "\nGive norm= (each gradient), total_norm= (all together) or value= (each element)."
+        )
+    ((kind, bound),) = given.items()
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 <= bound < math.inf:
+        raise AttachError(f"{kind}={bound!r} is no bound; give a finite number from 0 up.")
+    line = RawLine(model, name="clip")
+    line.lenient = selector is None
+    selection = line.select(selector, check_ports(ports))
+    for site in selection:
+        if not site.is_gradient:
+            raise AttachError(
+                f"hl.clip clips gradients, and {site} is none.\nWrite '{site.path}:grad_output', or"
+                " hl.edit(model, selector, hl.edits.clamp(...)) for values."
+            )
+    clipping = ClipLine(line, _Limit(kind, float(bound), float(norm_type)))
+    clipping.start(selection)
+    return clipping
