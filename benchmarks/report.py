@@ -123,7 +123,7 @@ def as_markdown(results: list[Result], about: dict[str, Any]) -> str:
     lines += [
         "",
         "Ratios to the bare model (x bare), medians over interleaved rounds of the ratio within a"
-        f" round; eager mode, no gradients; {about['clock']} time."
+        f" round; eager mode, gradients only where a row says so; {about['clock']} time."
         f" {about['processor']}, {about['cores']} cores, torch on {about['threads']}"
         f" thread{'s' * (about['threads'] != 1)}; Python {about['python']}, torch {about['torch']},"
         f" hookline {about['hookline']}; {libraries}. {about['date'][:10]}.",

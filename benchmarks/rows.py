@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import contenders, models, rivals
+from benchmarks.backward import gradient_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
 from benchmarks.scaling import select_row
@@ -129,6 +130,22 @@ ROWS = (
             models.gpt2_prefix,
             "h.2",
             "features of block 3 of 12 of a GPT-2, against that prefix",
+        ),
+    ),
+    Row(
+        "gradients-tiny",
+        200,
+        20,
+        gradient_row(
+            models.tiny, "gradients of 200 tiny linear layers, forward and backward", 1.40, calls=4
+        ),
+    ),
+    Row(
+        "gradients-gpt2",
+        100,
+        10,
+        gradient_row(
+            models.gpt2, "gradients of 12 blocks of a GPT-2, forward and backward", 1.06, calls=1
         ),
     ),
     Row("import", 20, 4, import_row),

@@ -9,6 +9,7 @@ from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from hookline.cli.app import app
@@ -32,6 +33,21 @@ def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
                 assert out.getvalue() == BLOCKS[k + 1][1]
                 shown += 1
     assert shown == 1
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_the_examples_in_the_docs_run_in_order_and_print_what_is_shown(page, tmp_path):
+    namespace: dict[str, object] = {}
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
+    with chdir(tmp_path):
+        for k, (language, code) in enumerate(blocks):
+            if language != "python":
+                continue
+            out = StringIO()
+            with redirect_stdout(out):
+                exec(compile(code, f"{page.name} block {k}", "exec"), namespace)
+            if k + 1 < len(blocks) and blocks[k + 1][0] == "text":
+                assert out.getvalue() == blocks[k + 1][1]
 
 
 def test_the_commands_run(tmp_path):

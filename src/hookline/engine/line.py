@@ -256,7 +256,8 @@ class Line:
             return  # everywhere, nobody can say what should have run
         report = self.report()
         # A pass that failed, or a choice of everything there is, may well leave sites out.
-        message = None if report.passes and self._may_leave_out() else report.warning()
+        ran = report.passes or any(count for _, count in report.fired)
+        message = None if ran and self._may_leave_out() else report.warning()
         if message:
             warn(message)
 

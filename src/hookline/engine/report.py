@@ -13,7 +13,7 @@ from torch import nn
 
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
-from hookline.engine.site import Site
+from hookline.engine.site import MODULE_PORTS, Site
 from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import is_compiled, is_scripted
 
@@ -58,7 +58,8 @@ class Report:
         silent = [site for site in self.silent if site not in self.excused]
         if not silent:
             return None
-        if not self.passes and not all(site.port == "grad" for site in silent):
+        on_modules = [site for site in silent if site.port in MODULE_PORTS]
+        if not self.passes and on_modules == silent:
             reason = _OTHER_CONTEXT if self.elsewhere else "the model did not run while it lasted"
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])

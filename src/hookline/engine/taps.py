@@ -130,6 +130,18 @@ class EventTap(Tap):
             self._note(error)
             raise
 
+    def why_silent(self) -> str:
+        """What did not happen."""
+        return _NEVER.get(self.site.port.partition(" ")[0], "nothing of the kind happened")
+
+
+_NEVER = {
+    "grad": "no gradient was accumulated while the line lasted; call backward() inside the block",
+    "registered": "nothing of the kind was registered while the line lasted",
+    "step_pre": "the optimizer made no step while the line lasted",
+    "step_post": "the optimizer made no step while the line lasted",
+}
+
 
 def unused(current: Pass, value: Any) -> None:
     """What taps that see no single value are made with."""

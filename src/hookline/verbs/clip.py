@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self, final
@@ -61,6 +61,9 @@ class ClipReport:
 
     report: Report
     rows: tuple[ClipRow, ...]
+
+    def __iter__(self) -> Iterator[ClipRow]:
+        return iter(self.rows)
 
     @property
     def clipped(self) -> int:
