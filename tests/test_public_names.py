@@ -79,8 +79,8 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "clip", "edit", "features", "inventory", "open", "record", "select", "summary",
-                 "watch"):  # fmt: skip
+    for name in ("attach", "clip", "edit", "features", "inventory", "open", "record", "select",
+                 "summary", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {

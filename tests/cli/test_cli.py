@@ -190,3 +190,9 @@ def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "typer.py").write_text("raise ImportError('no typer here')")
     done = run_process("demo", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert 'pip install "hookline[cli]"' in complaint(done, code=1)
+
+
+def test_a_gradient_cannot_be_inspected_and_it_is_said(tmp_path):
+    done = run("inspect", "demo:digits", "demo", "--at", "head:grad_output", cwd=tmp_path)
+    assert "head:grad_output flows backward" in complaint(done)
+    assert not (tmp_path / "hookline-run").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hookline.engine.modules import walk
+from hookline.engine.modules import layout, layout_of_tensors, walk
 
 
 def test_every_module_once_in_registration_order(net):
@@ -52,3 +52,27 @@ def test_modules_without_a_hash_are_walked():
         __hash__ = None
 
     assert len(walk(nn.Sequential(Equal(1, 1), Equal(1, 1)))) == 3
+
+
+def test_every_parameter_once_in_registration_order(net):
+    nodes = layout(net).tensors
+    assert [node.path for node in nodes] == [name for name, _ in net.named_parameters()]
+    assert all(node.tensor is p for node, p in zip(nodes, net.parameters(), strict=True))
+    assert nodes[0].type_name == "Conv2d.weight"
+
+
+def test_a_shared_modules_and_a_tied_parameter_carry_all_their_paths():
+    shared, head = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    head.weight = shared.weight
+    model = nn.ModuleDict({"a": shared, "b": shared, "head": head})
+    by_path = {node.path: node.aliases for node in layout(model).tensors}
+    assert by_path == {"a.weight": ["b.weight", "head.weight"], "a.bias": ["b.bias"]}
+    torchs = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = [path for node in layout(model).tensors for path in node.paths]
+    assert sorted(found) == sorted(torchs)
+
+
+def test_tensors_that_are_given_by_name_are_found_by_it():
+    a, b = torch.ones(1), torch.ones(2)
+    nodes = layout_of_tensors({"a": a, "b": b, "again": a}).tensors
+    assert [(node.path, node.aliases) for node in nodes] == [("a", ["again"]), ("b", [])]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.engine.select import glob
+from hookline.engine.globs import glob
 
 
 def paths(model, selector, **options):
@@ -178,3 +178,77 @@ def test_unknown_ports_are_refused(net):
 
 def test_a_selection_prints_its_sites_and_types(net):
     assert repr(hl.select(net, "fc")) == "1 site\nfc  (Linear)"
+
+
+def test_a_parameters_gradient_is_selected_by_its_path(net):
+    assert paths(net, "fc.bias:grad") == ["fc.bias:grad"]
+    assert paths(net, "fc*.bias:grad") == ["fc.bias:grad"]
+    assert paths(net, "**.bn.weight", ports="grad")[:2] == [
+        "layer1.0.bn.weight:grad", "layer1.1.bn.weight:grad",
+    ]  # fmt: skip
+    assert paths(net, re.compile(r"stem\.bias$"), ports="grad") == ["stem.bias:grad"]
+
+
+def test_a_module_stands_for_all_parameters_in_it(net):
+    both = ["fc.weight:grad", "fc.bias:grad"]
+    assert paths(net, "fc:grad") == both
+    assert paths(net, "f*", ports="grad") == both
+    assert paths(net, nn.Linear, ports="grad") == both
+    assert paths(net, net.fc, ports="grad") == both
+    assert paths(net, lambda path, module: path == "fc", ports="grad") == both
+    inside = [f"layer1.0.{name}:grad" for name, _ in net.layer1[0].named_parameters()]
+    assert paths(net, "layer1.0", ports="grad") == inside
+    everything = [f"{name}:grad" for name, _ in net.named_parameters()]
+    for selector in (None, "**", "", net):
+        assert paths(net, selector, ports="grad") == everything
+
+
+def test_a_parameter_selects_its_own_gradient_whatever_the_ports(net):
+    assert paths(net, net.fc.bias) == ["fc.bias:grad"]
+    assert paths(net, [net.fc.bias, "stem"]) == ["stem", "fc.bias:grad"]
+
+
+def test_tied_parameters_are_one_site_with_aliases():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    (site,) = hl.select(model, "1.weight:grad")
+    assert (site.path, site.aliases) == ("0.weight", ("1.weight",))
+
+
+def test_a_modules_ports_come_in_the_order_in_which_they_flow(net):
+    ports = ("grad", "grad_output", "grad_input", "output", "input")
+    assert paths(net, "fc", ports=ports) == [
+        "fc:input", "fc", "fc:grad_input", "fc:grad_output", "fc.weight:grad", "fc.bias:grad",
+    ]  # fmt: skip
+
+
+def test_gradient_selections_combine(net):
+    found = hl.select(net, "fc", ports="grad") | "stem.bias:grad"
+    assert [str(site) for site in found - "fc.weight:grad"] == ["stem.bias:grad", "fc.bias:grad"]
+    assert [str(site) for site in found & net.fc.bias] == ["fc.bias:grad"]
+
+
+@pytest.mark.parametrize(
+    ("selector", "ports", "says"),
+    [
+        ("fc.bias", "output", "It is a parameter; its gradient is 'fc.bias:grad'"),
+        ("fc.bais:grad", "output", "matches no parameter of SmallNet. Did you mean 'fc.bias'"),
+        ("pool:grad", "output", "AdaptiveAvgPool2d at 'pool' has no parameters"),
+        (nn.ReLU, "grad", "ReLU at 'layer1.0.relu' has no parameters"),
+        ("fc.bias:grad[0]", "output", "has no leaves and no calls"),
+        ("fc.bias:grad#1", "output", "has no leaves and no calls"),
+        ("fc.bias:grad_output", "output", "matches no module"),
+        ("fc", "gradient", "unknown port 'gradient'"),
+    ],
+)
+def test_a_gradient_selector_that_cannot_be_used_says_why(net, selector, ports, says):
+    with pytest.raises(hl.SelectionError, match=re.escape(says)) as caught:
+        hl.select(net, selector, ports=ports)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_selection_of_parameters_that_were_replaced_is_refused(net):
+    found = hl.select(net, "fc", ports="grad")
+    net.fc.bias = nn.Parameter(torch.zeros(5))
+    with pytest.raises(hl.SelectionError, match=r"fc\.bias:grad is no longer there"):
+        hl.record(net, found)

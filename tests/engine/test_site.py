@@ -39,6 +39,9 @@ def test_what_is_written_reads_back_as_the_same_site(site):
         (":output", Site("")),
         (":input", Site("", "input")),
         ("h:output[-1]", Site("h", leaf=(-1,))),
+        ("lstm:grad_output[0]#1", Site("lstm", "grad_output", (0,), 1)),
+        ("block:grad_input.mask", Site("block", "grad_input", ("mask",))),
+        ("fc.bias:grad", Site("fc.bias", "grad")),
     ],
 )
 def test_the_grammar_of_the_docs(text, expected):

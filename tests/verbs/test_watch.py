@@ -78,3 +78,42 @@ def test_edits_are_seen(net, image):
     with hl.watch(net, "fc", file=out), hl.edit(net, "fc", hl.edits.scale(0)):
         net(image)
     assert "mean 0  std 0" in out.getvalue()
+
+
+def backward_lines(model, x, *args, **options):
+    out = io.StringIO()
+    with hl.watch(model, *args, file=out, **options):
+        model(x).sum().backward()
+    return out.getvalue().splitlines()
+
+
+def test_backward_is_shown_in_its_order_each_modules_gradient_as_it_arrives(net, image):
+    lines = backward_lines(net, image)
+    back = [line.split()[1] for line in lines if line.startswith("<")]
+    assert back[:3] == ["(root)", "fc", "pool"]
+    assert back[-1] == "stem"
+    assert len(back) == len(lines) / 2 == 22
+    (fc,) = [line for line in lines if line.startswith("< fc ")]
+    assert re.search(r"Linear +grad_output \[2, 5\] float32  mean 1  std 0$", fc)
+
+
+def test_a_forward_alone_is_watched_without_a_word_about_backward(net, image):
+    assert not any(line.startswith("<") for line in watched(net, image))
+    out = io.StringIO()
+    with hl.watch(net, ["fc"], file=out):
+        net(image)
+
+
+def test_ports_choose_what_is_printed(net, image):
+    lines = backward_lines(net, image, "fc", ports=("grad", "grad_input"))
+    shown = [line.split()[1:4] for line in lines]
+    assert sorted(shown) == [  # autograd is free to choose their order
+        ["fc", "Linear", "grad_input"], ["fc.bias", "Linear.bias", "grad"],
+        ["fc.weight", "Linear.weight", "grad"],
+    ]  # fmt: skip
+
+
+def test_asked_for_gradients_that_do_not_come_are_warned_of(net, image):
+    with pytest.warns(hl.HooklineWarning, match="no gradient flowed back"):
+        with hl.watch(net, "fc", ports="grad_output", file=io.StringIO()):
+            net(image)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.cli.terminal import Busy
-from hookline.engine.errors import HooklineWarning
+from hookline.engine.errors import HooklineWarning, SelectionError
 from hookline.models import Batch, Loaded
 from hookline.recordings import Recording, check_target
 from hookline.verbs import Inputs, Summary
@@ -42,6 +42,12 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
     """
     check_target(folder)
     model = loaded.model
+    for site in hl.select(model, at or None):
+        if site.is_gradient:
+            raise SelectionError(
+                f"{site} flows backward, and inspect runs the model forward only."
+                "\nIn Python: with hl.record(model, ...) as run: loss(model(x)).backward()."
+            )
     n_modules = sum(1 for _ in model.modules())
     output: list[Any] = []
     with Busy("running the model", n_modules) as busy, warnings.catch_warnings():

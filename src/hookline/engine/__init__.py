@@ -1,7 +1,7 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, torch_internals, tree, site, modules, select, passes, arguments, taps, returns, flow,
+errors, torch_internals, tree, site, modules, globs, select, passes, arguments, taps, returns, flow,
 gradient_taps, backward_taps, saved_taps, placing, everywhere, report, inventory, blame, line,
 hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """

@@ -133,3 +133,19 @@ def test_nothing_recorded_gives_no_rows(net):
         pass
     assert rows_of(run) == []
     assert titles([])[0] == "Module"
+
+
+def test_gradients_lie_beside_the_values_and_several_backward_passes_apart(looped):
+    with hl.record(looped, ["head", "head:grad_output", "head.bias:grad"]) as run:
+        loss = looped(torch.ones(1, 2)).sum()
+        loss.backward()
+    assert drawn(rows_of(run)) == ["head", "  output", "  grad_output", "  bias:grad"]
+    with hl.record(looped, ["block:grad_output", "head.bias:grad"]) as run:
+        loss = looped(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    rows = rows_of(run)
+    assert [row.name for row in rows if row.seen][:2] == [
+        "backward 0, call 2", "backward 0, call 1",
+    ]  # fmt: skip
+    assert len([row for row in rows if row.seen]) == 8

@@ -32,6 +32,7 @@ class Seen:
         strip: its feature maps; None if it is not image-like.
         problem: why it could not be read or measured; empty if it could.
         is_overwritten: whether that is because it was changed in place.
+        backward: which of several backward passes brought it, if it is a gradient.
     """
 
     site: Site
@@ -43,6 +44,7 @@ class Seen:
     strip: Strip | None = None
     problem: str = ""
     is_overwritten: bool = False
+    backward: int | None = None
 
     @property
     def non_finite(self) -> int:
@@ -91,8 +93,14 @@ def read_values(recording: Recording) -> list[Seen]:
     """
     found: list[Seen] = []
     for one in recording.passes:
+        runs = one.backwards if len(one.backwards) > 1 else []
         for site, call in one.fired():
-            found.append(_read(one, Seen(site, one.number, call, len(found))))
+            if not (runs and site.is_gradient):
+                found.append(_read(one, Seen(site, one.number, call, len(found))))
+        for number, run in enumerate(runs):
+            for site, call in run.fired():
+                seen = Seen(site, one.number, call, len(found), backward=number)
+                found.append(_read(run, seen))
     return found
 
 
@@ -175,15 +183,16 @@ def _with_holders(path: str) -> list[str]:
 
 
 def _lines_under(module: Row, number: int, here: list[Seen]) -> list[Row]:
-    n_calls = Counter((seen.site, seen.pass_number) for seen in here)
+    n_calls = Counter((seen.site, seen.pass_number, seen.backward) for seen in here)
     several_passes = len({seen.pass_number for seen in here}) > 1
     several_sites = len({seen.site for seen in here}) > 1
     rows = []
     for seen in here:
-        several_calls = n_calls[seen.site, seen.pass_number] > 1
+        several_calls = n_calls[seen.site, seen.pass_number, seen.backward] > 1
         words = [
             seen.site.port + leaf_text(seen.site.leaf) if several_sites else "",
             f"pass {seen.pass_number}" if several_passes else "",
+            "" if seen.backward is None else f"backward {seen.backward}",
             f"call {seen.call}" if several_calls else "",
         ]
         row = replace(module, name=", ".join(filter(None, words)), seen=seen)
