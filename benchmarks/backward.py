@@ -75,33 +75,73 @@ def _in_order(case: Case) -> Values:
     return lambda store: [store[path] for path in case.paths]
 
 
-def _tensor_hooks(case: Case) -> Contender:
-    """The least that keeps gradients: a hook on each output that a forward hook puts there."""
+def _hooked(
+    case: Case,
+    register: str,
+    make: Callable[[dict[str, Any], str], Callable[..., None]],
+) -> Callable[[], contextlib.AbstractContextManager[Step]]:
+    """A session in which every place has a hook of torch's; a step gives what the hooks stored."""
     step = _training_step(case)
 
     @contextlib.contextmanager
     def session() -> Iterator[Step]:
         store: dict[str, Any] = {}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: Any, args: Any, output: Any) -> None:
-                output.register_hook(lambda grad: store.__setitem__(name, grad))
-
-            return hook
-
         modules = zip(case.paths, case.modules(), strict=True)
-        handles = [module.register_forward_hook(keep(path)) for path, module in modules]
+        handles = [getattr(module, register)(make(store, path)) for path, module in modules]
 
         def run() -> dict[str, Any]:
-            step()
+            # torch warns of full backward hooks where no input needs a gradient: the first layer.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step()
             return store
 
         yield run
         for handle in handles:
             handle.remove()
 
+    return session
+
+
+def _tensor_hooks(case: Case) -> Contender:
+    """The least that keeps gradients: a hook on each output, which a forward hook puts there."""
+
+    def make(store: dict[str, Any], name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            output.register_hook(lambda grad: store.__setitem__(name, grad))
+
+        return hook
+
+    session = _hooked(case, "register_forward_hook", make)
     how = "register_forward_hook, in it `output.register_hook(...)`"
     return contender("hand-written", how, session, _in_order(case), _truth(case))
+
+
+def _retain_grad(case: Case) -> Contender:
+    """`retain_grad` on each output, and the outputs kept: their memory with them."""
+
+    def make(store: dict[str, Any], name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            output.retain_grad()
+            store[name] = output
+
+        return hook
+
+    session = _hooked(case, "register_forward_hook", make)
+    values: Values = lambda store: [store[path].grad for path in case.paths]  # noqa: E731
+    return contender("retain_grad", "`output.retain_grad()`", session, values, _truth(case))
+
+
+def _full_backward_hooks(case: Case) -> Contender:
+    def make(store: dict[str, Any], name: str) -> Callable[..., None]:
+        def hook(module: Any, grad_input: Any, grad_output: Any) -> None:
+            store[name] = grad_output[0]
+
+        return hook
+
+    session = _hooked(case, "register_full_backward_hook", make)
+    how = "register_full_backward_hook"
+    return contender("full backward hooks", how, session, _in_order(case), _truth(case))
 
 
 def _hookline(case: Case) -> Contender:
@@ -120,64 +160,3 @@ def _hookline(case: Case) -> Contender:
     how = '`with hl.record(model, ..., ports="grad_output")` around the steps'
     values: Values = lambda run: [run[f"{path}:grad_output"] for path in case.paths]  # noqa: E731
     return contender("hookline", how, session, values, _truth(case))
-
-
-def _retain_grad(case: Case) -> Contender:
-    """`retain_grad` on each output, and the outputs kept: their memory with them."""
-    step = _training_step(case)
-
-    @contextlib.contextmanager
-    def session() -> Iterator[Step]:
-        store: dict[str, Any] = {}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: Any, args: Any, output: Any) -> None:
-                output.retain_grad()
-                store[name] = output
-
-            return hook
-
-        modules = zip(case.paths, case.modules(), strict=True)
-        handles = [module.register_forward_hook(keep(path)) for path, module in modules]
-
-        def run() -> dict[str, Any]:
-            step()
-            return store
-
-        yield run
-        for handle in handles:
-            handle.remove()
-
-    values: Values = lambda store: [store[path].grad for path in case.paths]  # noqa: E731
-    return contender("retain_grad", "`output.retain_grad()`", session, values, _truth(case))
-
-
-def _full_backward_hooks(case: Case) -> Contender:
-    step = _training_step(case)
-
-    @contextlib.contextmanager
-    def session() -> Iterator[Step]:
-        store: dict[str, Any] = {}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: Any, grad_input: Any, grad_output: Any) -> None:
-                store[name] = grad_output[0]
-
-            return hook
-
-        modules = zip(case.paths, case.modules(), strict=True)
-        handles = [module.register_full_backward_hook(keep(path)) for path, module in modules]
-
-        def run() -> dict[str, Any]:
-            # torch warns of modules none of whose inputs needs a gradient: the first layer here.
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                step()
-            return store
-
-        yield run
-        for handle in handles:
-            handle.remove()
-
-    how = "register_full_backward_hook"
-    return contender("full backward hooks", how, session, _in_order(case), _truth(case))
