@@ -47,6 +47,7 @@ class Flow:
     """
 
     __slots__ = (
+        "__weakref__",
         "_by_node", "_hooks", "_made", "_origins", "_refs", "is_meeting", "key", "open",
     )  # fmt: skip
 
@@ -160,10 +161,13 @@ class _Meeting(torch.autograd.Function):
 
 
 class _Lane(threading.local):
-    """The flows that were made last in each thread: hooks on one call follow one another."""
+    """The flows that were made last in each thread: hooks on one call follow one another.
 
-    entering: Flow | None = None
-    leaving: Flow | None = None
+    Not held, or the last one would keep its recording alive; the graph holds it.
+    """
+
+    entering: Callable[[], Flow | None] = staticmethod(lambda: None)
+    leaving: Callable[[], Flow | None] = staticmethod(lambda: None)
 
 
 _lane = _Lane()
@@ -179,10 +183,11 @@ def enter(
     found = _flowing((args, tuple(kwargs.values())), fixed_only=True)
     if not found:
         return args, kwargs, None
-    flow = _lane.entering
+    flow = _lane.entering()
     if flow is not None and flow.open and flow.key == key and flow.index(found[0]) is not None:
         return args, kwargs, flow
-    flow = _lane.entering = Flow(key, found, meet=meet)
+    flow = Flow(key, found, meet=meet)
+    _lane.entering = weakref.ref(flow)
     new = {id(old): alias for old, alias in zip(found, flow.taken(), strict=True)}
     args = tuple(tree.swap(value, new, fixed_only=True) for value in args)
     kwargs = {name: tree.swap(value, new, fixed_only=True) for name, value in kwargs.items()}
@@ -195,14 +200,15 @@ def leave(key: int, output: Any) -> tuple[Any, Flow | None]:
     flow = met(key, found)
     if len(found) < 2 or flow is not None:
         return output, flow
-    flow = _lane.leaving = Flow(key, found, meet=True)
+    flow = Flow(key, found, meet=True)
+    _lane.leaving = weakref.ref(flow)
     new = {id(old): alias for old, alias in zip(found, flow.taken(), strict=True)}
     return tree.swap(output, new, fixed_only=False), flow
 
 
 def met(key: int, tensors: Sequence[Tensor]) -> Flow | None:
     """The flow in which these outputs of a call meet, if they do."""
-    flow = _lane.leaving
+    flow = _lane.leaving()
     if flow is None or flow.key != key or not tensors or flow.index(tensors[0]) is None:
         return None
     return flow
