@@ -89,8 +89,13 @@ class GradientTap(Tap):
         self.ran = max(self.ran, call + 1)
         return call if self.site.call in (None, call) else -1
 
-    def wait(self, current: Pass, call: int, value: Any, put: Callable[[Tensor, Any], bool]) -> Any:
-        """Wait for the gradients of a value: `put(tensor, hook)` puts a hook on each tensor."""
+    def wait(
+        self, current: Pass, call: int, value: Any, through: Flow | None, owner: int
+    ) -> None:  # fmt: skip
+        """Wait for the gradients of a value: put a hook on each of its tensors.
+
+        Those that go through a flow have it there; `owner` says whose the others are.
+        """
         if not torch.is_grad_enabled():
             self.off += 1
             return
@@ -105,8 +110,15 @@ class GradientTap(Tap):
         for _, tensor in tree.tensors(value):
             if tensor.requires_grad and id(tensor) not in numbers:
                 slot = len(numbers)
-                if put(tensor, Arrival(arrive, whose, crossing, slot)):
-                    numbers[id(tensor)] = slot
+                hook = Arrival(arrive, whose, crossing, slot)
+                index = None if through is None else through.index(tensor)
+                if through is not None and index is not None:
+                    through.subscribe(self.rank, hook, index)
+                elif tensor.grad_fn is not None:
+                    hook_gradient(tensor, hook, owner)
+                else:
+                    continue  # a leaf inside a list or an object: a hook on it would stay on it
+                numbers[id(tensor)] = slot
         if not isinstance(value, Tensor):
             crossing.form = tree.outline(value, lambda tensor: numbers.get(id(tensor)))
         if numbers:
@@ -194,18 +206,7 @@ class GradOutputTap(GradientTap):
             return None
         value = flow.off_leaves(output)
         meeting = flow.met(key, [t for _, t in tree.tensors(value)][:1])
-
-        def put(tensor: Tensor, hook: Any) -> bool:
-            index = None if meeting is None else meeting.index(tensor)
-            if meeting is not None and index is not None:
-                meeting.subscribe(self.rank, hook, index)
-            elif tensor.grad_fn is None:
-                return False
-            else:
-                hook_gradient(tensor, hook, id(module))
-            return True
-
-        self.wait(current, call, value, put)
+        self.wait(current, call, value, meeting, id(module))
         return None if value is output else value
 
 
@@ -230,19 +231,9 @@ class GradInputTap(GradientTap):
         current.opened.setdefault(self, []).append(entered)
         if call < 0:
             return None
-
-        def put(tensor: Tensor, hook: Any) -> bool:
-            index = None if entered is None else entered.index(tensor)
-            if entered is not None and index is not None:
-                entered.subscribe(self.rank, hook, index)
-            elif tensor.grad_fn is None:
-                return False
-            else:
-                hook_gradient(tensor, hook, id(module))
-            return True
-
         try:
-            self.wait(current, call, self.arguments.bind(module, args, kwargs), put)
+            value = self.arguments.bind(module, args, kwargs)
+            self.wait(current, call, value, entered, id(module))
         except Exception as error:
             self._note(error)
             raise
