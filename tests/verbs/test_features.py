@@ -137,3 +137,11 @@ def test_stopping_early_keeps_no_activation_alive(net, image):
         hl.features(net, image, "layer1.1.conv")
     gc.collect()
     assert kept[0]() is None
+
+
+def test_a_gradient_is_no_feature_and_it_is_said(net, image, left_as_found):
+    before = left_as_found(net)
+    with pytest.raises(hl.SelectionError, match="fc:grad_output flows backward") as caught:
+        hl.features(net, image, ["stem", "fc:grad_output"])
+    assert "hl.record(model, 'fc:grad_output')" in str(caught.value)
+    assert left_as_found(net) == before

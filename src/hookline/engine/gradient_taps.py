@@ -174,13 +174,14 @@ class GradientTap(Tap):
         if self.needless and not self.placed:
             return _NEEDLESS
         if self.placed:
-            return (
-                "no gradient flowed back to it while the line lasted; call backward() inside the"
-                " block, on a loss that depends on it"
-            )
+            return _NO_BACKWARD
         return super().why_silent()
 
 
+_NO_BACKWARD = (
+    "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"
+    " loss that depends on it"
+)
 _NEEDLESS = (
     "what flowed there needs no gradient: nothing before it requires one (frozen parameters, an"
     " input without requires_grad)"
@@ -265,10 +266,8 @@ class ParameterTap(GradientTap):
     def why_silent(self) -> str | None:
         """Why no gradient arrived."""
         if self.off:
-            return "it is frozen: requires_grad is False"
-        if not self.passes.started:
-            return "no backward ran while the line lasted"
-        return "no gradient flowed back to it: the loss does not depend on it"
+            return "it is frozen: requires_grad is False; call requires_grad_() on it first"
+        return _NO_BACKWARD
 
 
 def guarded(function: Callable[[Any], Any], given: Any, where: str) -> Any:

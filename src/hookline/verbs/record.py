@@ -24,6 +24,7 @@ from hookline.engine import (
     Site,
     ports_for,
 )
+from hookline.engine.errors import SelectionError
 from hookline.recordings import Recording, stamp
 from hookline.verbs.keeping import Keep, check_options, is_plain, keeper
 from hookline.verbs.record_gradients import KeepGradient, PlainGradTap
@@ -142,6 +143,12 @@ def start_recording(
     line = Line(model, name=name)
     line.lenient = selector is None
     selection = line.select(selector, ports)
+    back = next((site for site in selection if site.is_gradient), None)
+    if after is not None and back is not None:
+        raise SelectionError(
+            f"hl.{name} only runs forward, and {back} flows backward.\nUse hl.record(model,"
+            f" {str(back)!r}), and call backward() inside the block."
+        )
     modules = tuple([(node.path, node.type_name) for node in line.nodes])
     recording = Recording(selection.sites, line.report, modules)
     line.passes.sink = recording
