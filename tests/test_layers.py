@@ -16,7 +16,7 @@ ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
     "errors", "torch_internals", "tree", "site", "modules", "globs", "select", "passes",
-    "arguments", "taps", "returns", "flow", "gradient_taps", "backward_taps", "saved_taps",
+    "arguments", "taps", "returns", "values", "flow", "gradient_taps", "backward_taps", "saved_taps",
     "placing", "everywhere", "report", "inventory", "blame", "line", "hooks_on_modules",
     "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import flow, tree
-from hookline.engine.flow import Arrival, Flow, off_leaves
+from hookline.engine.flow import Flow, off_leaves
 from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Passes
 from hookline.engine.returns import check_backward
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank
-from hookline.engine.torch_internals import backward_number, hook_gradient
+from hookline.engine.torch_internals import backward_number
+from hookline.engine.values import Arrival, hook_value
 
 Hook = Callable[..., Any]
 Grads = list[Tensor | None]
@@ -124,7 +125,7 @@ class BackwardPreTap(_RawBackwardTap):
             return None
         call = _Call(module)
         call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
-        hook_gradient(found[0], Arrival(self._lone, call), id(module))
+        hook_value(found[0], Arrival(self._lone, call), id(module))
         return None if value is output else value
 
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
@@ -226,7 +227,7 @@ class BackwardTap(_RawBackwardTap):
         for slot, tensor in enumerate(found):
             hook = Arrival(self._noted, call, slot)
             if meeting is None:
-                hook_gradient(tensor, hook, id(call.module))
+                hook_value(tensor, hook, id(call.module))
             else:
                 meeting.subscribe(self._rank(Rank.GRAD_READ), hook, meeting.index(tensor))
         return None if value is output else value
@@ -247,7 +248,7 @@ class BackwardTap(_RawBackwardTap):
         opened = None if current is None else current.opened.get(self)
         call = opened.pop() if opened else None
         if call is not None and call.flow is not None:
-            call.flow.close(self.site.path or self.site.module_type)
+            call.flow.close(self.site.path or self.site.module_type, output)
 
     def _open_call(self) -> _Call | None:
         current = self.lane.current or self.lane.outside

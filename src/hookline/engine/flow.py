@@ -1,12 +1,11 @@
-"""Flow: the gradients of one call's inputs, or outputs, on their way back. Imports taps, tree.
+"""Flow: the gradients of one call on their way back, for raw backward hooks. Imports values, tree.
 
-A gradient hook on a tensor sees what comes back through every use of it. The gradient of a module's
-*input* is what comes back through that module alone, so the module is given an alias of its own (a
-view, to which nothing is added but a node in the graph), and the hooks are on the alias.
+torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
+through all its uses. So the module is given an alias of each input (a view, to which nothing is
+added but a node in the graph), and the hooks are on the alias. Where several gradients are wanted
+at once, they need a place to meet: a `_Meeting` in the graph.
 
-All hooks on a call's inputs stand in one list, by rank, so that edits, hooks and recorders of
-several lines are called in their order. A raw hook that wants all gradients of a call at once,
-where there are several, needs them to meet: a `_Meeting` in the graph.
+All hooks of a flow stand in one list, by rank, so that hooks of several lines are called in order.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,17 +21,11 @@ from torch import Tensor
 from hookline.engine import tree
 from hookline.engine.errors import AttachError
 from hookline.engine.taps import Rank
-from hookline.engine.torch_internals import hook_gradient, hook_node
+from hookline.engine.torch_internals import base_of_view
+from hookline.engine.values import Arrival, View, hook_value
 
 OneHook = Callable[[Tensor], Any]
 AllHook = Callable[[list[Tensor | None]], Any]
-
-
-class Arrival(partial[Any]):
-    """A hook on a tensor of the graph. Pickling that tensor loses it, and need not say so."""
-
-    __slots__ = ()
-    __torch_unserializable__ = True
 
 
 @final
@@ -48,7 +40,7 @@ class Flow:
 
     __slots__ = (
         "__weakref__",
-        "_by_node", "_hooks", "_made", "_origins", "_refs", "is_meeting", "key", "open",
+        "_hooks", "_made", "_origins", "_refs", "_versions", "_views", "is_meeting", "key", "open",
     )  # fmt: skip
 
     def __init__(self, key: int, tensors: Sequence[Tensor], *, meet: bool) -> None:
@@ -56,15 +48,17 @@ class Flow:
         self.open = True
         self.is_meeting = meet and len(tensors) > 1
         self._hooks: list[tuple[Rank, int | None, OneHook | AllHook]] = []
-        self._origins = [(t.grad_fn, t.output_nr, t._version) for t in tensors]
-        self._by_node: set[int] = set()
+        self._versions = [tensor._version for tensor in tensors]
+        self._views: list[View | None] = []
         if self.is_meeting:
             aliases: Sequence[Tensor] = _Meeting.apply(self, *tensors)  # type: ignore[no-untyped-call]
         else:
             aliases = [tensor.view_as(tensor) for tensor in tensors]
-            for index, alias in enumerate(aliases):
-                hook_gradient(alias, Arrival(self._one, index))
+            self._views = [
+                hook_value(alias, Arrival(self._call, index)) for index, alias in enumerate(aliases)
+            ]
         self._refs = [weakref.ref(alias) for alias in aliases]
+        self._origins = [weakref.ref(tensor) for tensor in tensors]
         self._made: Sequence[Tensor] = aliases
 
     def taken(self) -> Sequence[Tensor]:
@@ -79,6 +73,12 @@ class Flow:
                 return index
         return None
 
+    def origin(self, tensor: Tensor) -> Tensor:
+        """What an alias is an alias of; any other tensor is itself."""
+        index = self.index(tensor)
+        origin = None if index is None else self._origins[index]()
+        return tensor if origin is None else origin
+
     def subscribe(self, rank: Rank, hook: OneHook | AllHook, index: int | None = None) -> None:
         """Add a hook on one of the gradients, or (without an index) on all of them at once."""
         at = len(self._hooks)
@@ -86,8 +86,8 @@ class Flow:
             at -= 1
         self._hooks.insert(at, (rank, index, hook))
 
-    def close(self, name: str) -> None:
-        """The call has ended. What it changed in place lost the hooks on its alias.
+    def close(self, name: str, output: Any) -> None:
+        """The call has ended: an alias that it neither changed nor returned, nobody will change.
 
         Raises:
             AttachError: it changed one of several inputs whose gradients must meet.
@@ -95,31 +95,23 @@ class Flow:
         if not self.open:
             return
         self.open = False
-        origins, self._origins = self._origins, []
-        for index, ref in enumerate(self._refs):
-            alias = ref()
-            node, output_nr, version = origins[index]
-            if alias is None or node is None or alias._version == version:
+        aliases = [ref() for ref in self._refs]
+        if self.is_meeting:
+            for alias, version in zip(aliases, self._versions, strict=True):
+                if alias is not None and alias._version != version:
+                    raise AttachError(
+                        f"{name} changes one of its several inputs in place, so a raw backward hook"
+                        " cannot be given all their gradients at once."
+                        f"\nRecord or edit them one by one: '{name}:grad_input'."
+                    )
+            return
+        bases = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
+        for alias, view in zip(aliases, self._views, strict=True):
+            if view is None:
                 continue
-            if self.is_meeting:
-                raise AttachError(
-                    f"{name} changes one of its several inputs in place, so a raw backward hook"
-                    " cannot be given all their gradients at once."
-                    f"\nRecord or edit them one by one: '{name}:grad_input'."
-                )
-            self._by_node.add(index)
-            hook_node(node, Arrival(self._at_node, index, output_nr))
-
-    def _at_node(self, index: int, output_nr: int, grads: tuple[Tensor | None, ...]) -> Any:
-        grad = grads[output_nr]
-        new = None if grad is None else self._call(index, grad)
-        if new is None:
-            return None
-        return (*grads[:output_nr], new, *grads[output_nr + 1 :])
-
-    def _one(self, index: int, grad: Tensor) -> Tensor | None:
-        # Behind an in-place change only part of the gradient comes this way.
-        return None if index in self._by_node else self._call(index, grad)
+            base = None if alias is None else base_of_view(alias)
+            if not any(other is not None and other is base for other in bases):
+                view.settle()
 
     def _call(self, index: int, grad: Tensor) -> Tensor | None:
         new = grad
@@ -183,8 +175,8 @@ def enter(
     found = _flowing((args, tuple(kwargs.values())), fixed_only=True)
     if not found:
         return args, kwargs, None
-    flow = _lane.entering()
-    if flow is not None and flow.open and flow.key == key and flow.index(found[0]) is not None:
+    flow = entered(key)
+    if flow is not None and flow.index(found[0]) is not None:
         return args, kwargs, flow
     flow = Flow(key, found, meet=meet)
     _lane.entering = weakref.ref(flow)
@@ -192,6 +184,12 @@ def enter(
     args = tuple(tree.swap(value, new, fixed_only=True) for value in args)
     kwargs = {name: tree.swap(value, new, fixed_only=True) for name, value in kwargs.items()}
     return args, kwargs, flow
+
+
+def entered(key: int) -> Flow | None:
+    """The flow of this call's inputs, if it has one."""
+    flow = _lane.entering()
+    return flow if flow is not None and flow.open and flow.key == key else None
 
 
 def leave(key: int, output: Any) -> tuple[Any, Flow | None]:
@@ -214,18 +212,18 @@ def met(key: int, tensors: Sequence[Tensor]) -> Flow | None:
     return flow
 
 
-def off_leaves(value: Any) -> Any:
+def off_leaves(value: Any, *, fixed_only: bool = False) -> Any:
     """The value with aliases for its leaves: a parameter that is returned, an input passed on.
 
     A leaf outlives the pass, and a hook on it would, too, and see every other use of it.
     """
     if not torch.is_grad_enabled():
         return value
-    leaves = {id(t): t for t in _flowing(value, fixed_only=False) if t.is_leaf}
+    leaves = {id(t): t for t in _flowing(value, fixed_only=fixed_only) if t.is_leaf}
     if not leaves:
         return value
     aliases = {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
-    return tree.swap(value, aliases, fixed_only=False)
+    return tree.swap(value, aliases, fixed_only=fixed_only)
 
 
 def _flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:

@@ -8,6 +8,7 @@ tensor, so that it keeps no graph alive.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.errors import StructureError, warn
-from hookline.engine.flow import Arrival, Flow
+from hookline.engine.flow import Flow
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import backward_number, hook_gradient
+from hookline.engine.torch_internals import backward_number
+from hookline.engine.values import Arrival, hook_value
 
 
 @final
@@ -90,11 +92,18 @@ class GradientTap(Tap):
         return call if self.site.call in (None, call) else -1
 
     def wait(
-        self, current: Pass, call: int, value: Any, through: Flow | None, owner: int
-    ) -> None:  # fmt: skip
+        self,
+        current: Pass,
+        call: int,
+        value: Any,
+        through: Flow | None,
+        owner: int,
+        origin: Callable[[Tensor], Tensor],
+    ) -> None:
         """Wait for the gradients of a value: put a hook on each of its tensors.
 
-        Those that go through a flow have it there; `owner` says whose the others are.
+        Those that meet in a flow have it there; `owner` says whose the others are, and `origin`
+        what a tensor is an alias of.
         """
         if not torch.is_grad_enabled():
             self.off += 1
@@ -115,7 +124,7 @@ class GradientTap(Tap):
                 if through is not None and index is not None:
                     through.subscribe(self.rank, hook, index)
                 elif tensor.grad_fn is not None:
-                    hook_gradient(tensor, hook, owner)
+                    hook_value(origin(tensor), hook, owner)
                 else:
                     continue  # a leaf inside a list or an object: a hook on it would stay on it
                 numbers[id(tensor)] = slot
@@ -207,12 +216,12 @@ class GradOutputTap(GradientTap):
             return None
         value = flow.off_leaves(output)
         meeting = flow.met(key, [t for _, t in tree.tensors(value)][:1])
-        self.wait(current, call, value, meeting, id(module))
+        self.wait(current, call, value, meeting, id(module), _itself)
         return None if value is output else value
 
 
 class GradInputTap(GradientTap):
-    """Sees the gradients of what a module is called with: a forward-pre and a forward hook."""
+    """Sees the gradients of what a module is called with: a forward-pre hook."""
 
     __slots__ = ("arguments",)
 
@@ -221,31 +230,31 @@ class GradInputTap(GradientTap):
         self.arguments = Arguments()
 
     def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The hook before the module."""
+        """The hook on the module."""
         current = self.lane.current or self._outside(module)
         if current is None:
             return None
         call = self._call(current)
-        entered: Flow | None = None
-        if call >= 0 and torch.is_grad_enabled():
-            args, kwargs, entered = flow.enter(id(sys._getframe(1)), args, kwargs)
-        current.opened.setdefault(self, []).append(entered)
         if call < 0:
             return None
+        new_args, values = flow.off_leaves((args, tuple(kwargs.values())), fixed_only=True)
+        is_new = new_args is not args or any(map(operator.is_not, values, kwargs.values()))
+        if is_new:
+            args, kwargs = new_args, dict(zip(kwargs, values, strict=True))
+        # A raw backward hook may have aliased the inputs by now; what came in is meant.
+        entered = flow.entered(id(sys._getframe(1)))
+        origin = _itself if entered is None else entered.origin
         try:
             value = self.arguments.bind(module, args, kwargs)
-            self.wait(current, call, value, entered, id(module))
+            self.wait(current, call, value, None, id(module), origin)
         except Exception as error:
             self._note(error)
             raise
-        return None if entered is None else (args, kwargs)
+        return (args, kwargs) if is_new else None
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """The hook after the module, always called."""
-        current = self.lane.current or self.lane.outside
-        opened = None if current is None else current.opened.get(self)
-        if opened and (entered := opened.pop()) is not None:
-            entered.close(self.site.path)
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @final

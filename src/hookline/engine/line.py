@@ -129,8 +129,6 @@ class Line:
             place(module, "forward", tap.fire, rank)
             return
         place(module, "forward_pre", tap.fire, rank, with_kwargs=True)
-        if isinstance(tap, GradInputTap):
-            place(module, "forward", tap.leave, rank, with_kwargs=True, always_call=True)
 
     def _place_on_tensor(self, node: TensorNode, tap: Any, rank: Rank) -> None:
         if node.tensor.requires_grad:

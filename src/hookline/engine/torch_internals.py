@@ -147,9 +147,24 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0)
     hooks[owner, next(_keys)] = hook
 
 
-def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], Any]) -> None:
-    """Call a hook with all gradients that enter a node of the graph: what `tensor.grad_fn` gave."""
-    node.register_prehook(hook)
+def version_counter(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares a tensor's `_version`, and not its memory."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """The tensor of the graph whose memory this one shows, if it is a view.
+
+    None where an in-place operation cannot take the view's place in the graph: on views of a leaf,
+    which refuse it, and where the two do not hold numbers of one kind.
+    """
+    base = tensor._base if tensor._is_view() else None
+    if base is None or base.grad_fn is None or type(base) is not Tensor:
+        return None
+    is_one_kind = base.dtype is tensor.dtype and base.is_conj() == tensor.is_conj()
+    return base if is_one_kind and base.is_neg() == tensor.is_neg() else None
 
 
 def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -20,7 +20,7 @@ from hookline.engine import (
     Rank,
     Site,
     backward_number,
-    hook_gradient,
+    hook_value,
     tree,
 )
 from hookline.recordings import Gathered, stamp
@@ -98,7 +98,7 @@ class PlainGradTap(GradOutputTap):
         call = calls.get(self, 0)
         calls[self] = call + 1
         self.placed += 1
-        hook_gradient(output, Arrival(self.keep, current, call), id(module))
+        hook_value(output, Arrival(self.keep, current, call), id(module))
         return None
 
     def keep(self, current: Pass, call: int, grad: Tensor) -> None:
