@@ -122,7 +122,7 @@ def test_a_forward_hook_that_returns_nonsense_is_an_error(net, image, returned):
         line.forward("fc", lambda module, args, output: returned)
         with pytest.raises(hl.StructureError, match="would become the output") as caught:
             net(image)
-    assert "hookline: raised by the hook at fc (Linear)" in caught.value.__notes__
+    assert "hookline: raised by the hook at fc:forward (Linear)" in caught.value.__notes__
 
 
 @pytest.mark.parametrize(

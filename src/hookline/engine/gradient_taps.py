@@ -192,7 +192,7 @@ _NO_BACKWARD = (
     " loss that depends on it"
 )
 _NEEDLESS = (
-    "what flowed there needs no gradient: nothing before it requires one (frozen parameters, an"
+    "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"
     " input without requires_grad)"
 )
 

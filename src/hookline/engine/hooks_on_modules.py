@@ -6,6 +6,7 @@ Imports line, everywhere, the taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,6 @@ from hookline.engine.site import Site
 from hookline.engine.taps import Rank, RawTap
 
 Hook = Callable[..., Any]
-_ANY = Site("", module_type="any")
 
 
 class ModuleHooks(Line):
@@ -105,7 +105,7 @@ class ModuleHooks(Line):
     ) -> None:  # fmt: skip
         check_callable(kind, hook)
         if self.is_everywhere:
-            tap = RawTap(_ANY, self.passes, hook, check)
+            tap = RawTap(_everywhere(kind), self.passes, hook, check)
             self.caught(
                 kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
             )
@@ -143,7 +143,7 @@ class ModuleHooks(Line):
         """
         check_callable("backward_pre", hook)
         if self.is_everywhere:
-            tap = BackwardPreTap(_ANY, self.passes, hook, is_everywhere=True)
+            tap = BackwardPreTap(_everywhere("backward_pre"), self.passes, hook, is_everywhere=True)
             self.caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
             return
         with self.all_or_nothing() as placements:
@@ -182,7 +182,7 @@ class ModuleHooks(Line):
         """
         check_callable("backward", hook)
         if self.is_everywhere:
-            tap = BackwardTap(_ANY, self.passes, hook, is_everywhere=True)
+            tap = BackwardTap(_everywhere("backward"), self.passes, hook, is_everywhere=True)
             self.caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
             return
         with self.all_or_nothing() as placements:
@@ -244,7 +244,11 @@ class ModuleHooks(Line):
                     f"line.{kind} hooks modules, and {site} is a part of one."
                     f"\nSelect {site.path!r}, or use hl.record or hl.edit for ports and leaves."
                 )
-            yield site, node
+            yield replace(site, port=kind), node
+
+
+def _everywhere(kind: str) -> Site:
+    return Site("", kind, module_type="any module")
 
 
 def check_callable(kind: str, hook: Any) -> None:

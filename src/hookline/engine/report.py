@@ -13,10 +13,11 @@ from torch import nn
 
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
-from hookline.engine.site import MODULE_PORTS, Site
+from hookline.engine.site import Site
 from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import is_compiled, is_scripted
 
+_NOT_RUN = "the model has not run"
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
     " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
@@ -58,8 +59,7 @@ class Report:
         silent = [site for site in self.silent if site not in self.excused]
         if not silent:
             return None
-        on_modules = [site for site in silent if site.port in MODULE_PORTS]
-        if not self.passes and on_modules == silent:
+        if not self.passes and {self.why[site] for site in silent} <= {_NOT_RUN, _OTHER_CONTEXT}:
             reason = _OTHER_CONTEXT if self.elsewhere else "the model did not run while it lasted"
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
@@ -92,7 +92,7 @@ def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any)
     if own is not None:
         return own
     if not passes.started:
-        return _OTHER_CONTEXT if passes.elsewhere else "the model has not run"
+        return _OTHER_CONTEXT if passes.elsewhere else _NOT_RUN
     if passes.failed == passes.started:
         return "the forward raised before this had finished"
     if isinstance(node, Node):

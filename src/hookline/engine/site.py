@@ -16,7 +16,6 @@ from hookline.engine.tree import Key, Leaf, leaf_text
 
 # What flows through a module, and back; `grad` is a parameter's, or a tensor's.
 PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
-MODULE_PORTS: Final = PORTS[:4]
 
 _GRAMMAR = re.compile(
     r"""(?P<path>[^:#\[\]]*)

@@ -98,7 +98,7 @@ class GradientFlow:
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
     if not row.count:
-        return (row.site, "0", "-", "-", "-", "-", f"{row.state}: {row.why}")
+        return (row.site, "0", "-", "-", "-", "-", f"{row.state}: {row.why.partition(';')[0]}")
     ratio = "-" if row.ratio is None else f"{row.ratio:.3g}"
     return (
         row.site, str(row.count), f"{row.norm:.3g}", ratio, f"{row.largest:.3g}",

@@ -49,6 +49,10 @@ class Index:
             covers = site.leaf[: len(kept.leaf)] == kept.leaf
             if covers and kept.call in (None, site.call):
                 return index, site
+        # A tensor that was given by name has but one thing to record.
+        at_grad = self._by_place.get((site.path, "grad"), ())
+        if at_grad and site == Site(site.path):
+            return at_grad[0], replace(site, port="grad")
         raise NotRecordedError(self._not_selected(key, site))
 
     def _not_selected(self, key: Key, site: Site) -> str:

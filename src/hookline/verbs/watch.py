@@ -36,6 +36,7 @@ class Watch:
         self._line = line
         self._model: nn.Module | None = model
         self._file = file
+        self._optional = False
 
     def __enter__(self) -> Self:
         self._line.__enter__()
@@ -62,13 +63,20 @@ class Watch:
 
     def report(self) -> Report:
         """What was matched and attached, and how often each site fired."""
-        return self._line.report()
+        full = self._line.report()
+        shown = tuple(
+            (site, count)
+            for site, count in full.fired
+            if site.port != "input" and not (self._optional and site.is_gradient and not count)
+        )
+        return replace(full, fired=shown, why={site: full.why[site] for site, n in shown if not n})
 
     def start(self, selection: Selection, *, optional: bool) -> None:
         """Attach: an input tap starts a module's clock, an output tap prints it.
 
         With `optional`, it is no mistake if no backward comes.
         """
+        self._optional = optional
         places = list(selection.places())
         starts = [
             (replace(site, port="input", leaf=()), node)

@@ -1,0 +1,62 @@
+"""Hooks on everything that runs, forward and backward, in this thread only, and gone afterwards.
+
+By hand: `torch.nn.modules.module.register_module_forward_hook` and its three siblings. They fire
+for every model of the process, in every thread: a model that is trained or served beside this one
+prints into this log, and is changed by whatever the hooks return. If an exception comes between,
+they stay on for the life of the process. `hl.EVERYWHERE` is what runs in this `with` block.
+
+    python examples/debug_everything.py
+"""
+
+import threading
+
+import torch
+from torch import nn
+
+import hookline as hl
+
+torch.manual_seed(0)
+mine = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+theirs = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+seen, losses = [], []
+
+
+def show(what, module, values):
+    seen.append(module)
+    shapes = ", ".join(str(list(value.shape)) for value in values)
+    print(f"  {what:12}  {type(module).__name__:10}  {shapes}")
+
+
+def run_mine():
+    mine(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def train_theirs():
+    """Another model, trained in another thread by somebody who knows nothing of this."""
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.01)
+    x = torch.linspace(-3, 3, 64)[:, None]
+    for _ in range(200):
+        loss = (theirs(x) - x.sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+
+other = threading.Thread(target=train_theirs)
+with hl.attach(hl.EVERYWHERE) as line:
+    line.forward_pre(None, lambda module, args: show("forward_pre", module, args))
+    line.forward(None, lambda module, args, output: show("forward", module, [output]))
+    line.backward_pre(None, lambda module, grad_out: show("backward_pre", module, grad_out))
+    line.backward(None, lambda module, grad_in, grad_out: show("backward", module, grad_in))
+    other.start()
+    run_mine()
+    other.join()
+
+print(f"the other thread trained meanwhile: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+print("modules of its model that were seen here:", len(set(seen) & set(theirs.modules())))
+
+seen.clear()
+run_mine()
+print("calls seen after the block:", len(seen))
+print("left behind:", hl.inventory(mine))  # those of the whole process included
