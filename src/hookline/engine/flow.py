@@ -212,23 +212,45 @@ def met(key: int, tensors: Sequence[Tensor]) -> Flow | None:
     return flow
 
 
-def off_leaves(value: Any, *, fixed_only: bool = False) -> Any:
-    """The value with aliases for its leaves: a parameter that is returned, an input passed on.
+def off_leaves(value: Any) -> Any:
+    """An output with aliases for its leaves: a parameter that is returned, an input passed on.
 
     A leaf outlives the pass, and a hook on it would, too, and see every other use of it.
     """
-    if not torch.is_grad_enabled():
-        return value
-    leaves = {id(t): t for t in _flowing(value, fixed_only=fixed_only) if t.is_leaf}
-    if not leaves:
-        return value
-    aliases = {key: leaf.view_as(leaf) for key, leaf in leaves.items()}
-    return tree.swap(value, aliases, fixed_only=fixed_only)
+    leaves = [tensor for tensor in _flowing(value, fixed_only=False) if tensor.is_leaf]
+    return tree.swap(value, _aliases(leaves), fixed_only=False) if leaves else value
+
+
+def apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_only: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with aliases for what outlives the pass: leaves, or where it begins, all.
+
+    Hooks on a tensor that several passes share would see what comes back from all of them.
+
+    Returns:
+        The new (args, kwargs); None if there was nothing to alias.
+    """
+    found = _flowing((args, tuple(kwargs.values())), fixed_only=True)
+    wanted = [tensor for tensor in found if tensor.is_leaf or not leaves_only]
+    if not wanted:
+        return None
+    new = _aliases(wanted)
+    return (
+        tuple(tree.swap(value, new, fixed_only=True) for value in args),
+        {name: tree.swap(value, new, fixed_only=True) for name, value in kwargs.items()},
+    )
+
+
+def _aliases(tensors: list[Tensor]) -> dict[int, Tensor]:
+    return {id(tensor): tensor.view_as(tensor) for tensor in tensors}
 
 
 def _flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     """Each tensor through which a gradient can come back, once."""
     found: dict[int, Tensor] = {}
+    if not torch.is_grad_enabled():
+        return []
     for tensor in _tensors(value, fixed_only):
         if tensor.requires_grad and tensor.layout is torch.strided:
             found[id(tensor)] = tensor

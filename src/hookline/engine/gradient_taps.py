@@ -8,7 +8,6 @@ tensor, so that it keeps no graph alive.
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
 from collections.abc import Callable
@@ -231,16 +230,16 @@ class GradInputTap(GradientTap):
 
     def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The hook on the module."""
-        current = self.lane.current or self._outside(module)
+        current = self.lane.current
+        is_first = current is None  # called by hand: the pass begins and ends here
+        current = current or self._outside(module)
         if current is None:
             return None
         call = self._call(current)
         if call < 0:
             return None
-        new_args, values = flow.off_leaves((args, tuple(kwargs.values())), fixed_only=True)
-        is_new = new_args is not args or any(map(operator.is_not, values, kwargs.values()))
-        if is_new:
-            args, kwargs = new_args, dict(zip(kwargs, values, strict=True))
+        new = flow.apart(args, kwargs, leaves_only=not is_first)
+        args, kwargs = new or (args, kwargs)
         # A raw backward hook may have aliased the inputs by now; what came in is meant.
         entered = flow.entered(id(sys._getframe(1)))
         origin = _itself if entered is None else entered.origin
@@ -250,7 +249,22 @@ class GradInputTap(GradientTap):
         except Exception as error:
             self._note(error)
             raise
-        return (args, kwargs) if is_new else None
+        return new
+
+
+class BorderTap(Tap):
+    """Where the root begins: what comes back through one pass is kept apart from all else."""
+
+    __slots__ = ()
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(Site("", "grad_input"), passes, unused, Rank.JOIN)
+
+    def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward-pre hook on the root."""
+        if self.lane.current is None and self._outside(module) is None:
+            return None
+        return flow.apart(args, kwargs, leaves_only=False)
 
 
 def _itself(tensor: Tensor) -> Tensor:

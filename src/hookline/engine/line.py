@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hookline.engine.errors import AttachError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.gradient_taps import (
+    BorderTap,
     GradientTap,
     GradInputTap,
     GradOutputTap,
@@ -101,6 +102,11 @@ class Line:
         own. All are attached, or none.
         """
         with self.all_or_nothing():
+            if self.root is not None and any(site.port == "grad_input" for site in selection):
+                border = BorderTap(self.passes)
+                self._placements.place(
+                    self.root, "forward_pre", border.fire, Rank.JOIN, with_kwargs=True
+                )
             for site, node in selection.places():
                 tap = self._make(site, bind(site), rank)
                 self.keep(tap, node)
