@@ -113,8 +113,9 @@ class Placements:
         hooks = tensor_hook_dict(tensor, kind)
         assert hooks is not None
         self._placed.append(([hooks], handle.id))
+        foreign = Rank.GRAD_HOOK if kind == "grad" else Rank.HOOK
         for other, other_hook in list(hooks.items()):
-            other_rank = _rank_of(other_hook)
+            other_rank = _rank_of(other_hook, foreign)
             if other != handle.id and (other_rank > rank or (prepend and other_rank == rank)):
                 del hooks[other]  # and in again at the end: what torch sees is insertion order
                 hooks[other] = other_hook
@@ -176,6 +177,6 @@ def register_everywhere(group: str, hooks: dict[str, Hook]) -> list[RemovableHan
     ]
 
 
-def _rank_of(hook: Hook) -> int:
+def _rank_of(hook: Hook, foreign: Rank = Rank.HOOK) -> int:
     owner = getattr(hook, "__self__", None)
-    return owner.rank if isinstance(owner, Tap | RootTap) else Rank.HOOK
+    return owner.rank if isinstance(owner, Tap | RootTap) else foreign

@@ -5,6 +5,7 @@ Imports index, entries, folder, engine. Look-ups never guess: what has several a
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, final
@@ -22,13 +23,14 @@ class Log:
 
     Args:
         sites: what was selected.
-        report: says why a site did not fire.
+        report: the recording's method that says why a site did not fire. It is not held.
     """
 
     def __init__(self, sites: tuple[Site, ...], report: Callable[[], Report]) -> None:
         self.sites = sites
         self.passes: list[Pass] = []
-        self._report = report
+        # If the two held each other, every value would live until the next garbage collection.
+        self._report = weakref.WeakMethod(report)
         self._index = Index(sites)
         self._sorted: dict[int, tuple[int, dict[int, list[Entry]]]] = {}
 
@@ -135,7 +137,8 @@ class Log:
                 f"{site} ran {_times(last + 1)} {where}; there is no call #{asked.call}."
                 f"\nThe last one is {f'{site}#{last}'!r}."
             )
-        why = self._report().why.get(site)
+        report = self._report()
+        why = None if report is None else report().why.get(site)
         if why is None:
             why = "it did not fire in this pass" if self.passes else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")

@@ -76,6 +76,7 @@ def edit(
             "\nTo put a fixed value there: hl.edits.replace(value)."
         )
     line = Line(model, name="edit")
+    line.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
 
     def bind(site: Site) -> Bound:
