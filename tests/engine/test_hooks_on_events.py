@@ -1,0 +1,243 @@
+"""Raw hooks on registrations, optimizers and state dicts."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as internals
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import hookline as hl
+
+REGISTRIES = [
+    internals._global_parameter_registration_hooks, internals._global_buffer_registration_hooks,
+    internals._global_module_registration_hooks, _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_torch():
+    yield
+    assert not any(REGISTRIES)
+    assert not internals._has_any_global_hook()
+
+
+def test_what_is_registered_is_seen_as_it_is_built():
+    seen = []
+    with hl.attach(hl.EVERYWHERE) as line:
+        for kind in ("parameter", "buffer", "module"):
+            line.registered(kind, lambda module, name, value, kind=kind: seen.append((kind, name)))
+        nn.Sequential(nn.BatchNorm1d(2))
+    assert seen == [
+        ("parameter", "weight"), ("parameter", "bias"), ("buffer", "running_mean"),
+        ("buffer", "running_var"), ("buffer", "num_batches_tracked"), ("module", "0"),
+    ]  # fmt: skip
+
+
+def test_what_a_hook_returns_is_registered_instead():
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.registered("module", lambda module, name, child: nn.Identity())
+        line.registered("buffer", lambda module, name, buffer: buffer + 7)
+        line.registered("parameter", lambda module, name, p: nn.Parameter(torch.zeros_like(p)))
+        module = nn.Module()
+        module.register_buffer("b", torch.zeros(2))
+        module.p = nn.Parameter(torch.ones(2))
+        model = nn.Sequential(nn.Linear(2, 2))
+    assert isinstance(model[0], nn.Identity)
+    assert module.b.tolist() == [7.0, 7.0]
+    assert module.p.tolist() == [0.0, 0.0]
+
+
+def test_several_hooks_each_get_what_the_one_before_made():
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.registered("buffer", lambda module, name, buffer: buffer + 1)
+        line.registered("buffer", lambda module, name, buffer: buffer * 10)
+        module = nn.Module()
+        module.register_buffer("b", torch.zeros(1))
+    assert module.b.tolist() == [10.0]
+
+
+def test_a_line_of_a_model_sees_registrations_in_that_model_alone(net):
+    seen = []
+    with hl.attach(net) as line:
+        line.registered("parameter", lambda module, name, value: seen.append(name))
+        net.fc.scale = nn.Parameter(torch.ones(1))
+        nn.Linear(1, 1)
+        net.added = nn.Linear(1, 1)
+        net.added.more = nn.Parameter(torch.ones(1))
+    assert seen == ["scale", "more"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "returned"),
+    [("parameter", torch.ones(2)), ("buffer", 3), ("module", torch.ones(1)), ("module", "x")],
+)
+def test_what_cannot_be_registered_is_refused(kind, returned):
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.registered(kind, lambda *_: returned)
+        with pytest.raises(hl.StructureError, match=f"to be registered as the {kind}"):
+            nn.Sequential(nn.BatchNorm1d(2))
+
+
+def test_another_thread_that_builds_and_trains_sees_nothing():
+    entered, done = threading.Event(), threading.Event()
+    errors = []
+
+    def other():
+        try:
+            entered.wait()
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    seen = []
+
+    def train():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with hl.attach(hl.EVERYWHERE) as line:
+        for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+            getattr(line, kind)(None, lambda *_, kind=kind: seen.append(kind))
+        line.registered("parameter", lambda *_: seen.append("registered"))
+        line.step_pre(None, lambda *_: seen.append("step_pre"))
+        line.step_post(None, lambda *_: seen.append("step_post"))
+        entered.set()
+        done.wait()
+        thread.join()
+        assert (seen, errors) == ([], [])
+        train()
+    assert seen == [
+        "registered", "registered", "forward_pre", "forward", "backward_pre", "backward",
+        "step_pre", "step_post",
+    ]  # fmt: skip
+    train()
+    assert len(seen) == 8
+
+
+def test_steps_are_seen_and_their_arguments_replaced(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = []
+
+    def closure():
+        return torch.tensor(3.0)
+
+    with hl.attach(net) as line:
+        line.step_pre(optimizer, lambda o, args, kwargs: ((o, closure), {}))
+        line.step_pre(optimizer, lambda o, args, kwargs: seen.append((o, args, kwargs)))
+        line.step_post(optimizer, lambda o, args, kwargs: seen.append((o, args, kwargs)))
+        assert optimizer.step() == 3.0
+    assert seen == [(optimizer, (optimizer, closure), {})] * 2
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_copied_optimizer_has_no_hooks(net):
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
+    with hl.attach() as line:
+        line.step_pre(optimizer, lambda *_: seen.append(1))
+        copy.deepcopy(optimizer).step()
+        assert seen == []
+        optimizer.step()
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("attach", "says"),
+    [
+        (lambda line, o: line.step_pre(o, print), "holds none of the 20 parameters of SmallNet"),
+        (lambda line, o: line.step_post("sgd", print), "needs an optimizer, got str"),
+        (lambda line, o: line.step_pre(None, print), "needs an optimizer, got NoneType"),
+        (lambda line, o: line.step_pre(o, 3), "needs a function"),
+        (lambda line, o: line.state_dict(o, print), "holds none of"),
+        (lambda line, o: line.registered("tensor", print), "never registered"),
+        (lambda line, o: hl.attach().registered("buffer", print), "happen in a model"),
+    ],
+)
+def test_what_cannot_be_hooked_is_refused_with_the_remedy(net, attach, says):
+    foreign = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with hl.attach(net) as line, pytest.raises(hl.AttachError, match=says) as caught:
+        attach(line, foreign)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_step_hook_that_returns_something_else_is_refused(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with hl.attach(net) as line:
+        line.step_pre(optimizer, lambda *_: 3)
+        with pytest.raises(hl.StructureError, match=r"Return \(args, kwargs\)"):
+            optimizer.step()
+    with hl.attach(net) as line:
+        line.step_post(optimizer, lambda *_: 3)
+        with pytest.raises(hl.StructureError, match="would be ignored"):
+            optimizer.step()
+
+
+def test_the_state_dicts_of_modules_are_seen_and_changed_in_place(net):
+    seen = []
+
+    def rename(module, state, prefix, metadata):
+        state[prefix + "extra"] = torch.ones(1)
+
+    def before_load(module, state, prefix, *rest):
+        seen.append((type(module), prefix, len(rest)))
+        del state[prefix + "extra"]
+
+    with hl.attach(net) as line:
+        line.state_dict_pre("fc", lambda module, prefix, keep: seen.append((prefix, keep)))
+        line.state_dict("fc", rename)
+        line.load_state_dict_pre("fc", before_load)
+        line.load_state_dict("fc", lambda module, keys: seen.append(keys.missing_keys))
+        state = net.state_dict()
+        assert state["fc.extra"].tolist() == [1.0]
+        net.load_state_dict(state)
+    assert seen == [("fc.", False), (nn.Linear, "fc.", 5), []]
+    assert "fc.extra" not in net.state_dict()
+    assert not len(hl.inventory(net))
+
+
+def test_a_state_dict_hook_that_returns_something_is_refused(net):
+    with hl.attach(net) as line:
+        line.state_dict("", lambda *_: {})
+        with pytest.raises(hl.StructureError, match="change the state_dict in place"):
+            net.state_dict()
+
+
+def test_the_state_dicts_of_optimizers_are_seen_and_may_be_replaced(net):
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
+    with hl.attach(net) as line:
+        line.state_dict_pre(optimizer, lambda o: seen.append("pre"))
+        line.state_dict(optimizer, lambda o, state: {**state, "mine": 1})
+        line.load_state_dict_pre(
+            optimizer, lambda o, state: {k: v for k, v in state.items() if k != "mine"}
+        )
+        line.load_state_dict(optimizer, lambda o: seen.append("loaded"))
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+    assert seen == ["pre", "loaded"]
+    assert state["mine"] == 1
+    assert "mine" not in optimizer.state_dict()
+
+
+def test_what_did_not_happen_is_said(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(hl.HooklineWarning, match="the optimizer made no step"):
+        with hl.attach(net) as line:
+            line.step_post(optimizer, lambda *_: None)
+    with pytest.warns(hl.HooklineWarning, match="nothing of the kind was registered"):
+        with hl.attach(net) as line:
+            line.registered("buffer", lambda *_: None)
