@@ -180,10 +180,7 @@ def test_several_inputs_meet_and_are_changed_together(x):
 # -- leaves, and what outlives the pass ----------------------------------------------------------
 
 
-STAYS = pytest.mark.xfail(strict=True, reason="the hook on the alias's base is not taken off")
-
-
-@pytest.mark.parametrize("is_leaf", [True, pytest.param(False, marks=STAYS)])
+@pytest.mark.parametrize("is_leaf", [True, False])
 def test_an_input_that_several_passes_share_keeps_no_hook_and_they_are_apart(is_leaf):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     leaf = torch.randn(3, 4, requires_grad=True)

@@ -9,8 +9,11 @@ are the positional arguments, then the keyword ones in the order in which they w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +21,11 @@ from torch import Tensor, nn
 from hookline.engine import flow, tree
 from hookline.engine.flow import Flow, off_leaves
 from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
-from hookline.engine.passes import Passes
+from hookline.engine.passes import Passes, call_frame
 from hookline.engine.returns import check_backward
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank
-from hookline.engine.torch_internals import backward_number
+from hookline.engine.torch_internals import at_end_of_backward, backward_number
 from hookline.engine.values import Arrival, hook_value
 
 Hook = Callable[..., Any]
@@ -34,24 +37,35 @@ class _Call:
     """One call of a module, whose backward is to come.
 
     Args:
-        module: as it is handed to the user's function.
+        module: gives the module, as it is handed to the user's function.
+        frame: says which call of it.
+
+    Attributes:
+        flow: that of the inputs, if one of them needs a gradient.
+        inputs: the outline of the inputs.
         outputs: the outline of the outputs.
+        waits: whether gradients of the outputs are to come.
+        grad_output: those that came, by the run of autograd.
     """
 
-    __slots__ = ("flow", "grad_output", "inputs", "module", "outputs")
+    __slots__ = ("flow", "frame", "grad_output", "inputs", "module", "outputs", "waits")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Callable[[], nn.Module | None], frame: int = 0) -> None:
         self.module = module
+        self.frame = frame
         self.flow: Flow | None = None
         self.inputs: Any = ()
         self.outputs: Any = None
-        self.grad_output: dict[int, dict[int, Tensor]] = {}
+        self.waits = False
+        self.grad_output: dict[int, dict[int, Tensor | None]] = {}
 
 
 class _RawBackwardTap(GradientTap):
     """What both kinds share: calling the user's function, and checking what it returns."""
 
     __slots__ = ("function", "is_everywhere")
+    # By method: those that are placed elsewhere than the tap as a whole.
+    ranks: ClassVar[Mapping[str, Rank]] = {}
 
     def __init__(
         self, site: Site, passes: Passes, function: Hook, *, is_everywhere: bool = False
@@ -63,14 +77,20 @@ class _RawBackwardTap(GradientTap):
     def _rank(self, rank: Rank) -> Rank:
         return Rank.EVERYWHERE if self.is_everywhere else rank
 
+    def _begin(self, module: nn.Module, frame: int = 0) -> _Call:
+        # Weakly: a module that keeps its output would be held by that output's graph, for ever.
+        # The line holds its own modules as long as it lasts; of those met anywhere, nobody does.
+        return _Call((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
+
     def _ask(self, call: _Call, old: Any, *rest: Any) -> Any:
         """What the user's function makes of the gradients; None if they stay as they are."""
-        if self.passes.closed:
+        module = call.module()
+        if self.passes.closed or module is None:
             return None
         self.fired += 1
         try:
             where = str(self.site) or self.site.module_type
-            result = guarded(lambda given: self.function(call.module, *given), (old, *rest), where)
+            result = guarded(lambda given: self.function(module, *given), (old, *rest), where)
             return None if result is None else check_backward(result, old)
         except Exception as error:
             self._note_backward(error)
@@ -82,6 +102,7 @@ class BackwardPreTap(_RawBackwardTap):
     """`fn(module, grad_output)`: before the gradients of a module's outputs enter it."""
 
     __slots__ = ()
+    ranks: ClassVar[Mapping[str, Rank]] = {"join": Rank.JOIN}
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook that stands early: several outputs' gradients are made to meet."""
@@ -95,7 +116,7 @@ class BackwardPreTap(_RawBackwardTap):
         output, meeting = flow.leave(key, output)
         if meeting is None:
             return None
-        call = _Call(module)
+        call = self._begin(module)
         call.outputs = _form(output, meeting.index)
 
         def hook(grads: Grads) -> Grads | None:
@@ -123,7 +144,7 @@ class BackwardPreTap(_RawBackwardTap):
         found = _needing(value)
         if len(found) != 1 or not torch.is_grad_enabled():
             return None
-        call = _Call(module)
+        call = self._begin(module)
         call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
         hook_value(found[0], Arrival(self._lone, call), id(module))
         return None if value is output else value
@@ -146,24 +167,27 @@ class BackwardTap(_RawBackwardTap):
     """`fn(module, grad_input, grad_output)`: when the gradients of a module's inputs are there."""
 
     __slots__ = ()
+    ranks: ClassVar[Mapping[str, Rank]] = {
+        "enter": Rank.JOIN, "join": Rank.JOIN, "read": Rank.GRAD_READ, "close": Rank.END,
+    }  # fmt: skip
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward-pre hook: the module gets aliases of its inputs."""
-        return self.enter_at(module, args, kwargs, id(sys._getframe(1)))
+        return self.enter_at(module, args, kwargs, sys._getframe(1))
 
     def enter_at(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        """What `enter` does, of the call that the key says."""
+        """What `enter` does, seen from the frame that calls the hooks."""
         current = self.lane.current or self._outside(module)
         if current is None:
             return None
-        call = _Call(module)
+        call = self._begin(module, id(call_frame(frame)))
         current.opened.setdefault(self, []).append(call)
         if not torch.is_grad_enabled():
             self.off += 1
             return None
-        args, kwargs, call.flow = flow.enter(key, args, kwargs, meet=True)
+        args, kwargs, call.flow = flow.enter(id(frame), args, kwargs, meet=True)
         entered = call.flow
         number = (lambda tensor: None) if entered is None else entered.index
         call.inputs = tuple(tree.outline(value, number) for value in (*args, *kwargs.values()))
@@ -171,6 +195,8 @@ class BackwardTap(_RawBackwardTap):
             return None
 
         def hook(grads: Grads) -> Grads | None:
+            if call.waits and backward_number() not in call.grad_output:
+                return None  # it came past the outputs, as in a second derivative
             new = self._answer(call, dict(enumerate(grads)))
             return None if new is None else _numbered(call.inputs, new, grads)
 
@@ -192,7 +218,7 @@ class BackwardTap(_RawBackwardTap):
         call.outputs = _form(output, meeting.index)
 
         def hook(grads: Grads) -> None:
-            call.grad_output[backward_number()] = dict(enumerate(grads))  # type: ignore[arg-type]
+            call.grad_output[backward_number()] = dict(enumerate(grads))
             self._answer(call, {})
 
         meeting.subscribe(self._rank(Rank.GRAD_READ), hook)
@@ -201,14 +227,14 @@ class BackwardTap(_RawBackwardTap):
     def leave_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """Both hooks in one, where there is but one place for them."""
         joined = self.join_at(module, output, key)
-        read = self.read_at(output if joined is None else joined, key)
+        read = self.read_at(module, output if joined is None else joined, key)
         return joined if read is None else read
 
     def read(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook behind all that change gradients: the outputs' are noted."""
-        return self.read_at(output, id(sys._getframe(1)))
+        return self.read_at(module, output, id(sys._getframe(1)))
 
-    def read_at(self, output: Any, key: int) -> Any:
+    def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `read` does, of the call that the key says."""
         call = self._open_call()
         if call is None or not torch.is_grad_enabled():
@@ -221,19 +247,25 @@ class BackwardTap(_RawBackwardTap):
             self.needless += 1
         if call.outputs is not None:
             return None
+        call.waits = bool(found)
         numbers = {id(tensor): slot for slot, tensor in enumerate(found)}
         call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
         meeting = flow.met(key, found)
         for slot, tensor in enumerate(found):
             hook = Arrival(self._noted, call, slot)
             if meeting is None:
-                hook_value(tensor, hook, id(call.module))
+                hook_value(tensor, hook, id(module))
             else:
                 meeting.subscribe(self._rank(Rank.GRAD_READ), hook, meeting.index(tensor))
         return None if value is output else value
 
     def _noted(self, call: _Call, slot: int, grad: Tensor) -> None:
-        call.grad_output.setdefault(backward_number(), {})[slot] = grad
+        run = backward_number()
+        if run not in call.grad_output:
+            call.grad_output[run] = {}
+            # Where no gradient of an input is wanted, nobody else takes them out.
+            at_end_of_backward(partial(_forget, call, run))
+        call.grad_output[run][slot] = grad
         if call.flow is None:  # no input needs a gradient, and this is the only output
             self._answer(call, {})
 
@@ -244,16 +276,29 @@ class BackwardTap(_RawBackwardTap):
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """The last forward hook, always called."""
+        self.close_at(output, sys._getframe(1))
+
+    def close_at(self, output: Any, frame: FrameType) -> None:
+        """What `close` does, seen from the frame that calls the hooks."""
         current = self.lane.current or self.lane.outside
         opened = None if current is None else current.opened.get(self)
-        call = opened.pop() if opened else None
-        if call is not None and call.flow is not None:
+        ours = id(call_frame(frame))
+        # A call whose pre-hooks failed never began; a call that Ctrl-C ended never closed.
+        if not opened or all(call.frame != ours for call in opened):
+            return
+        while (call := opened.pop()).frame != ours:
+            pass
+        if call.flow is not None:
             call.flow.close(self.site.path or self.site.module_type, output)
 
     def _open_call(self) -> _Call | None:
         current = self.lane.current or self.lane.outside
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
+
+
+def _forget(call: _Call, run: int) -> None:
+    call.grad_output.pop(run, None)
 
 
 def _needing(output: Any) -> list[Tensor]:

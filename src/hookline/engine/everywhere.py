@@ -129,7 +129,13 @@ class _Dispatcher:
             for group in _GROUPS:
                 if group not in line.groups or group in self._handles:
                     continue
-                self._handles[group] = register_everywhere(group, self._hooks(group))
+                handles: list[Any] = []
+                try:
+                    register_everywhere(group, self._hooks(group), handles)
+                    self._handles[group] = handles
+                except BaseException:  # Ctrl-C
+                    _forget(handles)
+                    raise
         if is_new:
             _here.set((*_here.get(), line))
 
@@ -142,9 +148,7 @@ class _Dispatcher:
                 self._lines.remove(line)
             wanted = {group for other in self._lines for group in other.groups}
             for group in self._handles.keys() - wanted:
-                handles = self._handles[group]
-                while handles:
-                    forget_global_hook(handles.pop())
+                _forget(self._handles[group])
                 del self._handles[group]
 
     def _hooks(self, group: str) -> dict[str, Callable[..., Any]]:
@@ -162,7 +166,7 @@ class _Dispatcher:
                 if kind == "forward_pre" and matches(module):
                     new = tap.fire(module, args)
                 elif kind == "backward" and matches(module):
-                    new = tap.enter_at(module, args, {}, id(sys._getframe(1)))
+                    new = tap.enter_at(module, args, {}, sys._getframe(1))
                     new = None if new is None else new[0]
                 else:
                     continue
@@ -189,10 +193,16 @@ class _Dispatcher:
 
     @staticmethod
     def _after(module: nn.Module, args: Any, output: Any) -> None:
+        frame = sys._getframe(1)
         for line in _here.get():
             for kind, matches, tap, _ in tuple(line.taps):
                 if kind == "backward" and matches(module):
-                    tap.close(module, args, output)
+                    tap.close_at(output, frame)
+
+
+def _forget(handles: list[Any]) -> None:
+    while handles:
+        forget_global_hook(handles.pop())
 
 
 _AFTER = frozenset({"forward", "backward_pre", "backward"})

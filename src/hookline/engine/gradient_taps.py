@@ -23,8 +23,8 @@ from hookline.engine.flow import Flow
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import backward_number
-from hookline.engine.values import Arrival, hook_value
+from hookline.engine.torch_internals import backward_number, base_of_view
+from hookline.engine.values import Arrival, View, hook_value
 
 
 @final
@@ -123,7 +123,9 @@ class GradientTap(Tap):
                 if through is not None and index is not None:
                     through.subscribe(self.rank, hook, index)
                 elif tensor.grad_fn is not None:
-                    hook_value(origin(tensor), hook, owner)
+                    view = hook_value(origin(tensor), hook, owner)
+                    if view is not None:
+                        self._note_view(current, view)
                 else:
                     continue  # a leaf inside a list or an object: a hook on it would stay on it
                 numbers[id(tensor)] = slot
@@ -134,6 +136,13 @@ class GradientTap(Tap):
         else:
             self.needless += 1
             self.on.missing(current, crossing)
+
+    @staticmethod
+    def _note_view(current: Pass, view: View) -> None:
+        """Have the border settle it, if it shows the memory of what came in there."""
+        for base, views in current.opened.get(BorderTap, ()):
+            if (outside := base()) is not None and view.is_of(outside):
+                views.append(weakref.ref(view))
 
     def arrive(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
         """A gradient is there: the hook that is put on tensors."""
@@ -253,7 +262,7 @@ class GradInputTap(GradientTap):
 
 
 class BorderTap(Tap):
-    """Where the root begins: what comes back through one pass is kept apart from all else."""
+    """Where the root begins and ends: what comes back through one pass is apart from all else."""
 
     __slots__ = ()
 
@@ -262,9 +271,29 @@ class BorderTap(Tap):
 
     def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward-pre hook on the root."""
-        if self.lane.current is None and self._outside(module) is None:
+        current = self.lane.current or self._outside(module)
+        new = None if current is None else flow.apart(args, kwargs, leaves_only=False)
+        if current is None or new is None:
             return None
-        return flow.apart(args, kwargs, leaves_only=False)
+        # What outlives the pass, and the views of it that the pass has hooks on.
+        current.opened.setdefault(BorderTap, []).extend(
+            (weakref.ref(base), [])
+            for _, alias in tree.tensors((new[0], tuple(new[1].values())))
+            if (base := base_of_view(alias)) is not None
+        )
+        return new
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook on the root, always called."""
+        current = self.lane.current or self.lane.outside
+        borders = [] if current is None else current.opened.pop(BorderTap, [])
+        returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
+        for base, views in borders:
+            outside = base()
+            if not any(one is not None and one is outside for one in returned):
+                for view in views:
+                    if (hooked := view()) is not None:
+                        hooked.settle()
 
 
 def _itself(tensor: Tensor) -> Tensor:

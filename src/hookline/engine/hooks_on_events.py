@@ -174,6 +174,11 @@ class EventHooks(ModuleHooks):
             self._optimizer(torch_kind, where, hook, check)
             return
         check_callable(kind, hook)
+        if self.is_everywhere:
+            raise AttachError(
+                f"line.{kind} needs a model or an optimizer: torch has no process-wide hooks on"
+                f" state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
+            )
         with self.all_or_nothing() as placements:
             for site, node in self._each_module(kind, where):
                 tap = EventTap(site, self.passes, hook, check)

@@ -98,6 +98,11 @@ class TensorHooks(Line):
             node = TensorNode(name, selector, (0, 0), "Tensor")
             yield Site(name, "grad", module_type="Tensor"), node
             return
+        if self.is_everywhere:
+            raise AttachError(
+                f"line.{kind} with hl.EVERYWHERE takes a tensor: parameters met anywhere have no"
+                f" paths.\nUse hl.attach(model), or line.{kind}(model.fc.weight, fn)."
+            )
         places = list(self.select(selector, ("grad",)).places())
         trained = [node for _, node in places if _is_trained(node)]
         if places and not trained and all(site.port == "grad" for site, _ in places):

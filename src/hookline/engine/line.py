@@ -107,6 +107,9 @@ class Line:
                 self._placements.place(
                     self.root, "forward_pre", border.fire, Rank.JOIN, with_kwargs=True
                 )
+                self._placements.place(
+                    self.root, "forward", border.leave, Rank.GRAD_RECORD, always_call=True
+                )
             for site, node in selection.places():
                 tap = self._make(site, bind(site), rank)
                 self.keep(tap, node)

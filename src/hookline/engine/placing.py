@@ -106,33 +106,38 @@ class Placements:
                 f" ({tensor.grad_fn.name() if tensor.grad_fn else ''})."
                 "\nFor its gradient as it flows: line.grad(tensor, fn)."
             )
-        if kind == "grad":
-            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        else:
-            handle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        name = "register_hook" if kind == "grad" else "register_post_accumulate_grad_hook"
+        key = self._hold(getattr(tensor, name), hook)
         hooks = tensor_hook_dict(tensor, kind)
         assert hooks is not None
-        self._placed.append(([hooks], handle.id))
         foreign = Rank.GRAD_HOOK if kind == "grad" else Rank.HOOK
         for other, other_hook in list(hooks.items()):
             other_rank = _rank_of(other_hook, foreign)
-            if other != handle.id and (other_rank > rank or (prepend and other_rank == rank)):
+            if other != key and (other_rank > rank or (prepend and other_rank == rank)):
                 del hooks[other]  # and in again at the end: what torch sees is insertion order
                 hooks[other] = other_hook
 
     def place_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
         """Put a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
-        register = getattr(optimizer, f"register_{kind}_hook")
-        self._hold(register(hook))
+        self._hold(getattr(optimizer, f"register_{kind}_hook"), hook)
 
     def place_before_loading(self, module: nn.Module, hook: Hook) -> None:
         """Put a hook before a module loads a state dict; torch adds the module to its arguments."""
-        self._hold(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+        self._hold(module.register_load_state_dict_pre_hook, hook)
 
-    def _hold(self, handle: RemovableHandle) -> None:
-        hooks = handle.hooks_dict_ref()
-        assert hooks is not None
-        self._placed.append(([hooks], handle.id))
+    def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> int:
+        """Register a hook by torch's own function; if interrupted meanwhile, not at all."""
+        handle = None
+        try:
+            handle = register(hook)
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None
+            self._placed.append(([hooks], handle.id))
+        except BaseException:
+            if handle is not None:
+                handle.remove()
+            raise
+        return handle.id
 
     def take_off(self, keep: int = 0) -> None:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
@@ -156,27 +161,28 @@ class Placements:
         return self._ids[-1]
 
 
-def register_everywhere(group: str, hooks: dict[str, Hook]) -> list[RemovableHandle]:
-    """Put hooks on everything in the process: "modules", "after", "registration", "optimizers"."""
+def register_everywhere(group: str, hooks: dict[str, Hook], handles: list[RemovableHandle]) -> None:
+    """Put hooks on everything in the process: "modules", "after", "registration", "optimizers".
+
+    The handles are added one by one, so that they are known whatever interrupts.
+    """
     if group == "modules":
-        return [
-            register_module_forward_pre_hook(hooks["forward_pre"]),
-            register_module_forward_hook(hooks["forward"], with_kwargs=True),
-        ]
-    if group == "after":
-        return [register_module_forward_hook(hooks["after"], always_call=True)]
-    if group == "registration":
-        return [
-            register_module_parameter_registration_hook(hooks["parameter"]),
-            register_module_buffer_registration_hook(hooks["buffer"]),
-            register_module_module_registration_hook(hooks["module"]),
-        ]
-    return [
-        register_optimizer_step_pre_hook(hooks["step_pre"]),
-        register_optimizer_step_post_hook(hooks["step_post"]),
-    ]
+        handles.append(register_module_forward_pre_hook(hooks["forward_pre"]))
+        handles.append(register_module_forward_hook(hooks["forward"], with_kwargs=True))
+    elif group == "after":
+        handles.append(register_module_forward_hook(hooks["after"], always_call=True))
+    elif group == "registration":
+        handles.append(register_module_parameter_registration_hook(hooks["parameter"]))
+        handles.append(register_module_buffer_registration_hook(hooks["buffer"]))
+        handles.append(register_module_module_registration_hook(hooks["module"]))
+    else:
+        handles.append(register_optimizer_step_pre_hook(hooks["step_pre"]))
+        handles.append(register_optimizer_step_post_hook(hooks["step_post"]))
 
 
 def _rank_of(hook: Hook, foreign: Rank = Rank.HOOK) -> int:
     owner = getattr(hook, "__self__", None)
-    return owner.rank if isinstance(owner, Tap | RootTap) else foreign
+    if not isinstance(owner, Tap | RootTap):
+        return foreign
+    ranks = getattr(owner, "ranks", None)  # of a tap whose hooks stand in several places
+    return ranks.get(hook.__name__, owner.rank) if ranks else owner.rank

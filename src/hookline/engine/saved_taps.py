@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from hookline.engine.passes import Passes, call_frame, drop_dead
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
-from hookline.engine.tree import describe
+from hookline.engine.tree import describe, full
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -36,6 +36,7 @@ class SavedTap(Tap):
     """Packs what is saved for backward in a module, and unpacks it there, by a user's functions."""
 
     __slots__ = ("_pack", "_pushed", "_unpack")
+    ranks: ClassVar[Mapping[str, Rank]] = {"begin": Rank.END, "end": Rank.BEGIN}
 
     def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
         super().__init__(site, passes, unused, Rank.HOOK)
@@ -55,6 +56,8 @@ class SavedTap(Tap):
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The first forward hook, always called."""
+        if not hasattr(self, "_pushed"):
+            return  # an inert copy, which never began: a pre-hook failed before
         frames, frame = self._pushed.frames, call_frame(sys._getframe(1))
         while frame in frames:
             frames.pop()
@@ -67,16 +70,17 @@ class SavedTap(Tap):
             pop_saved_tensors_hooks()
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is kept in place of a tensor."""
+        """What is kept in place of a tensor, and what it has to become again."""
         self.fired += 1
         try:
-            return self._pack(tensor)
+            return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
         except Exception as error:
             self._note(error)
             raise
 
-    def _unpacked(self, packed: Any) -> Tensor:
+    def _unpacked(self, kept: tuple[Any, Any]) -> Tensor:
         # Also after the line's end: what was packed has to be unpacked.
+        packed, form = kept
         try:
             tensor = self._unpack(packed)
         except Exception as error:
@@ -86,5 +90,11 @@ class SavedTap(Tap):
             raise StructureError(
                 f"unpack at {self.site} returned {describe(tensor)}; backward needs the tensor that"
                 " was packed.\nReturn a tensor of its shape, dtype and device."
+            )
+        if (tensor.shape, tensor.dtype, tensor.device) != form:
+            shape, dtype, device = form
+            raise StructureError(
+                f"unpack at {self.site} returned {full(tensor)} for what was packed, a tensor of"
+                f" shape {list(shape)}, {dtype}, on {device}.\nReturn one of the same form."
             )
         return tensor

@@ -120,17 +120,20 @@ def backward_number() -> int:
     return _current_task()
 
 
-def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0) -> None:
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0) -> Any:
     """`tensor.register_hook` for a tensor of the graph: the hook goes when the graph goes.
 
     Without a handle, of which there would be one for each value of each pass, it takes a third of
     the time. Hooks of one owner are called in the order in which they came, and those of a later
     owner before them: what a container returns is often what its last child returned, and the
     gradient comes to the container first.
+
+    Returns:
+        The key by which `unhook_gradient` takes it off again.
     """
     if type(tensor) is not Tensor or tensor.grad_fn is None:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        return
+        return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
+    key = owner, next(_keys)
     hooks: HookDict | None = tensor._backward_hooks  # type: ignore[assignment]
     if hooks is None:
         # Not kept from before an in-place operation: torch resets it with the tensor's grad_fn.
@@ -139,12 +142,19 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0)
     elif hooks:
         # torch goes by the plain dictionary's order, so what comes later has to be put in again.
         others = [(k, h) for k, h in hooks.items() if type(k) is tuple and k[0] != owner]
-        for key, _ in others:
-            del hooks[key]
-        hooks[owner, next(_keys)] = hook
+        for other, _ in others:
+            del hooks[other]
+        hooks[key] = hook
         hooks.update(others)
-        return
-    hooks[owner, next(_keys)] = hook
+        return key
+    hooks[key] = hook
+    return key
+
+
+def unhook_gradient(tensor: Tensor, key: Any) -> None:
+    """Take a hook that `hook_gradient` put on a tensor off it again."""
+    hooks: HookDict = tensor._backward_hooks or OrderedDict()  # type: ignore[assignment]
+    hooks.pop(key, None)
 
 
 def version_counter(tensor: Tensor) -> Tensor:

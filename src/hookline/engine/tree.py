@@ -192,18 +192,30 @@ class Slot(int):
 def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
     """The value's structure without its values: a `Slot` for a numbered tensor, else None.
 
-    What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None.
+    What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None, and
+    so does the place in which a value holds itself.
     """
+    return _outline(value, number, {})
+
+
+def _outline(value: Any, number: Callable[[Tensor], int | None], seen: _Seen) -> Any:
     if isinstance(value, Tensor):
         found = number(value)
         return None if found is None else Slot(found)
+    if type(value) in _PLAIN_ATOMS:
+        return None
+    if id(value) in seen:
+        return seen[id(value)][1]
     parts = items(value)
     if parts is None:
         return None
+    seen[id(value)] = value, None
     try:
-        return rebuild(value, [outline(part, number) for _, part in parts])
-    except Exception:  # an object that does not let itself be copied, or holds itself
-        return None
+        form = rebuild(value, [_outline(part, number, seen) for _, part in parts])
+    except Exception:  # an object that does not let itself be copied
+        form = None
+    seen[id(value)] = value, form
+    return form
 
 
 def fill(form: Any, values: Mapping[int, Any]) -> Any:

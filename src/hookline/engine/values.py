@@ -8,13 +8,19 @@ gradient of the view's base.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine.torch_internals import base_of_view, hook_gradient, version_counter
+from hookline.engine.torch_internals import (
+    base_of_view,
+    hook_gradient,
+    unhook_gradient,
+    version_counter,
+)
 
 Hook = Callable[[Tensor], Any]
 
@@ -30,19 +36,38 @@ class Arrival(partial[Any]):
 class View:
     """A hook on a view, and on the view's base for the case that the view is written to."""
 
-    __slots__ = ("_counter", "_hook", "_is_settled", "_lies", "_version")
+    __slots__ = (
+        "__weakref__", "_base", "_counter", "_hook", "_is_settled", "_key", "_lies", "_version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, base: Tensor, hook: Hook) -> None:
         self._hook = hook
         self._counter = version_counter(tensor)
         self._version = self._counter._version
         self._is_settled = False
+        self._base = weakref.ref(base)
+        self._key: Any = None
         offset = tensor.storage_offset() - base.storage_offset()
         self._lies = base.size(), base.stride(), tensor.size(), tensor.stride(), offset
 
+    def hook_base(self, base: Tensor, owner: int) -> None:
+        """Put the hook for the case that the view is written to on its base."""
+        # The key and not the hook is kept: the two would hold each other.
+        self._key = hook_gradient(base, Arrival(self.at_base), owner)
+
     def settle(self) -> None:
-        """From now on, nobody writes to the view: if it was not written to yet, it is the way."""
+        """From now on, nobody writes to the view: if it was not written to yet, it is the way.
+
+        The base may outlive the pass, so what it does not need does not stay on it.
+        """
         self._is_settled = self._counter._version == self._version
+        base = self._base()
+        if self._is_settled and base is not None:
+            unhook_gradient(base, self._key)
+
+    def is_of(self, base: Tensor) -> bool:
+        """Whether it shows this tensor's memory."""
+        return self._base() is base
 
     def was_written_to(self) -> bool:
         """Whether its own gradient is only part of what comes back, or nothing."""
@@ -84,5 +109,5 @@ def hook_value(tensor: Tensor, hook: Hook, owner: int = 0) -> View | None:
         return None
     view = View(tensor, base, hook)
     hook_gradient(tensor, Arrival(view.at_view), owner)
-    hook_gradient(base, Arrival(view.at_base), owner)
+    view.hook_base(base, owner)
     return view
