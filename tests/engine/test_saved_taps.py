@@ -111,3 +111,34 @@ def test_errors_name_the_site_and_wrong_returns_are_refused(model):
 def test_without_a_model_torchs_own_is_named():
     with pytest.raises(hl.AttachError, match="saved_tensors_hooks"):
         hl.attach().saved("", lambda t: t, lambda t: t)
+
+
+@pytest.mark.parametrize("first", ["saved", "others"])
+def test_what_hooks_compute_is_not_packed_by_the_modules_own_packer(first):
+    model, packed = nn.Sequential(nn.Tanh()), []
+    x = torch.ones(2, requires_grad=True)
+    with hl.attach(model) as line, hl.attach(model) as other:
+        saved = lambda: line.saved("0", lambda t: packed.append(t) or t, lambda t: t)  # noqa: E731
+        if first == "saved":
+            saved()
+        other.forward_pre("0", lambda module, args: args[0].exp())
+        other.forward("0", lambda module, args, output: output.exp() * output)
+        with hl.edit(model, "0", lambda t: t.exp()):
+            if first == "others":
+                saved()
+            model(x)
+    assert len(packed) == 1  # tanh saves its result, and nothing else is the module's
+
+
+@pytest.mark.parametrize(
+    "unpack", [lambda t: t[:1], lambda t: t.double(), lambda t: t.to("meta")],
+    ids=["shape", "dtype", "device"],
+)  # fmt: skip
+def test_what_is_unpacked_in_another_form_is_refused(unpack):
+    # torch checks nothing here: a row would be broadcast, and the gradient be wrong in silence.
+    model = nn.Sequential(nn.Tanh())
+    with hl.attach(model) as line, pytest.raises(hl.StructureError) as caught:
+        line.saved("0", lambda t: t, unpack)
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert "for what was packed, a tensor of shape [2, 3], torch.float32" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2

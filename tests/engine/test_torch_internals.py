@@ -108,3 +108,87 @@ def test_holders_without_a_forward_are_known():
     patched = nn.ModuleList()
     patched.forward = lambda x: x
     assert internals.has_forward(patched)
+
+
+def test_hooks_written_into_a_tensors_own_dictionary_are_called_in_its_order():
+    """If torch keeps them elsewhere, gradients are not seen, or edits come after recorders."""
+    log = []
+    a = torch.ones(2, requires_grad=True) * 1
+    internals.hook_gradient(a, lambda grad: log.append("inner"), owner=1)
+    internals.hook_gradient(a, lambda grad: log.append("inner, too"), owner=1)
+    internals.hook_gradient(a, lambda grad: log.append("outer"), owner=2)
+    a.sum().backward()
+    assert log == ["outer", "inner", "inner, too"]
+    leaf = torch.ones(2, requires_grad=True)
+    assert not internals.tensor_hook_dict(leaf, "grad")
+    handles = [leaf.register_hook(lambda grad, k=k: log.append(k)) for k in range(2)]
+    hooks = internals.tensor_hook_dict(leaf, "grad")
+    assert list(hooks) == [handle.id for handle in handles]
+    hooks[handles[0].id] = hooks.pop(handles[0].id)
+    leaf.sum().backward()
+    assert log[3:] == [1, 0]
+
+
+def test_each_run_of_autograd_has_a_number_and_an_end():
+    """If these move, several backward passes are one, or what they left is kept."""
+    a, seen = torch.ones(2, requires_grad=True), []
+
+    def note(grad):
+        seen.append(internals.backward_number())
+        internals.at_end_of_backward(lambda: seen.append("end"))
+
+    a.register_hook(note)
+    for _ in range(2):
+        a.sum().backward()
+    assert seen[1::2] == ["end", "end"]
+    assert seen[0] != seen[2]
+    assert internals.backward_number() == -1
+
+
+def test_what_autograd_saves_is_packed_between_push_and_pop():
+    """If the stack moves, line.saved packs nothing, or for ever."""
+    a, packed = torch.ones(2, requires_grad=True), []
+    internals.push_saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t)
+    try:
+        a.exp()
+    finally:
+        internals.pop_saved_tensors_hooks()
+    a.exp()
+    assert packed == [1]
+
+
+def test_the_version_of_a_tensor_is_counted_without_its_memory():
+    """If the counter is not shared any more, a view that is written to loses its gradient."""
+    a = torch.ones(1000)
+    counter = internals.version_counter(a)
+    before = counter._version
+    a.add_(1)
+    assert counter._version == before + 1
+    assert counter.numel() == 0
+
+
+def test_views_are_known_by_their_base():
+    """If torch hides it, an in-place layer hides the gradient of the view before it."""
+    base = torch.ones(4, requires_grad=True) * 1
+    assert internals.base_of_view(base[:2]) is base
+    assert internals.base_of_view(base) is None
+    leaf = torch.ones(4, requires_grad=True)
+    assert internals.base_of_view(leaf[:2]) is None
+
+
+def test_all_hooks_of_an_owner_are_taken_off_with_their_marks():
+    """If a dictionary moves, copies of hooked models keep dead hooks."""
+
+    class Owner:
+        def hook(self, *values):
+            return None
+
+    module, owner = nn.Linear(1, 1), Owner()
+    module.register_forward_hook(owner.hook, with_kwargs=True, always_call=True)
+    module.register_load_state_dict_pre_hook(owner.hook)
+    kept = module.register_forward_hook(Owner().hook)
+    internals.discard_hooks_of(module, owner)
+    assert list(module._forward_hooks) == [kept.id]
+    assert not module._forward_hooks_with_kwargs
+    assert not module._forward_hooks_always_called
+    assert not module._load_state_dict_pre_hooks

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, final
 
 import torch
@@ -135,7 +134,7 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
     ran = any(found.values())
     rows = [_row(log, number, found[number], report, ran) for number in numbers]
     usual = {
-        port: median(norms)
+        port: sorted(norms)[len(norms) // 2]
         for port in ("grad", "grad_input", "grad_output")
         if (norms := _norms(rows, [log.sites[number].port == port for number in numbers]))
     }
