@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import itertools
+import sys
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules import module as tables
 
 import hookline as hl
+
+MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
+STATE_KINDS = ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
+
+
+def nothing_is_left(model):
+    """Whether nothing is hooked: not on the model, not in torch, not what autograd saves."""
+    optimizers = vars(sys.modules["torch.optim.optimizer"])
+    on_torch = [
+        name for place in (vars(tables), optimizers) for name, found in place.items()
+        if name.startswith("_global_") and isinstance(found, dict) and found
+    ]  # fmt: skip
+    a = torch.ones(2, requires_grad=True)
+    return not on_torch and not len(hl.inventory(model)) and (a * a).grad_fn._saved_self is a
 
 
 def test_modules_of_every_model_are_seen():
@@ -95,3 +116,224 @@ def test_a_hook_that_is_refused_leaves_nothing_on_torch():
         line.forward("layer*", print)
     assert not torch.nn.modules.module._has_any_global_hook()
     assert line.taps == []
+
+
+def train(model, steps, meet, seen):
+    """Build nothing, train, and wait for the other at each stage."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        meet.wait()
+        loss = model(torch.ones(2, 3)).square().sum()
+        meet.wait()
+        loss.backward()
+        meet.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.register_buffer("seen", torch.tensor(len(seen)))
+
+
+def test_of_two_threads_that_train_at_once_only_the_lines_own_is_seen():
+    torch.manual_seed(0)
+    mine, theirs = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
+    seen, errors, meet = [], [], threading.Barrier(2, timeout=30)
+
+    def other():
+        try:
+            train(theirs, 3, meet, [])
+        except BaseException as error:
+            errors.append(error)
+            meet.abort()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with hl.attach(hl.EVERYWHERE) as line:
+        for kind in MODULE_KINDS:
+            getattr(line, kind)(None, lambda m, *_, kind=kind: seen.append((kind, m)))
+        line.registered("buffer", lambda m, *_: seen.append(("buffer", m)))
+        for kind in ("step_pre", "step_post"):
+            getattr(line, kind)(None, lambda o, *_, kind=kind: seen.append((kind, o)))
+        train(mine, 3, meet, seen)
+        thread.join()
+    assert errors == []
+    kinds = [kind for kind, owner in seen if owner is mine]
+    assert kinds == [*MODULE_KINDS, "buffer"] * 3
+    assert [kind for kind, _ in seen].count("step_pre") == 3
+    assert [kind for kind, _ in seen].count("step_post") == 3
+    assert not any(owner in (theirs, theirs[0]) for _, owner in seen)
+    assert nothing_is_left(mine)
+
+
+def test_a_backward_in_a_thread_that_python_did_not_start_belongs_to_its_line():
+    seen, done = [], _thread.allocate_lock()
+    model = nn.Linear(3, 2)
+
+    def run(loss):
+        try:
+            loss.backward()
+        finally:
+            done.release()
+
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.backward_pre(None, lambda *_: seen.append("before"))
+        line.backward(None, lambda *_: seen.append("after"))
+        done.acquire()
+        _thread.start_new_thread(run, (model(torch.ones(2, 3, requires_grad=True)).sum(),))
+        assert done.acquire(timeout=30)
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_nested_lines_end_one_by_one_also_by_an_exception(error):
+    model, log = nn.Linear(3, 2), []
+    with hl.attach(hl.EVERYWHERE) as outer:
+        outer.forward(None, lambda *_: log.append("outer"))
+        with pytest.raises(error), hl.attach(hl.EVERYWHERE) as inner:
+            inner.forward(None, lambda *_: log.append("inner"))
+            inner.backward(None, lambda *_: log.append("back"))
+            model(torch.ones(1, 3)).sum().backward()
+            raise error
+        model(torch.ones(1, 3)).sum().backward()
+    assert log == ["outer", "inner", "back", "outer"]
+    assert nothing_is_left(model)
+
+
+def test_a_task_started_inside_sees_the_line_and_one_started_before_does_not():
+    seen = []
+
+    async def run(gate):
+        await gate.wait()
+        nn.Linear(1, 1)(torch.zeros(1, requires_grad=True)).sum().backward()
+
+    async def both():
+        gate = asyncio.Event()
+        before = asyncio.create_task(run(gate))
+        with hl.attach(hl.EVERYWHERE) as line:
+            line.backward(None, lambda *_: seen.append("back"))
+            inside = asyncio.create_task(run(gate))
+            gate.set()
+            await asyncio.gather(before, inside)
+
+    asyncio.run(both())
+    assert seen == ["back"]
+
+
+@pytest.mark.parametrize("kind", [*STATE_KINDS, "grad", "accumulated"])
+def test_what_torch_has_no_process_wide_hooks_for_is_refused_with_the_remedy(kind):
+    with hl.attach(hl.EVERYWHERE) as line, pytest.raises(hl.AttachError) as caught:
+        getattr(line, kind)("fc", print)
+    assert "hl.attach(model)" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+# -- order in forward -----------------------------------------------------------------------------
+
+
+def test_in_forward_the_order_is_the_same_whatever_was_attached_first():
+    acts = ["edit", "hook", "prepended", "record", "everywhere", "saved", "backward"]
+    for order in itertools.permutations(acts, 5):
+        model, log = nn.Sequential(nn.Tanh()), []
+
+        def note(name, log=log):
+            return lambda *_: log.append(name)
+
+        def keep(value, log=log):
+            log.append("record")
+            return value
+
+        with ExitStack() as stack:
+            for name in order:
+                if name == "edit":
+                    stack.enter_context(hl.edit(model, "0", note("edit")))
+                elif name == "record":
+                    stack.enter_context(hl.record(model, "0", keep=keep))
+                elif name == "everywhere":
+                    line = stack.enter_context(hl.attach(hl.EVERYWHERE))
+                    line.forward(nn.Tanh, note("everywhere"))
+                else:
+                    line = stack.enter_context(hl.attach(model))
+                    line.quiet = True
+                    if name == "saved":
+                        line.saved("0", lambda t: t, lambda t: t)
+                    elif name == "backward":
+                        line.backward("0", note("backward"))
+                    else:
+                        line.forward("0", note(name), prepend=name == "prepended")
+            model(torch.ones(2, requires_grad=True))
+        # `prepend` is before what is there at that time.
+        hooks = [name for name in order if name in ("hook", "prepended")]
+        hooks = ["prepended", "hook"] if len(hooks) == 2 else hooks
+        expected = ["everywhere", "edit", *hooks, "record"]
+        assert log == [name for name in expected if name in order], order
+
+
+# -- any model, any hooks, any failure ------------------------------------------------------------
+
+
+@st.composite
+def trees(draw, depth=2):
+    """A small tree of modules that takes and returns 2 x 3 numbers."""
+    leaf = st.sampled_from([nn.Linear, nn.Tanh, nn.Identity, nn.ReLU, nn.LayerNorm])
+    if depth == 0 or draw(st.booleans()):
+        kind = draw(leaf)
+        sizes = {nn.Linear: (3, 3), nn.LayerNorm: (3,)}.get(kind, ())
+        return (
+            kind(*sizes, inplace=True) if kind is nn.ReLU and draw(st.booleans()) else kind(*sizes)
+        )
+    children = draw(st.lists(trees(depth=depth - 1), min_size=1, max_size=3))
+    return nn.Sequential(*children, *children[: draw(st.integers(0, 1))])
+
+
+KINDS = [*MODULE_KINDS, "saved", "grad", "accumulated", *STATE_KINDS]
+
+
+def run(model):
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+    y = model(x * 2)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(model=trees(), data=st.data())
+def test_hooks_of_any_kind_in_any_order_change_nothing_and_leave_nothing(model, data):
+    try:
+        expected = run(model)
+    except RuntimeError:  # an in-place layer where torch allows none
+        assume(False)
+    kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6))
+    fails = data.draw(st.sampled_from([None, None, *kinds]))
+    is_everywhere = data.draw(st.lists(st.booleans(), min_size=6, max_size=6))
+    has_parameters = any(True for _ in model.parameters())
+
+    def hook(kind):
+        def call(*values):
+            if kind == fails:
+                raise ArithmeticError(kind)
+
+        return call
+
+    def keep(call):
+        return lambda tensor: call(tensor) or tensor
+
+    with ExitStack() as stack:
+        line, everywhere = hl.attach(model), hl.attach(hl.EVERYWHERE)
+        line.quiet = True
+        stack.enter_context(pytest.raises(ArithmeticError) if fails else ExitStack())
+        stack.enter_context(line)
+        stack.enter_context(everywhere)
+        for kind, wide in zip(kinds, is_everywhere, strict=False):
+            prepend = {"prepend": data.draw(st.booleans())} if kind in MODULE_KINDS else {}
+            if kind == "saved":
+                line.saved("**", keep(hook(kind)), lambda t: t)
+            elif wide and kind in MODULE_KINDS:
+                getattr(everywhere, kind)(None, hook(kind), **prepend)
+            elif has_parameters or kind not in ("grad", "accumulated"):
+                getattr(line, kind)("**", hook(kind), **prepend)
+        found = run(model)
+        model.load_state_dict(model.state_dict())
+        assert all(map(torch.equal, found, expected))
+        if fails:
+            raise ArithmeticError("nothing of the kind was saved or hooked here")
+    assert nothing_is_left(model)
+    assert all(map(torch.equal, run(model), expected))

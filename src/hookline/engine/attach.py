@@ -29,6 +29,15 @@ _TORCH_NAMES = {
     "register_state_dict_post_hook": "line.state_dict(selector, fn)",
     "register_load_state_dict_pre_hook": "line.load_state_dict_pre(selector, fn)",
     "register_load_state_dict_post_hook": "line.load_state_dict(selector, fn)",
+    "register_multi_grad_hook": "line.grad(tensor, fn) for each",
+    "register_module_forward_pre_hook": "hl.attach(hl.EVERYWHERE), line.forward_pre(None, fn)",
+    "register_module_forward_hook": "hl.attach(hl.EVERYWHERE), line.forward(None, fn)",
+    "register_module_full_backward_pre_hook": (
+        "hl.attach(hl.EVERYWHERE), line.backward_pre(None, fn)"
+    ),
+    "register_module_full_backward_hook": "hl.attach(hl.EVERYWHERE), line.backward(None, fn)",
+    "register_optimizer_step_pre_hook": "hl.attach(hl.EVERYWHERE), line.step_pre(None, fn)",
+    "register_optimizer_step_post_hook": "hl.attach(hl.EVERYWHERE), line.step_post(None, fn)",
     "register_module_parameter_registration_hook": 'line.registered("parameter", fn)',
     "register_module_buffer_registration_hook": 'line.registered("buffer", fn)',
     "register_module_module_registration_hook": 'line.registered("module", fn)',
@@ -44,9 +53,9 @@ class RawLine(EventHooks, TensorHooks):
     """
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name == "register_backward_hook":
+        if name in ("register_backward_hook", "register_module_backward_hook"):
             raise AttributeError(
-                "register_backward_hook is not offered: what it calls grad_input is not dL/dx for a"
+                f"{name} is not offered: what it calls grad_input is not dL/dx for a"
                 " module of several operations.\nUse line.backward(selector, fn), or"
                 " hl.record(model, selector, ports=('grad_input', 'grad_output'))."
             )
