@@ -337,3 +337,44 @@ def test_hooks_of_any_kind_in_any_order_change_nothing_and_leave_nothing(model, 
             raise ArithmeticError("nothing of the kind was saved or hooked here")
     assert nothing_is_left(model)
     assert all(map(torch.equal, run(model), expected))
+
+
+# -- the line itself ------------------------------------------------------------------------------
+
+
+def test_a_line_everywhere_is_entered_once():
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.quiet = True
+        with pytest.raises(hl.AttachError, match="is on already"):
+            line.__enter__()
+    with pytest.raises(hl.AttachError, match="has ended"):
+        line.__enter__()
+
+
+def test_a_named_tensor_or_optimizer_is_seen_in_the_lines_own_context_alone():
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    seen = []
+
+    def step():
+        weight.square().sum().backward()
+        optimizer.step()
+
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.grad(weight, lambda grad: seen.append("grad"))
+        line.accumulated(weight, lambda tensor: seen.append("accumulated"))
+        line.step_pre(optimizer, lambda *_: seen.append("step"))
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        assert seen == []
+        step()
+    assert seen == ["grad", "accumulated", "step"]
+
+
+def test_a_signals_handler_may_attach_while_a_line_is_being_attached():
+    from hookline.engine.everywhere import DISPATCHER
+
+    with DISPATCHER._lock, hl.attach(hl.EVERYWHERE) as line:
+        line.forward(nn.Linear, lambda *_: None)
+        nn.Linear(1, 1)(torch.ones(1))

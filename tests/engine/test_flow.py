@@ -177,6 +177,80 @@ def test_several_inputs_meet_and_are_changed_together(x):
     assert not given[1].grad.any()
 
 
+class TwoOf(nn.Module):
+    """Several outputs, one of which may be a view of what nobody else holds."""
+
+    def __init__(self, is_view):
+        super().__init__()
+        self.is_view = is_view
+
+    def forward(self, x):
+        h = x * 1
+        return (h.view(-1) if self.is_view else h), h.sum()
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_an_output_of_several_changed_in_place_gives_its_gradient_or_an_error(x, kind, is_view):
+    def step(model, x):
+        v, total = model(x)
+        v.mul_(2)
+        return torch.autograd.grad(v.sum() + total, x)
+
+    model, x = TwoOf(is_view), x.requires_grad_()
+    (expected,) = step(model, x)
+    with hl.attach(model) as line:
+        getattr(line, kind)("", lambda *_: None)
+        if is_view and kind == "backward_pre":  # h has the new numbers, and not the history
+            with pytest.raises(hl.AttachError, match=r"changed in place.*wrong.*\n.*grad_output"):
+                step(model, x)
+            line.quiet = True
+        else:
+            assert torch.equal(step(model, x)[0], expected)
+    with hl.record(model, ports="grad_output") as run:  # what the message tells to do
+        assert torch.equal(step(model, x)[0], expected)
+    assert len(run[":grad_output"]) == 2
+
+
+def test_an_argument_that_came_after_others_had_met_has_its_gradient_too(x):
+    class Keyword(nn.Module):
+        def forward(self, a, b):
+            return a * b
+
+    found = {}
+    model, a = Keyword(), x.requires_grad_()
+    b = (x * 2).detach().requires_grad_()
+    with hl.attach(hl.EVERYWHERE) as everywhere, hl.attach(model) as line:
+        everywhere.backward(Keyword, lambda module, into, out: found.update(everywhere=into))
+        line.forward_pre("", lambda module, args: (args[0], args[1] * 3))
+        line.backward("", lambda module, into, out: found.update(line=into))
+        model(a, b).sum().backward()
+    assert torch.equal(found["line"][0], b * 3)
+    assert torch.equal(found["line"][1], a)
+    assert torch.equal(found["everywhere"][1], a * 3)
+
+
+def test_an_output_that_an_edit_put_among_others_has_its_gradient_too(x):
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x * 2, x * 3
+
+    seen = []
+    with hl.attach(hl.EVERYWHERE) as everywhere:
+        everywhere.backward_pre(Pair, lambda module, out: seen.append(out))
+        model = Pair()
+        with hl.attach(model) as line:
+            line.forward("", lambda module, args, output: (output[0], output[1] * 5))
+            line.backward_pre("", lambda module, out: seen.append(out))
+            first, second = model(x.requires_grad_())
+            (first + second).sum().backward()
+    one = torch.ones_like(x)
+    by_line, by_everywhere = seen
+    assert all(map(torch.equal, by_line, (one, one)))
+    assert all(map(torch.equal, by_everywhere, (one, one * 5)))
+    assert torch.equal(x.grad, one * 17)
+
+
 # -- leaves, and what outlives the pass ----------------------------------------------------------
 
 

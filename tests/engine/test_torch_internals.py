@@ -187,7 +187,7 @@ def test_all_hooks_of_an_owner_are_taken_off_with_their_marks():
     module.register_forward_hook(owner.hook, with_kwargs=True, always_call=True)
     module.register_load_state_dict_pre_hook(owner.hook)
     kept = module.register_forward_hook(Owner().hook)
-    internals.discard_hooks_of(module, owner)
+    internals.discard_hooks_of(module, owner, lambda other: other is owner)
     assert list(module._forward_hooks) == [kept.id]
     assert not module._forward_hooks_with_kwargs
     assert not module._forward_hooks_always_called

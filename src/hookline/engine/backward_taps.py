@@ -74,6 +74,10 @@ class _RawBackwardTap(GradientTap):
         self.function = function
         self.is_everywhere = is_everywhere
 
+    @property
+    def _name(self) -> str:
+        return self.site.path or self.site.module_type
+
     def _rank(self, rank: Rank) -> Rank:
         return Rank.EVERYWHERE if self.is_everywhere else rank
 
@@ -113,7 +117,7 @@ class BackwardPreTap(_RawBackwardTap):
         current = self.lane.current or self._outside(module)
         if current is None or not torch.is_grad_enabled():
             return None
-        output, meeting = flow.leave(key, output)
+        output, meeting = flow.leave(key, self._name, output)
         if meeting is None:
             return None
         call = self._begin(module)
@@ -187,7 +191,7 @@ class BackwardTap(_RawBackwardTap):
         if not torch.is_grad_enabled():
             self.off += 1
             return None
-        args, kwargs, call.flow = flow.enter(id(frame), args, kwargs, meet=True)
+        args, kwargs, call.flow = flow.enter(id(frame), self._name, args, kwargs)
         entered = call.flow
         number = (lambda tensor: None) if entered is None else entered.index
         call.inputs = tuple(tree.outline(value, number) for value in (*args, *kwargs.values()))
@@ -212,7 +216,7 @@ class BackwardTap(_RawBackwardTap):
         call = self._open_call()
         if call is None or call.flow is not None or not torch.is_grad_enabled():
             return None
-        output, meeting = flow.leave(key, output)
+        output, meeting = flow.leave(key, self._name, output)
         if meeting is None:
             return None
         call.outputs = _form(output, meeting.index)
@@ -250,13 +254,14 @@ class BackwardTap(_RawBackwardTap):
         call.waits = bool(found)
         numbers = {id(tensor): slot for slot, tensor in enumerate(found)}
         call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
-        meeting = flow.met(key, found)
+        meeting = flow.left(key)
         for slot, tensor in enumerate(found):
             hook = Arrival(self._noted, call, slot)
-            if meeting is None:
+            index = None if meeting is None else meeting.index(tensor)
+            if meeting is None or index is None:
                 hook_value(tensor, hook, id(module))
             else:
-                meeting.subscribe(self._rank(Rank.GRAD_READ), hook, meeting.index(tensor))
+                meeting.subscribe(self._rank(Rank.GRAD_READ), hook, index)
         return None if value is output else value
 
     def _noted(self, call: _Call, slot: int, grad: Tensor) -> None:
@@ -289,7 +294,7 @@ class BackwardTap(_RawBackwardTap):
         while (call := opened.pop()).frame != ours:
             pass
         if call.flow is not None:
-            call.flow.close(self.site.path or self.site.module_type, output)
+            call.flow.close(output)
 
     def _open_call(self) -> _Call | None:
         current = self.lane.current or self.lane.outside

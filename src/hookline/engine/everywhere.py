@@ -116,7 +116,8 @@ class _Dispatcher:
     """Torch's process-wide hooks, there only while some line needs them; each asks the context."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # One that its own thread may take again: a handler of a signal may attach a line, too.
+        self._lock = threading.RLock()
         self._lines: list[Catch] = []
         self._handles: dict[str, list[Any]] = {}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hookline.engine import tree
 from hookline.engine.errors import AttachError
 from hookline.engine.taps import Rank
-from hookline.engine.torch_internals import base_of_view
+from hookline.engine.torch_internals import base_of_view, version_counter
 from hookline.engine.values import Arrival, View, hook_value
 
 OneHook = Callable[[Tensor], Any]
@@ -34,23 +34,29 @@ class Flow:
 
     Args:
         key: says which call, while it runs.
-        tensors: what flowed forward, before it was aliased.
-        meet: the gradients are needed all at once.
+        name: what errors call the module.
+        tensors: what flowed forward, before it was aliased. The gradients of several meet.
     """
 
     __slots__ = (
         "__weakref__",
-        "_hooks", "_made", "_origins", "_refs", "_versions", "_views", "is_meeting", "key", "open",
+        "_counters", "_hooks", "_made", "_name", "_origins", "_refs", "_views", "is_meeting", "key",
+        "open",
     )  # fmt: skip
 
-    def __init__(self, key: int, tensors: Sequence[Tensor], *, meet: bool) -> None:
+    def __init__(self, key: int, name: str, tensors: Sequence[Tensor]) -> None:
         self.key = key
         self.open = True
-        self.is_meeting = meet and len(tensors) > 1
+        self.is_meeting = len(tensors) > 1
+        self._name = name
         self._hooks: list[tuple[Rank, int | None, OneHook | AllHook]] = []
-        self._versions = [tensor._version for tensor in tensors]
+        self._counters: list[tuple[Tensor, int, bool]] = []
         self._views: list[View | None] = []
         if self.is_meeting:
+            self._counters = [
+                (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
+                for tensor in tensors
+            ]
             aliases: Sequence[Tensor] = _Meeting.apply(self, *tensors)  # type: ignore[no-untyped-call]
         else:
             aliases = [tensor.view_as(tensor) for tensor in tensors]
@@ -73,6 +79,10 @@ class Flow:
                 return index
         return None
 
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all of these are its aliases: none came, or was replaced, since it was made."""
+        return all(self.index(tensor) is not None for tensor in tensors)
+
     def origin(self, tensor: Tensor) -> Tensor:
         """What an alias is an alias of; any other tensor is itself."""
         index = self.index(tensor)
@@ -86,7 +96,7 @@ class Flow:
             at -= 1
         self._hooks.insert(at, (rank, index, hook))
 
-    def close(self, name: str, output: Any) -> None:
+    def close(self, output: Any) -> None:
         """The call has ended: an alias that it neither changed nor returned, nobody will change.
 
         Raises:
@@ -95,20 +105,17 @@ class Flow:
         if not self.open:
             return
         self.open = False
-        aliases = [ref() for ref in self._refs]
-        if self.is_meeting:
-            for alias, version in zip(aliases, self._versions, strict=True):
-                if alias is not None and alias._version != version:
-                    raise AttachError(
-                        f"{name} changes one of its several inputs in place, so a raw backward hook"
-                        " cannot be given all their gradients at once."
-                        f"\nRecord or edit them one by one: '{name}:grad_input'."
-                    )
-            return
+        if any(counter._version != version for counter, version, _ in self._counters):
+            raise AttachError(
+                f"{self._name} changes one of its several inputs in place, so a raw backward hook"
+                " cannot be given all their gradients at once."
+                f"\nRecord or edit them one by one: '{self._name}:grad_input'."
+            )
         bases = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
-        for alias, view in zip(aliases, self._views, strict=True):
+        for ref, view in zip(self._refs, self._views, strict=False):
             if view is None:
                 continue
+            alias = ref()
             base = None if alias is None else base_of_view(alias)
             if not any(other is not None and other is base for other in bases):
                 view.settle()
@@ -126,7 +133,20 @@ class Flow:
         return None if new is grad else new
 
     def met(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """All gradients are there: call the hooks, and give what flows on."""
+        """All gradients are there: call the hooks, and give what flows on.
+
+        Raises:
+            AttachError: one of the tensors was written to, and whoever else holds it, or its base,
+                has the new numbers without the new history: the gradients would be wrong.
+        """
+        for (counter, version, is_view), origin in zip(self._counters, self._origins, strict=True):
+            if counter._version != version and (is_view or origin() is not None):
+                raise AttachError(
+                    f"a tensor that {self._name} took or returned was changed in place later, and"
+                    " is held elsewhere too; with a raw backward hook on several of them, its"
+                    " gradient would be wrong."
+                    f"\nUse hl.record or hl.edit at '{self._name}:grad_output' or ':grad_input'."
+                )
         new = list(grads)
         for _, wanted, hook in tuple(self._hooks):
             if wanted is None:
@@ -166,7 +186,7 @@ _lane = _Lane()
 
 
 def enter(
-    key: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, meet: bool = False
+    key: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Flow | None]:
     """The flow of a call's inputs, made by the first who asks, with the aliased arguments.
 
@@ -176,9 +196,9 @@ def enter(
     if not found:
         return args, kwargs, None
     flow = entered(key)
-    if flow is not None and flow.index(found[0]) is not None:
+    if flow is not None and flow.holds(found):
         return args, kwargs, flow
-    flow = Flow(key, found, meet=meet)
+    flow = Flow(key, name, found)
     _lane.entering = weakref.ref(flow)
     new = {id(old): alias for old, alias in zip(found, flow.taken(), strict=True)}
     args = tuple(tree.swap(value, new, fixed_only=True) for value in args)
@@ -192,24 +212,24 @@ def entered(key: int) -> Flow | None:
     return flow if flow is not None and flow.open and flow.key == key else None
 
 
-def leave(key: int, output: Any) -> tuple[Any, Flow | None]:
+def leave(key: int, name: str, output: Any) -> tuple[Any, Flow | None]:
     """The flow of a call's outputs, where several of them must meet, and the aliased output."""
     found = _flowing(output, fixed_only=False)
-    flow = met(key, found)
-    if len(found) < 2 or flow is not None:
+    if len(found) < 2:
+        return output, None
+    flow = left(key)
+    if flow is not None and flow.holds(found):
         return output, flow
-    flow = Flow(key, found, meet=True)
+    flow = Flow(key, name, found)
     _lane.leaving = weakref.ref(flow)
     new = {id(old): alias for old, alias in zip(found, flow.taken(), strict=True)}
     return tree.swap(output, new, fixed_only=False), flow
 
 
-def met(key: int, tensors: Sequence[Tensor]) -> Flow | None:
-    """The flow in which these outputs of a call meet, if they do."""
+def left(key: int) -> Flow | None:
+    """The flow of this call's outputs, if it has one; not all of them need be in it."""
     flow = _lane.leaving()
-    if flow is None or flow.key != key or not tensors or flow.index(tensors[0]) is None:
-        return None
-    return flow
+    return flow if flow is not None and flow.key == key else None
 
 
 def off_leaves(value: Any) -> Any:

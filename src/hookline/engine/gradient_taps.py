@@ -223,7 +223,7 @@ class GradOutputTap(GradientTap):
         if call < 0:
             return None
         value = flow.off_leaves(output)
-        meeting = flow.met(key, [t for _, t in tree.tensors(value)][:1])
+        meeting = flow.left(key)
         self.wait(current, call, value, meeting, id(module), _itself)
         return None if value is output else value
 

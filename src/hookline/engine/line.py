@@ -66,6 +66,7 @@ class Line:
         self._nodes: dict[int, Node | TensorNode] = {}
         self.root = model if isinstance(model, nn.Module) else None
         self.is_everywhere = isinstance(model, Everywhere)
+        self._is_entered = False
         self._placements = Placements()
         self._catch = Catch()
         self._why: dict[Site, str] | None = None
@@ -182,6 +183,8 @@ class Line:
         so that a selector that matches nothing leaves nothing behind."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        if self.is_everywhere and not self.passes.bound:
+            self.passes.enter()  # with or without a block, it sees the context it was made in
         if self.root is not None and not len(self._placements):
             begin, end = RootTap(self.passes, Rank.BEGIN), RootTap(self.passes, Rank.END)
             self._placements.place(self.root, "forward_pre", begin.begin, Rank.BEGIN)
@@ -190,10 +193,11 @@ class Line:
     # -- the end --------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self.passes.closed or self.passes.bound:
+        if self.passes.closed or self._is_entered:
             state = "has ended" if self.passes.closed else "is on already"
             raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
-        if not self.is_everywhere:
+        self._is_entered = True
+        if not self.passes.bound:
             self.passes.enter()
         return self
 

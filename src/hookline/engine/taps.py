@@ -84,7 +84,7 @@ class Tap:
     def _outside(self, module: nn.Module) -> Pass | None:
         """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""
         if self.passes is _INERT:
-            discard_hooks_of(module, self)
+            discard_hooks_of(module, self, _is_inert)
             return None
         return self.passes.outside()
 
@@ -118,7 +118,7 @@ class EventTap(Tap):
         """The hook itself."""
         if self.passes is _INERT:
             if isinstance(values[0], nn.Module):
-                discard_hooks_of(values[0], self)
+                discard_hooks_of(values[0], self, _is_inert)
             return None
         if not self.passes.is_ours():
             return None
@@ -277,17 +277,21 @@ class RootTap:
     def begin(self, module: nn.Module, args: Any) -> None:
         """The forward-pre hook."""
         if self.passes is _INERT:
-            discard_hooks_of(module, self)
+            discard_hooks_of(module, self, _is_inert)
             return
         self.passes.begin()
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook, always called."""
         if self.passes is _INERT:
-            discard_hooks_of(module, self)
+            discard_hooks_of(module, self, _is_inert)
             return
         self.passes.end()
 
 
 def _inert_root(rank: int) -> RootTap:
     return RootTap(_INERT, Rank(rank))
+
+
+def _is_inert(owner: object) -> bool:
+    return isinstance(owner, Tap | RootTap) and owner.passes is _INERT

@@ -78,11 +78,20 @@ def hook_flags(
     return flags
 
 
-def discard_hooks_of(module: nn.Module, owner: object) -> None:
-    """Take every hook that is a bound method of `owner` off this module."""
+def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[object], bool]) -> None:
+    """Take every hook of `owner` off this module, from within one of them.
+
+    Of the hooks on state dicts torch walks over the living dictionary: they go when the last one
+    is called, and then all that are alike.
+    """
     for kind in HOOK_DICTS:
         hooks = hook_dict(module, kind)
-        for key in [k for k, hook in hooks.items() if _owner(hook) is owner]:
+        unwanted = [key for key, hook in hooks.items() if _owner(hook) is owner]
+        if "state_dict" in kind and unwanted:
+            is_last = unwanted[-1] == next(reversed(hooks))
+            alike = [key for key, hook in hooks.items() if is_alike(_owner(hook))]
+            unwanted = alike if is_last else []
+        for key in unwanted:
             del hooks[key]
             for flag in ("with_kwargs", "always_called"):
                 module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
