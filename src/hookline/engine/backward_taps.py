@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import flow, tree
-from hookline.engine.flow import Flow, off_leaves
+from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Passes, call_frame
 from hookline.engine.returns import check_backward
@@ -117,9 +117,9 @@ class BackwardPreTap(_RawBackwardTap):
         current = self.lane.current or self._outside(module)
         if current is None or not torch.is_grad_enabled():
             return None
-        output, meeting = flow.leave(key, self._name, output)
+        output, meeting = flow.leave(key, self._name, off_saved(key, output))
         if meeting is None:
-            return None
+            return output
         call = self._begin(module)
         call.outputs = _form(output, meeting.index)
 
@@ -214,11 +214,14 @@ class BackwardTap(_RawBackwardTap):
     def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `join` does, of the call that the key says."""
         call = self._open_call()
-        if call is None or call.flow is not None or not torch.is_grad_enabled():
+        if call is None or not torch.is_grad_enabled():
             return None
+        output = off_saved(key, output)
+        if call.flow is not None:
+            return output
         output, meeting = flow.leave(key, self._name, output)
         if meeting is None:
-            return None
+            return output
         call.outputs = _form(output, meeting.index)
 
         def hook(grads: Grads) -> None:

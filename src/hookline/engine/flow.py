@@ -21,7 +21,7 @@ from torch import Tensor
 from hookline.engine import tree
 from hookline.engine.errors import AttachError
 from hookline.engine.taps import Rank
-from hookline.engine.torch_internals import base_of_view, version_counter
+from hookline.engine.torch_internals import base_of_view, saves_itself, version_counter
 from hookline.engine.values import Arrival, View, hook_value
 
 OneHook = Callable[[Tensor], Any]
@@ -239,6 +239,17 @@ def off_leaves(value: Any) -> Any:
     """
     leaves = [tensor for tensor in _flowing(value, fixed_only=False) if tensor.is_leaf]
     return tree.swap(value, _aliases(leaves), fixed_only=False) if leaves else value
+
+
+def off_saved(key: int, output: Any) -> Any:
+    """A call's output with aliases for what its own backward saved: what comes back to that in a
+    second derivative did not come back to what was returned."""
+    flow = left(key)
+    saved = [
+        tensor for tensor in _flowing(output, fixed_only=False)
+        if saves_itself(tensor) and (flow is None or flow.index(tensor) is None)
+    ]  # fmt: skip
+    return tree.swap(output, _aliases(saved), fixed_only=False) if saved else output
 
 
 def apart(

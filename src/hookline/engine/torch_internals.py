@@ -6,6 +6,7 @@ says for each what would break.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -164,6 +165,24 @@ def unhook_gradient(tensor: Tensor, key: Any) -> None:
     """Take a hook that `hook_gradient` put on a tensor off it again."""
     hooks: HookDict = tensor._backward_hooks or OrderedDict()  # type: ignore[assignment]
     hooks.pop(key, None)
+
+
+def saves_itself(tensor: Tensor) -> bool:
+    """Whether the function that computed a tensor saved it for its own backward, as tanh does.
+
+    More then comes back to it in a second derivative, past all that was computed from it.
+    """
+    function = tensor.grad_fn
+    return function is not None and _saves_result(type(function))
+
+
+@functools.cache
+def _saves_result(function: type) -> bool:
+    # A function written in Python does not say; what it may well do is taken for done.
+    is_of_python = issubclass(function, torch.autograd.function.BackwardCFunction)
+    return is_of_python or any(
+        name.startswith(("_saved_result", "_saved_out")) for name in dir(function)
+    )
 
 
 def version_counter(tensor: Tensor) -> Tensor:
