@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import gc
+import io
+import pickle
 import threading
 import weakref
 
@@ -172,6 +174,18 @@ def test_a_backward_in_a_thread_of_autograds_own_belongs_to_the_line(net, image)
     assert seen in (["backward", "grad"], ["grad", "backward"])
     assert run_["fc:grad_output"].shape == (2, 5)
     assert run_["fc.bias:grad"].shape == (5,)
+
+
+def test_a_tensor_that_is_pickled_meanwhile_leaves_its_hooks_behind(net):
+    with hl.attach(net) as line:
+        line.quiet = True
+        line.grad("fc.bias", lambda grad: grad * 2)
+        other = pickle.loads(pickle.dumps(net.fc.bias))  # a warning would be an error
+        state = io.BytesIO()
+        torch.save(net.state_dict(keep_vars=True), state)
+    assert not other._backward_hooks
+    other.sum().backward()
+    assert torch.equal(other.grad, torch.ones_like(other))
 
 
 def test_hooks_keep_neither_model_nor_parameter_nor_graph_alive(image):

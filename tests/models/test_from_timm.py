@@ -54,7 +54,9 @@ def test_an_unknown_tag_is_an_error_with_the_tags_that_there_are(said):
 def test_weights_that_cannot_be_fetched_are_an_error_that_says_what_else_there_is(said):
     with pytest.raises(ModelError, match="its weights cannot be fetched") as raised:
         load_model(NAME)
-    assert "--weights none for random weights, or --weights FILE" in said(raised)
+    assert "--weights none for random weights" in said(raised)
+    assert "weights='none'" in said(raised)
+    assert "or --weights FILE" in said(raised)
 
 
 def test_a_model_without_published_weights_is_an_error(said):

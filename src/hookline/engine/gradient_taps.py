@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
@@ -306,8 +307,9 @@ class ParameterTap(GradientTap):
 
     __slots__ = ()
 
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def fire(self, grad: Tensor) -> Tensor | None:
-        """The hook itself."""
+        """The hook itself. Pickling the tensor leaves it behind, and need not say so."""
         number = backward_number()
         current = self.passes.at_parameter(number)
         if current is None:

@@ -11,7 +11,13 @@ from torch import nn
 from hookline.engine.errors import ModelError
 from hookline.models.from_torchvision import unknown_name
 from hookline.models.loaded import Loaded
-from hookline.models.packages import cannot_fetch, first_line, import_package, is_reachable
+from hookline.models.packages import (
+    RANDOM,
+    cannot_fetch,
+    first_line,
+    import_package,
+    is_reachable,
+)
 from hookline.models.pictures import in_mode
 
 # In the order in which timm looks for them.
@@ -80,7 +86,7 @@ def _check_source(timm: Any, model_name: str, name: str) -> None:
         tags = ", ".join(timm.list_pretrained(f"{model_name}.*")[:3])
         raise ModelError(
             f"timm publishes no weights for {model_name}{f'; it does for {tags}' if tags else ''}."
-            "\nUse --weights none for random weights, or --weights FILE for a checkpoint."
+            f"\nUse {RANDOM}, or --weights FILE for a checkpoint."
         )
 
 

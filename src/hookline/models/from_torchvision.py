@@ -13,7 +13,13 @@ import torch
 from hookline.engine.errors import ModelError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.loaded import Loaded, Preprocess
-from hookline.models.packages import cannot_fetch, first_line, import_package, is_reachable
+from hookline.models.packages import (
+    RANDOM,
+    cannot_fetch,
+    first_line,
+    import_package,
+    is_reachable,
+)
 from hookline.models.pictures import in_mode
 
 
@@ -44,7 +50,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> Loaded:
     if default_weights and weights is None:
         raise ModelError(
             f"torchvision publishes no weights for {model_name}.\n"
-            "Use --weights none for random weights, or --weights FILE for a checkpoint."
+            f"Use {RANDOM}, or --weights FILE for a checkpoint."
         )
     options: dict[str, Any] = {}
     if default_weights:

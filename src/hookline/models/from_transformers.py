@@ -12,7 +12,13 @@ from torch import Tensor
 
 from hookline.engine.errors import InputError, ModelError
 from hookline.models.loaded import Loaded, Preprocess, Tokenize
-from hookline.models.packages import cannot_fetch, first_line, import_package, is_reachable
+from hookline.models.packages import (
+    RANDOM,
+    cannot_fetch,
+    first_line,
+    import_package,
+    is_reachable,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -151,7 +157,7 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
         instead = f"--weights {pickled[0]}" if pickled else "--weights FILE"
         raise ModelError(
             f"{name}: the folder has no weights as .safetensors, the only kind read from it.\n"
-            f"Use {instead} to load a checkpoint's tensors, or --weights none for random weights."
+            f"Use {instead} to load a checkpoint's tensors, or {RANDOM}."
         )
     if options["local_files_only"]:
         return  # what is not in the cache, transformers will miss
@@ -165,8 +171,7 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
     if not there:
         raise ModelError(
             f"{name} has no weights as .safetensors on the hub, the only kind read from there.\n"
-            "Download its checkpoint and use --weights FILE, or use --weights none for random "
-            "weights."
+            f"Download its checkpoint and use --weights FILE, or use {RANDOM}."
         )
 
 

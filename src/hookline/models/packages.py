@@ -15,6 +15,10 @@ from typing import Any
 from hookline.engine.errors import HooklineError, ModelError
 from hookline.models._torchvision_import import import_torchvision
 
+# What an error tells to do, to those who type commands and to those who write Python.
+RANDOM = "--weights none for random weights (in Python: load_model(name, weights='none'))"
+
+
 _EXTRAS = {
     "torchvision": "vision",
     "timm": "vision",
@@ -106,7 +110,7 @@ def cannot_fetch(name: str, what: str, reason: str) -> ModelError:
     """The error for weights, or a configuration, that are not here and cannot be downloaded."""
     return ModelError(
         f"{name}: {what} cannot be fetched ({reason}).\n"
-        "Use --weights none for random weights, or --weights FILE for a checkpoint on this disk."
+        f"Use {RANDOM}, or --weights FILE for a checkpoint on this disk."
     )
 
 

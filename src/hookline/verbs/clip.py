@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -304,6 +303,7 @@ def clip(
         norm: the largest norm of each gradient by itself; larger ones are scaled down.
         value: the largest absolute value of an element; larger ones are cut.
         total_norm: the largest norm over all selected parameters together.
+            A bound of `float("inf")` measures and clips nothing.
         norm_type: the p of the norm; `float("inf")` is the largest element.
         ports: "grad" (parameters), "grad_output", "grad_input", for selectors that name none.
 
@@ -324,8 +324,11 @@ def clip(
             "\nGive norm= (each gradient), total_norm= (all together) or value= (each element)."
         )
     ((kind, bound),) = given.items()
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 <= bound < math.inf:
-        raise AttachError(f"{kind}={bound!r} is no bound; give a finite number from 0 up.")
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
+        raise AttachError(
+            f"{kind}={bound!r} is no bound.\nGive a number from 0 up; float('inf') measures, and"
+            " clips nothing."
+        )
     line = RawLine(model, name="clip")
     line.lenient = selector is None
     selection = line.select(selector, check_ports(ports))
