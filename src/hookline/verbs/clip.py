@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
 import torch
@@ -26,6 +25,7 @@ from hookline.engine import (
     check_ports,
 )
 from hookline.engine.errors import AttachError, warn
+from hookline.verbs.verb_line import VerbLine
 
 _EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
 
@@ -132,11 +132,11 @@ class _Tally:
 
 
 @final
-class ClipLine:
+class ClipLine(VerbLine[RawLine]):
     """A line that clips: a context manager, or ended by `remove()`. `report()` says how much."""
 
     def __init__(self, line: RawLine, limit: _Limit) -> None:
-        self._line = line
+        super().__init__(line)
         self._limit = limit
         self._tallies: list[_Tally] = []
         self._told = False
@@ -145,27 +145,14 @@ class ClipLine:
         self._line.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._line.__exit__(kind, error, traceback)
-        if error is None:
-            self._warn()
-
-    def remove(self) -> None:
-        """End the line: take its hooks off."""
-        self._line.remove()
-        self._warn()
-
     def report(self) -> ClipReport:
         """How often, and how much, gradients were clipped at each site."""
         rows = tuple(tally.row(self._limit.bound) for tally in self._tallies)
         return ClipReport(self._line.report(), rows)
 
-    def _warn(self) -> None:
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            return
         bad = [row for row in self.report().rows if row.nonfinite]
         if bad and not self._told:
             self._told = True

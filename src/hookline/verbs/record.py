@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -28,37 +27,23 @@ from hookline.engine.errors import SelectionError
 from hookline.recordings import Recording, stamp
 from hookline.verbs.keeping import Keep, check_options, is_plain, keeper
 from hookline.verbs.record_gradients import KeepGradient, PlainGradTap
+from hookline.verbs.verb_line import VerbLine
 
 
 @final
-class RecordLine:
+class RecordLine(VerbLine[Line]):
     """A line that fills a recording: a context manager that gives it, or ended by `remove()`."""
 
     def __init__(self, line: Line, recording: Recording) -> None:
-        self._line = line
+        super().__init__(line)
         self.recording = recording
 
     def __enter__(self) -> Recording:
         self._line.__enter__()
         return self.recording
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self._line.__exit__(kind, error, traceback)
-        finally:
-            self.recording.finish(self._line.report())
-
-    def remove(self) -> None:
-        """End the line: take its hooks off. The recording stays."""
-        try:
-            self._line.remove()
-        finally:
-            self.recording.finish(self._line.report())
+    def _ended(self, error: BaseException | None) -> None:
+        self.recording.finish(self._line.report())
 
     def report(self) -> Report:
         """What was matched and attached, how often each site fired, and why some never did."""

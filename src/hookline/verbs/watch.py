@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self, TextIO, final
 
 import torch
@@ -26,14 +25,15 @@ from hookline.engine import (
     check_ports,
     tree,
 )
+from hookline.verbs.verb_line import VerbLine
 
 
 @final
-class Watch:
+class Watch(VerbLine[Line]):
     """A line that prints: a context manager, or ended by `remove()`."""
 
     def __init__(self, line: Line, model: nn.Module, file: TextIO | None) -> None:
-        self._line = line
+        super().__init__(line)
         self._model: nn.Module | None = model
         self._file = file
         self._optional = False
@@ -42,24 +42,15 @@ class Watch:
         self._line.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _ending(self, error: BaseException | None) -> None:
         if error is not None and self._model is not None:
             found = blame(self._model, error)
             if found is not None:
                 text = str(error).strip().splitlines() or [""]
                 self._print(f"!! {found}, raised {type(error).__name__}: {text[0]}")
-        self._model = None
-        self._line.__exit__(kind, error, traceback)
 
-    def remove(self) -> None:
-        """End the line: take its hooks off."""
+    def _ended(self, error: BaseException | None) -> None:
         self._model = None
-        self._line.remove()
 
     def report(self) -> Report:
         """What was matched and attached, and how often each site fired."""
