@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookline.engine import flow, tree
 from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
-from hookline.engine.passes import Passes, call_frame
+from hookline.engine.passes import Pass, Passes, call_frame
 from hookline.engine.returns import check_backward
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank
@@ -80,6 +80,11 @@ class _RawBackwardTap(GradientTap):
 
     def _rank(self, rank: Rank) -> Rank:
         return Rank.EVERYWHERE if self.is_everywhere else rank
+
+    def _hook(self, current: Pass, tensor: Tensor, hook: Arrival, module: nn.Module) -> None:
+        view = hook_value(tensor, hook, Arrival(flow.refuse, self._name), id(module))
+        if view is not None:
+            self.note_view(current, view)
 
     def _begin(self, module: nn.Module, frame: int = 0) -> _Call:
         # Weakly: a module that keeps its output would be held by that output's graph, for ever.
@@ -150,7 +155,7 @@ class BackwardPreTap(_RawBackwardTap):
             return None
         call = self._begin(module)
         call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
-        hook_value(found[0], Arrival(self._lone, call), id(module))
+        self._hook(current, found[0], Arrival(self._lone, call), module)
         return None if value is output else value
 
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
@@ -193,6 +198,8 @@ class BackwardTap(_RawBackwardTap):
             return None
         args, kwargs, call.flow = flow.enter(id(frame), self._name, args, kwargs)
         entered = call.flow
+        for view in () if entered is None else entered.views():
+            self.note_view(current, view)
         number = (lambda tensor: None) if entered is None else entered.index
         call.inputs = tuple(tree.outline(value, number) for value in (*args, *kwargs.values()))
         if entered is None:
@@ -244,7 +251,8 @@ class BackwardTap(_RawBackwardTap):
     def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `read` does, of the call that the key says."""
         call = self._open_call()
-        if call is None or not torch.is_grad_enabled():
+        current = self.lane.current or self.lane.outside
+        if call is None or current is None or not torch.is_grad_enabled():
             return None
         value = off_leaves(output)
         found = _needing(value)
@@ -262,7 +270,7 @@ class BackwardTap(_RawBackwardTap):
             hook = Arrival(self._noted, call, slot)
             index = None if meeting is None else meeting.index(tensor)
             if meeting is None or index is None:
-                hook_value(tensor, hook, id(module))
+                self._hook(current, tensor, hook, module)
             else:
                 meeting.subscribe(self._rank(Rank.GRAD_READ), hook, index)
         return None if value is output else value
@@ -292,12 +300,14 @@ class BackwardTap(_RawBackwardTap):
         opened = None if current is None else current.opened.get(self)
         ours = id(call_frame(frame))
         # A call whose pre-hooks failed never began; a call that Ctrl-C ended never closed.
-        if not opened or all(call.frame != ours for call in opened):
+        if current is None or not opened or all(call.frame != ours for call in opened):
             return
         while (call := opened.pop()).frame != ours:
             pass
         if call.flow is not None:
             call.flow.close(output)
+        if not opened and not current.roots:
+            current.close()
 
     def _open_call(self) -> _Call | None:
         current = self.lane.current or self.lane.outside

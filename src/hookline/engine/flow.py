@@ -39,9 +39,8 @@ class Flow:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_counters", "_hooks", "_made", "_name", "_origins", "_refs", "_views", "is_meeting", "key",
-        "open",
+        "__weakref__", "_counters", "_given", "_hooks", "_made", "_name", "_origins", "_refs",
+        "_views", "is_meeting", "key", "open",
     )  # fmt: skip
 
     def __init__(self, key: int, name: str, tensors: Sequence[Tensor]) -> None:
@@ -61,11 +60,18 @@ class Flow:
         else:
             aliases = [tensor.view_as(tensor) for tensor in tensors]
             self._views = [
-                hook_value(alias, Arrival(self._call, index)) for index, alias in enumerate(aliases)
+                hook_value(alias, Arrival(self._call, index), Arrival(refuse, name))
+                for index, alias in enumerate(aliases)
             ]
+        self._given = [view for view in self._views if view is not None]
         self._refs = [weakref.ref(alias) for alias in aliases]
         self._origins = [weakref.ref(tensor) for tensor in tensors]
         self._made: Sequence[Tensor] = aliases
+
+    def views(self) -> list[View]:
+        """Those of its aliases that may be written to; given once."""
+        given, self._given = self._given, []
+        return given
 
     def taken(self) -> Sequence[Tensor]:
         """What flows on in place of the tensors, handed out once: a flow holds no tensor."""
@@ -117,8 +123,8 @@ class Flow:
                 continue
             alias = ref()
             base = None if alias is None else base_of_view(alias)
-            if not any(other is not None and other is base for other in bases):
-                view.settle()
+            view.settle(is_over=not any(one is not None and one is base for one in bases))
+        self._views.clear()
 
     def _call(self, index: int, grad: Tensor) -> Tensor | None:
         new = grad
@@ -155,6 +161,19 @@ class Flow:
                 result = hook(one)  # type: ignore[arg-type]
                 new[wanted] = one if result is None else result
         return new
+
+
+def refuse(name: str) -> None:
+    """Refuse a gradient that cannot be told from others.
+
+    Raises:
+        AttachError: always.
+    """
+    raise AttachError(
+        f"what {name} took or returned is a view that was changed in place later; a raw backward"
+        " hook on it would be given more than what comes back through the module."
+        "\nMake that operation not in place, or .clone() before it."
+    )
 
 
 class _Meeting(torch.autograd.Function):

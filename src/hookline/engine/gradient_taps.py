@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.hooks import unserializable_hook
 
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
-from hookline.engine.errors import StructureError, warn
+from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
@@ -73,15 +74,16 @@ class GradientTap(Tap):
     Attributes:
         placed: how many values it waits or waited for.
         needless: how many values needed no gradient.
+        n_lost: how many gradients could not be told from others.
         off: how many values flowed while gradients were switched off.
     """
 
-    __slots__ = ("needless", "off", "on", "placed", "told")
+    __slots__ = ("n_lost", "needless", "off", "on", "placed", "told")
 
     def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
         super().__init__(site, passes, unused, rank)
         self.on = on
-        self.placed = self.needless = self.off = 0
+        self.placed = self.needless = self.off = self.n_lost = 0
         self.told = False
 
     def _call(self, current: Pass) -> int:
@@ -124,9 +126,9 @@ class GradientTap(Tap):
                 if through is not None and index is not None:
                     through.subscribe(self.rank, hook, index)
                 elif tensor.grad_fn is not None:
-                    view = hook_value(origin(tensor), hook, owner)
+                    view = hook_value(origin(tensor), hook, self.lose, owner)
                     if view is not None:
-                        self._note_view(current, view)
+                        self.note_view(current, view)
                 else:
                     continue  # a leaf inside a list or an object: a hook on it would stay on it
                 numbers[id(tensor)] = slot
@@ -138,9 +140,24 @@ class GradientTap(Tap):
             self.needless += 1
             self.on.missing(current, crossing)
 
-    @staticmethod
-    def _note_view(current: Pass, view: View) -> None:
-        """Have the border settle it, if it shows the memory of what came in there."""
+    def lose(self) -> None:
+        """A gradient came back that cannot be told from others.
+
+        Raises:
+            AttachError: it was to be changed.
+        """
+        if self.on.changes:
+            raise AttachError(f"{self.site} cannot be changed: {_LOST}.")
+        if not self.n_lost:
+            warn(f"{self.site} has no gradient: {_LOST}.")
+        self.n_lost += 1
+
+    def note_view(self, current: Pass, view: View) -> None:
+        """Have it settled when the pass ends, and at the border if it shows what came in there."""
+        if current.roots or current.opened.get(
+            self
+        ):  # the base is held until then, or the write could not be found
+            current.at_end.append(partial(_settle, view, view.base()))
         for base, views in current.opened.get(BorderTap, ()):
             if (outside := base()) is not None and view.is_of(outside):
                 views.append(weakref.ref(view))
@@ -191,11 +208,21 @@ class GradientTap(Tap):
             )
         if self.needless and not self.placed:
             return _NEEDLESS
+        if self.n_lost:
+            return _LOST
         if self.placed:
             return _NO_BACKWARD
         return super().why_silent()
 
 
+def _settle(view: View, base: Tensor | None) -> None:
+    view.settle(is_over=False)
+
+
+_LOST = (
+    "it is a view that was changed in place later, and what comes back to it cannot be told from"
+    " what comes back to the tensor it shows; make that operation not in place, or .clone() before"
+)
 _NO_BACKWARD = (
     "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"
     " loss that depends on it"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
@@ -36,6 +37,7 @@ class Pass:
         log: what the line's hooks chose to note, in the order in which they fired.
         note: adds to the log.
         calls: how often each of the line's taps that counts calls has run.
+        at_end: what is to be done when it ends.
         opened: what taps keep between the beginning and the end of a call.
         backward: the run of autograd that began the pass, if no run of the root did.
         failed: whether the run ended by an exception; None while it runs.
@@ -43,8 +45,8 @@ class Pass:
     """
 
     __slots__ = (
-        "__weakref__", "backward", "calls", "failed", "handled", "log", "note", "number", "opened",
-        "roots",
+        "__weakref__", "at_end", "backward", "calls", "failed", "handled", "log", "note", "number",
+        "opened", "roots",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -54,9 +56,15 @@ class Pass:
         self.note = self.log.append
         self.calls: dict[Any, int] = {}
         self.failed: bool | None = None
+        self.at_end: list[Callable[[], None]] = []
         self.opened: dict[Any, list[Any]] = {}
         self.roots: list[FrameType] = []
         self.handled = sys.exception()
+
+    def close(self) -> None:
+        """Do what is to be done at the end: of the pass, or of what is called outside of one."""
+        while self.at_end:
+            self.at_end.pop()()
 
     def drop_dead_roots(self) -> None:
         """Forget calls of the root that are no longer on this thread's stack.
@@ -218,6 +226,7 @@ class Passes:
 
     def _finish(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
+        current.close()
         current.failed = failed
         self.failed += failed
         current.handled = None

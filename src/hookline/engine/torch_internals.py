@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,16 +174,15 @@ def saves_itself(tensor: Tensor) -> bool:
     More then comes back to it in a second derivative, past all that was computed from it.
     """
     function = tensor.grad_fn
-    return function is not None and _saves_result(type(function))
+    return function is not None and _saves_result(type(function), tensor.output_nr)
 
 
 @functools.cache
-def _saves_result(function: type) -> bool:
+def _saves_result(function: type, number: int) -> bool:
     # A function written in Python does not say; what it may well do is taken for done.
     is_of_python = issubclass(function, torch.autograd.function.BackwardCFunction)
-    return is_of_python or any(
-        name.startswith(("_saved_result", "_saved_out")) for name in dir(function)
-    )
+    names = "_saved_result", "_saved_output", "_saved_out", f"_saved_result{number}"
+    return is_of_python or any(hasattr(function, name) for name in names)
 
 
 def version_counter(tensor: Tensor) -> Tensor:
@@ -203,6 +203,45 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
         return None
     is_one_kind = base.dtype is tensor.dtype and base.is_conj() == tensor.is_conj()
     return base if is_one_kind and base.is_neg() == tensor.is_neg() else None
+
+
+def is_held_by_one_view(view: Tensor) -> bool:
+    """Whether nobody but this view holds its base: one made inside an operation, as `linear` does.
+
+    Where torch does not count, nobody knows.
+    """
+    return hasattr(view, "_use_count") and _holders(view) == _holders_of_one()
+
+
+def _holders(view: Tensor) -> tuple[int, int]:
+    base = view._base
+    in_python = sys.getrefcount(base)
+    return in_python, base._use_count()  # type: ignore[union-attr]
+
+
+@functools.cache
+def _holders_of_one() -> tuple[int, int]:
+    # How torch counts differs between its versions: so look at one of which it is known.
+    with torch.enable_grad():
+        return _holders(torch.ones(1, requires_grad=True).neg().view(1))
+
+
+def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> None:
+    """Call a hook with what flows on from a node of the graph, as long as the graph lives."""
+    node.register_hook(hook)
+
+
+def node_of_write(base: Tensor, n_writes: int) -> Any:
+    """The node of the graph by which a view of this tensor was written to, `n_writes` versions ago.
+
+    None if it was written to in another way.
+    """
+    node, found = base.grad_fn, None
+    for _ in range(n_writes):
+        if node is None or not node.name().endswith("CopySlices"):
+            break
+        found, node = node, node.next_functions[0][0]
+    return found
 
 
 def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -98,7 +98,9 @@ class PlainGradTap(GradOutputTap):
         call = calls.get(self, 0)
         calls[self] = call + 1
         self.placed += 1
-        hook_value(output, Arrival(self.keep, current, call), id(module))
+        view = hook_value(output, Arrival(self.keep, current, call), self.lose, id(module))
+        if view is not None:
+            self.note_view(current, view)
         return None
 
     def keep(self, current: Pass, call: int, grad: Tensor) -> None:
