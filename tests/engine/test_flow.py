@@ -251,6 +251,88 @@ def test_an_output_that_an_edit_put_among_others_has_its_gradient_too(x):
     assert torch.equal(x.grad, one * 17)
 
 
+def test_a_tensor_taken_twice_has_one_gradient_and_takes_one_back(x):
+    class Twice(nn.Module):
+        def forward(self, a, b):
+            return a * 2 + b * 5
+
+    model, h = Twice(), x.requires_grad_() * 1
+    with hl.attach(model) as line:
+        line.backward("", lambda module, into, out: (into[0] * 0, into[1]))
+        with pytest.raises(hl.StructureError, match="several gradients for one tensor"):
+            model(h, h).sum().backward()
+    x.grad = None
+    with hl.attach(model) as line:
+        line.backward("", lambda module, into, out: tuple(grad * 2 for grad in into))
+        h = x * 1
+        model(h, h).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 14.0))
+
+
+class Branches(nn.Module):
+    """Reads a tensor itself, before it was split; a part is written to, and another is not."""
+
+    def __init__(self, inplace, split):
+        super().__init__()
+        self.inplace, self.split = inplace, split
+
+    def forward(self, y):
+        skip = 5 * y.sum()
+        q, k = self.split(y)
+        early = 3 * q.sum()
+        q = q.mul_(0.5) if self.inplace else q.mul(0.5)
+        return q.sum() + 2 * k.sum() + early + skip
+
+
+class Split(nn.Module):
+    def forward(self, y):
+        return y[:2], y[2:]
+
+
+def test_what_is_read_from_a_views_base_is_not_the_views():
+    found = {}
+    for inplace in (False, True):
+        model, kinds = Branches(inplace, Split()), found.setdefault(inplace, [])
+        with hl.record(model, "split", ports="grad_output") as run, hl.attach(model) as line:
+            line.backward("split", lambda module, into, out, kinds=kinds: kinds.extend(out))
+            model(torch.ones(4, requires_grad=True) * 1).backward()
+        kinds.extend(run["split:grad_output"])
+        x = torch.ones(4, requires_grad=True)
+        with hl.edit(model, "split:grad_output[1]", torch.zeros_like):
+            model(x * 1).backward()
+        kinds.append(x.grad)
+    assert [grad.tolist() for grad in found[False]] == [
+        [3.5, 3.5], [2.0, 2.0], [3.5, 3.5], [2.0, 2.0], [8.5, 8.5, 5.0, 5.0],
+    ]  # fmt: skip
+    assert all(map(torch.equal, found[True], found[False]))
+
+
+def test_a_write_that_nobody_can_find_gives_no_gradient_rather_than_a_wrong_one(x):
+    class Part(nn.Module):
+        def forward(self, y):
+            return y[:2]
+
+    model = Part()
+
+    def step(x):
+        y = x * 1
+        skip = 5 * y.sum()
+        part = model(y)  # the root: its pass has ended when the write comes
+        part.mul_(2)
+        return part.sum() + skip
+
+    x = x.requires_grad_()
+    with hl.record(model, ports="grad_output") as run:
+        with pytest.warns(hl.HooklineWarning, match="has no gradient.*not in place"):
+            step(x).backward()
+    with pytest.raises(hl.NotRecordedError, match="cannot be told"):
+        run[":grad_output"]
+    with hl.edit(model, ":grad_output", torch.zeros_like) as line:
+        line.quiet = True
+        with pytest.raises(hl.AttachError, match="cannot be changed"):
+            step(x).backward()
+
+
 # -- leaves, and what outlives the pass ----------------------------------------------------------
 
 
@@ -388,6 +470,7 @@ class Between(nn.Module):
         return sum(tensors(out), x.sum(0))
 
 
+@pytest.mark.filterwarnings("ignore:hl.record.*no gradient flowed back")  # to an unused parameter
 @settings(max_examples=60, deadline=None)
 @given(
     structures,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import flow, tree
+from hookline.engine.errors import StructureError
 from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Pass, Passes, call_frame
@@ -180,8 +181,12 @@ class BackwardTap(_RawBackwardTap):
         "enter": Rank.JOIN, "join": Rank.JOIN, "read": Rank.GRAD_READ, "close": Rank.END,
     }  # fmt: skip
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """The forward-pre hook: the module gets aliases of its inputs."""
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
         return self.enter_at(module, args, kwargs, sys._getframe(1))
 
     def enter_at(
@@ -336,9 +341,21 @@ def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
 def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
     """New gradients by the slots of a form; what was not replaced stays."""
     grads = list(old)
+    found: dict[int, Any] = {}
     for slot, grad in _slots(form, new):
-        grads[slot] = grad
+        if slot in found and not _are_same(found[slot], grad):
+            raise StructureError(
+                "the hook returned several gradients for one tensor, which the module took or"
+                " returned more than once; it has one gradient, the sum."
+                "\nReturn the same one in each of its places."
+            )
+        grads[slot] = found[slot] = grad
     return grads
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return one is other or (both and torch.equal(one, other))
 
 
 def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:

@@ -265,8 +265,12 @@ class GradInputTap(GradientTap):
         super().__init__(site, passes, on, rank)
         self.arguments = Arguments()
 
-    def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """The hook on the module."""
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
         current = self.lane.current
         is_first = current is None  # called by hand: the pass begins and ends here
         current = current or self._outside(module)
@@ -297,8 +301,12 @@ class BorderTap(Tap):
     def __init__(self, passes: Passes) -> None:
         super().__init__(Site("", "grad_input"), passes, unused, Rank.JOIN)
 
-    def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """The forward-pre hook on the root."""
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
         current = self.lane.current or self._outside(module)
         new = None if current is None else flow.apart(args, kwargs, leaves_only=False)
         if current is None or new is None:

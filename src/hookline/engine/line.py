@@ -6,6 +6,7 @@ ends a line, an exception half-way included, nothing of it is left on the model.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -70,6 +71,10 @@ class Line:
         self._placements = Placements()
         self._catch = Catch()
         self._why: dict[Site, str] | None = None
+        # A line that nobody holds could not be ended any more.
+        parts = self._placements, self._catch, self.taps, self.passes
+        self._drop = weakref.finalize(self, _dropped, name, *parts)
+        self._drop.atexit = False
 
     # -- what verbs use -------------------------------------------------------------------------
 
@@ -196,9 +201,15 @@ class Line:
         if self.passes.closed or self._is_entered:
             state = "has ended" if self.passes.closed else "is on already"
             raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
-        self._is_entered = True
-        if not self.passes.bound:
-            self.passes.enter()
+        try:
+            self._is_entered = True
+            if not self.passes.bound:
+                self.passes.enter()
+                for tap in self.taps:
+                    tap.lane, tap.fired = self.passes.lane, 0
+        except BaseException:  # Ctrl-C: there will be no block whose end takes the hooks off
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -223,23 +234,16 @@ class Line:
         self._warn()
 
     def _end(self) -> None:
-        self._placements.take_off()
-        if self._catch.groups:
-            DISPATCHER.discard(self._catch)
-        for tap in self.taps:
-            if isinstance(tap, SavedTap):
-                tap.release()
+        _take_off(self._placements, self._catch, self.taps)
         try:
             if self._why is None:
                 self._why = self._explain()
         finally:
             self.passes.leave()
+            self._drop.detach()
         # The report outlives the line; the model must not be kept alive by it.
         self._nodes, self.root = {}, None
         self.layout = Layout(self.layout.name, [], [])
-
-    def _may_leave_out(self) -> bool:
-        return self.lenient or self.passes.failed > 0
 
     def report(self) -> Report:
         """What was matched and attached, how often each site fired, and why some never did."""
@@ -267,10 +271,33 @@ class Line:
             return  # everywhere, nobody can say what should have run
         report = self.report()
         # A pass that failed, or a choice of everything there is, may well leave sites out.
-        ran = report.passes or any(count for _, count in report.fired)
-        message = None if ran and self._may_leave_out() else report.warning()
+        some = any(count for _, count in report.fired)
+        excused = self.passes.failed > 0 or (self.lenient and some)
+        message = None if excused else report.warning()
         if message:
             warn(message)
+
+
+def _take_off(placements: Placements, catch: Catch, taps: list[Tap]) -> None:
+    placements.take_off()
+    if catch.groups:
+        DISPATCHER.discard(catch)
+    for tap in taps:
+        if isinstance(tap, SavedTap):
+            tap.release()
+
+
+def _dropped(
+    name: str, placements: Placements, catch: Catch, taps: list[Tap], passes: Passes
+) -> None:
+    had_hooks = len(placements) > 0 or bool(catch.groups)
+    _take_off(placements, catch, taps)
+    passes.leave()
+    if had_hooks:
+        warn(
+            f"an hl.{name} line was dropped while its hooks were on; they are off now."
+            f"\nUse it in a block, with hl.{name}(...): ..., or keep it and call its remove()."
+        )
 
 
 def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:

@@ -77,6 +77,9 @@ class Pass:
 class Sink(Protocol):
     """Where values go as they are seen: `Pass.log` fills between these two calls."""
 
+    def restart(self) -> None:
+        """Forget what was seen so far: it was another thread's."""
+
     def begin_pass(self, current: Pass) -> None:
         """A pass begins."""
 
@@ -96,13 +99,14 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`."""
 
     __slots__ = (
-        "_latest", "_numbers", "_open", "bound", "closed", "elsewhere", "failed", "lane", "sink",
-        "started",
+        "_latest", "_lock", "_numbers", "_open", "bound", "closed", "elsewhere", "failed", "lane",
+        "sink", "started",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.lane = _Lane()
         self.sink = sink
+        self._lock = threading.RLock()
         self.bound = False
         self.closed = False
         self.started = 0
@@ -113,9 +117,19 @@ class Passes:
         self._latest: Pass | None = None
 
     def enter(self) -> None:
-        """Belong to the present context from now on, and to no other."""
-        self.bound = True
-        _entered.set((*_still_open(), self))
+        """Belong to the present context from now on, and to no other.
+
+        What other threads ran between the making of a line and its block is not the line's.
+        """
+        with self._lock:
+            self.bound = True
+            _entered.set((*_still_open(), self))
+            if self.started:
+                self.lane, self._latest, self._numbers = _Lane(), None, itertools.count()
+                self._open.clear()
+                self.started = self.elsewhere = self.failed = 0
+                if self.sink is not None:
+                    self.sink.restart()
 
     def leave(self) -> None:
         """The line has ended: nothing that fires from now on is seen."""
@@ -163,7 +177,10 @@ class Passes:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
         if current is None:
-            current = lane.current = self._start()
+            with self._lock:
+                if not self.is_here():  # it was entered, elsewhere, since we asked
+                    return
+                current = lane.current = self._start()
         # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
         current.roots.append(call_frame(sys._getframe(2)))
 
@@ -197,7 +214,8 @@ class Passes:
             return None
         lane = self.lane
         if lane.outside is None:
-            lane.outside = self._start()
+            with self._lock:
+                lane.outside = self._start() if self.is_here() else None
         return lane.outside
 
     def at_parameter(self, backward: int) -> Pass | None:

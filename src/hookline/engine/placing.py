@@ -5,6 +5,7 @@ The only file that registers with torch. Imports taps, torch_internals, errors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -35,6 +36,9 @@ from hookline.engine.torch_internals import (
 )
 
 Hook = Callable[..., Any]
+
+# Threads may put lines on one model at once; a handler of a signal, in the midst of it.
+_lock = threading.RLock()
 
 
 @final
@@ -72,19 +76,20 @@ class Placements:
                 " calls them.\nAttach to the Python model, before torch.jit.script or .trace."
             )
         hooks = hook_dict(module, kind)
-        key = self._free_id(hooks)
         dicts: list[Any] = [hooks]
         if with_kwargs or always_call:
             dicts += hook_flags(module, kind, with_kwargs=with_kwargs, always_call=always_call)
-        self._placed.append((dicts, key))  # first: an interrupt after this line still takes it off
-        for flags in dicts[1:]:
-            flags[key] = True
-        others = list(hooks.items()) if hooks else ()
-        hooks[key] = hook
-        for other, other_hook in others:
-            other_rank = _rank_of(other_hook)
-            if other_rank > rank or (prepend and other_rank == rank):
-                hooks.move_to_end(other)
+        with _lock:
+            key = self._free_id(hooks)
+            self._placed.append((dicts, key))  # first: an interrupt from here on takes it off, too
+            for flags in dicts[1:]:
+                flags[key] = True
+            others = list(hooks.items()) if hooks else ()
+            hooks[key] = hook
+            for other, other_hook in others:
+                other_rank = _rank_of(other_hook)
+                if other_rank > rank or (prepend and other_rank == rank):
+                    hooks.move_to_end(other)
 
     def place_on_tensor(
         self, tensor: Tensor, kind: str, hook: Hook, rank: Rank, *, prepend: bool = False
@@ -143,11 +148,12 @@ class Placements:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
         placed = self._placed
         try:
-            while len(placed) > keep:
-                dicts, key = placed[-1]
-                for hooks in dicts:
-                    hooks.pop(key, None)
-                placed.pop()
+            with _lock:
+                while len(placed) > keep:
+                    dicts, key = placed[-1]
+                    for hooks in dicts:
+                        hooks.pop(key, None)
+                    placed.pop()
         except BaseException:
             self.take_off(keep)
             raise

@@ -176,8 +176,12 @@ class InputTap(Tap):
         super().__init__(site, passes, see, rank)
         self.arguments = Arguments()
 
-    def fire(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """The hook itself."""
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
         current = self.lane.current
         if current is None:
             current = self._outside(module)

@@ -306,13 +306,15 @@ def _name_text(key: str) -> str:
 
 
 def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
-    """How `new` differs from `old` in structure, shape, dtype or device; None if it does not."""
+    """How `new` differs from `old` in structure, shape, dtype, device, layout; None if not."""
     at = f" at {leaf_text(leaf)}" if leaf else ""
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor):
             return f"expected {describe(old)}{at}, got {describe(new)}"
         if (shape(old), old.dtype, old.device) != (shape(new), new.dtype, new.device):
             return f"expected {full(old)}{at}, got {full(new)}"
+        if old.layout is not new.layout:
+            return f"expected a tensor that is {_layout(old)}{at}, got one that is {_layout(new)}"
         return None
     parts = items(old)
     if parts is None:
@@ -331,6 +333,10 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         if found:
             return found
     return None
+
+
+def _layout(tensor: Tensor) -> str:
+    return str(tensor.layout).removeprefix("torch.")
 
 
 def form(value: Any) -> str:

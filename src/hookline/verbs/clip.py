@@ -169,24 +169,25 @@ class ClipLine(VerbLine[RawLine]):
         places = list(selection.places())
         ours = [place for place in places if place[0].port == "grad"]
         between = [place for place in places if place[0].port != "grad"]
-        if self._limit.kind == "total_norm":
-            if between:
-                raise AttachError(
-                    "total_norm needs all gradients before it can change one; those that flow"
-                    f" between modules ({between[0][0]}) are gone by then."
-                    "\nUse norm= for them, each by itself, or total_norm= for parameters."
-                )
-            self._tallies.append(_Tally("total"))
-            self._clip_total(selection)
-            return
-        if ours:
-            self._clip_parameters(Selection(self._line.layout, ours))
-        if between:
-            self._line.tap(
-                Selection(self._line.layout, between),
-                lambda site: _ClipGradient(self._tally(site), self._limit),
-                Rank.EDIT,
+        is_total = self._limit.kind == "total_norm"
+        if is_total and between:
+            raise AttachError(
+                "total_norm needs all gradients before it can change one; those that flow"
+                f" between modules ({between[0][0]}) are gone by then."
+                "\nUse norm= for them, each by itself, or total_norm= for parameters."
             )
+        with self._line.all_or_nothing():
+            if is_total:
+                self._tallies.append(_Tally("total"))
+                self._clip_total(selection)
+            elif ours:
+                self._clip_parameters(Selection(self._line.layout, ours))
+            if between:
+                self._line.tap(
+                    Selection(self._line.layout, between),
+                    lambda site: _ClipGradient(self._tally(site), self._limit),
+                    Rank.EDIT,
+                )
 
     def _tally(self, site: Site) -> _Tally:
         self._tallies.append(_Tally(str(site)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -135,7 +136,7 @@ def start_recording(
             f" {str(back)!r}), and call backward() inside the block."
         )
     modules = tuple([(node.path, node.type_name) for node in line.nodes])
-    recording = Recording(selection.sites, line.report, modules)
+    recording = Recording(selection.sites, _report_of(line, selection.sites), modules)
     line.passes.sink = recording
     numbers = itertools.count()  # `bind` is called once for each site, in their order
     tensors = {site: getattr(node, "tensor", None) for site, node in selection.places()}
@@ -158,6 +159,23 @@ def start_recording(
 
     line.tap(selection, bind, Rank.RECORD)
     return RecordLine(line, recording), line
+
+
+def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
+    """A line's report, without holding the line: its hooks hold the recording, and it goes when
+    nobody holds it."""
+    name, model_type = line.name, line.layout.name
+    held = weakref.WeakMethod(line.report)
+
+    def report() -> Report:
+        found = held()
+        if found is not None:
+            return found()
+        why = dict.fromkeys(sites, "its line was dropped, and nobody could end it")
+        fired = tuple((site, 0) for site in sites)
+        return Report(name, model_type, 0, 0, True, fired, why, frozenset())
+
+    return report
 
 
 @final

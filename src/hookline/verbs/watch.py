@@ -35,7 +35,7 @@ class Watch(VerbLine[Line]):
     def __init__(self, line: Line, model: nn.Module, file: TextIO | None) -> None:
         super().__init__(line)
         self._model: nn.Module | None = model
-        self._file = file
+        self._printer = _Printer(file)
         self._optional = False
 
     def __enter__(self) -> Self:
@@ -47,7 +47,7 @@ class Watch(VerbLine[Line]):
             found = blame(self._model, error)
             if found is not None:
                 text = str(error).strip().splitlines() or [""]
-                self._print(f"!! {found}, raised {type(error).__name__}: {text[0]}")
+                self._printer.say(f"!! {found}, raised {type(error).__name__}: {text[0]}")
 
     def _ended(self, error: BaseException | None) -> None:
         self._model = None
@@ -77,14 +77,27 @@ class Watch(VerbLine[Line]):
         depth = {site: site.path.count(".") for site, _ in places}
         width = max((len(site.path) + 2 * depth[site] + 3 for site, _ in places), default=8)
 
+        printer = self._printer  # and not self: hooks that held the line would keep it on
+
         def bind(site: Site) -> Any:
             if site.is_gradient:
-                return _Back(self, site, min(width, 44), optional)
-            return _enter(site) if site.port == "input" else self._leave(site, min(width, 44))
+                return _Back(printer, site, min(width, 44), optional)
+            return _enter(site) if site.port == "input" else printer.leave(site, min(width, 44))
 
         self._line.tap(Selection(self._line.layout, [*places, *starts]), bind, Rank.RECORD)
 
-    def _leave(self, site: Site, width: int) -> Any:
+
+@final
+class _Printer:
+    """Prints what flows by."""
+
+    __slots__ = ("_file",)
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+
+    def leave(self, site: Site, width: int) -> Any:
+        """What prints an output."""
         name = site.path or "(root)"
 
         def see(current: Pass, value: Any) -> None:
@@ -94,7 +107,7 @@ class Watch(VerbLine[Line]):
                 stack.pop()  # a module that raised, and whose caller went on
             _, began, got = stack.pop() if stack else (None, now, "?")
             label = "  " * len(stack) + name
-            self._print(
+            self.say(
                 f"{label:{width}}  {site.module_type:18} {got} -> {_shown(value)}"
                 f"  {(now - began) * 1e3:.2f} ms"
             )
@@ -104,9 +117,10 @@ class Watch(VerbLine[Line]):
     def back(self, site: Site, width: int, value: Any) -> None:
         """Print a gradient."""
         name = site.path or "(root)"
-        self._print(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
+        self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line."""
         print(text, file=self._file if self._file is not None else sys.stdout)
 
 
@@ -114,17 +128,17 @@ class Watch(VerbLine[Line]):
 class _Back(OnGradient):
     """Prints the gradients at one site."""
 
-    __slots__ = ("_site", "_watch", "_width", "optional")
+    __slots__ = ("_printer", "_site", "_width", "optional")
 
-    def __init__(self, watching: Watch, site: Site, width: int, optional: bool) -> None:
-        self._watch = watching
+    def __init__(self, printer: _Printer, site: Site, width: int, optional: bool) -> None:
+        self._printer = printer
         self._site = site
         self._width = width
         self.optional = optional
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> None:
         """Print the gradient of one tensor."""
-        self._watch.back(self._site, self._width, grad)
+        self._printer.back(self._site, self._width, grad)
 
 
 def watch(

@@ -1,0 +1,111 @@
+"""Line: whatever ends it, nothing stays on."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+VERBS = {
+    "record": hl.record,
+    "edit": lambda model: hl.edit(model, "", lambda t: t),
+    "clip": lambda model: hl.clip(model, norm=1.0),
+    "watch": hl.watch,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_line_that_nobody_holds_is_taken_off_and_says_so(net, image, verb):
+    gc.disable()  # nothing may hold it, itself included
+    try:
+        with pytest.warns(hl.HooklineWarning, match=rf"hl.{verb} line was dropped.*\n.*remove\(\)"):
+            VERBS[verb](net)
+    finally:
+        gc.enable()
+    assert not len(hl.inventory(net))
+
+
+def test_a_recording_outlives_a_line_that_was_dropped(net, image):
+    line = hl.record(net, "fc")
+    net(image)
+    run = line.recording
+    with pytest.warns(hl.HooklineWarning, match="dropped"):
+        del line
+    assert run["fc"].shape == (2, 5)
+    assert "its line was dropped" in str(run.report())
+
+
+@pytest.mark.filterwarnings("ignore:an hl.record line was dropped")
+def test_an_interrupt_at_any_line_of_hooklines_code_leaves_nothing():
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+
+    def interrupted_at(number):
+        """Whether a Ctrl-C came at the number-th line that hookline executes."""
+        count = 0
+
+        def step(frame, event, arg):
+            nonlocal count
+            # At the end of a block tracing stops once more at its head, where no signal is handled.
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            count += event == "line" and not text.lstrip().startswith("with ")
+            if count == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return step
+
+        def trace(frame, event, arg):
+            return step if frame.f_globals.get("__name__", "").startswith("hookline.") else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with hl.record(model) as run:
+                model(x)
+            return bool(run is None)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+
+    number = 1
+    while interrupted_at(number):
+        assert not len(hl.inventory(model)), number
+        number += 2
+    assert number > 200
+
+
+def test_threads_may_attach_to_one_model_while_others_run_it():
+    model, x, errors = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(1, 3), []
+
+    def guard(work, times):
+        try:
+            for _ in range(times):
+                work()
+        except Exception as error:
+            errors.append(error)
+
+    def inspect():
+        with hl.record(model, ports="input") as run:
+            model(x)
+        assert len(run.passes) == 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        work = [(inspect, 100), (inspect, 100), (lambda: model(x), 1000)]
+        threads = [threading.Thread(target=guard, args=one) for one in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert not len(hl.inventory(model))
