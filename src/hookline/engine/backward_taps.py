@@ -42,19 +42,30 @@ class _Call:
         frame: says which call of it.
 
     Attributes:
-        flow: that of the inputs, if one of them needs a gradient.
+        flow: that of the inputs, if one of them needs a gradient, until the call ends.
+        has_inputs: whether one of them needs a gradient.
         inputs: the outline of the inputs.
         outputs: the outline of the outputs.
         waits: whether gradients of the outputs are to come.
         grad_output: those that came, by the run of autograd.
     """
 
-    __slots__ = ("flow", "frame", "grad_output", "inputs", "module", "outputs", "waits")
+    __slots__ = (
+        "flow",
+        "frame",
+        "grad_output",
+        "has_inputs",
+        "inputs",
+        "module",
+        "outputs",
+        "waits",
+    )
 
     def __init__(self, module: Callable[[], nn.Module | None], frame: int = 0) -> None:
         self.module = module
         self.frame = frame
         self.flow: Flow | None = None
+        self.has_inputs = False
         self.inputs: Any = ()
         self.outputs: Any = None
         self.waits = False
@@ -203,6 +214,7 @@ class BackwardTap(_RawBackwardTap):
             return None
         args, kwargs, call.flow = flow.enter(id(frame), self._name, args, kwargs)
         entered = call.flow
+        call.has_inputs = entered is not None
         for view in () if entered is None else entered.views():
             self.note_view(current, view)
         number = (lambda tensor: None) if entered is None else entered.index
@@ -287,7 +299,7 @@ class BackwardTap(_RawBackwardTap):
             # Where no gradient of an input is wanted, nobody else takes them out.
             at_end_of_backward(partial(_forget, call, run))
         call.grad_output[run][slot] = grad
-        if call.flow is None:  # no input needs a gradient, and this is the only output
+        if not call.has_inputs:  # none of them needs a gradient, and this is the only output
             self._answer(call, {})
 
     def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
@@ -311,6 +323,7 @@ class BackwardTap(_RawBackwardTap):
             pass
         if call.flow is not None:
             call.flow.close(output)
+            call.flow = None  # its hooks hold the call
         if not opened and not current.roots:
             current.close()
 
