@@ -322,10 +322,10 @@ def test_a_write_that_nobody_can_find_gives_no_gradient_rather_than_a_wrong_one(
         return part.sum() + skip
 
     x = x.requires_grad_()
-    with pytest.warns(hl.HooklineWarning, match="never fired.*not in place") as warned:
+    with pytest.warns(hl.HooklineWarning, match="not in place") as warned:
         with hl.record(model, ports="grad_output") as run:
             step(x).backward()
-    assert "has no gradient" in str(warned[0].message)  # at once, where it is lost
+    assert ["never fired" in str(one.message) for one in warned] == [False, True]
     with pytest.raises(hl.NotRecordedError, match="cannot be told"):
         run[":grad_output"]
     with hl.edit(model, ":grad_output", torch.zeros_like) as line:
