@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -123,3 +125,41 @@ def state(model: nn.Module) -> list[object]:
 @pytest.fixture
 def left_as_found():
     return state
+
+
+@pytest.fixture
+def interrupted():
+    """`interrupted(step, modules, action)`: whether a Ctrl-C came in the action.
+
+    It comes at the step-th line that is executed in those of hookline's modules whose names begin
+    so. At the end of a `with` block tracing stops at its head once more, where no signal is ever
+    handled: an interrupt there would leave a lock held, as no real one does.
+    """
+
+    def interrupted(step, modules, action):
+        count = 0
+
+        def at_line(frame, event, arg):
+            nonlocal count
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            count += event == "line" and not text.lstrip().startswith("with ")
+            if count == step:
+                sys.settrace(before)
+                raise KeyboardInterrupt
+            return at_line
+
+        def at_call(frame, event, arg):
+            name = frame.f_globals.get("__name__", "")
+            return at_line if name.startswith(modules) else None
+
+        before = sys.gettrace()
+        sys.settrace(at_call)
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    return interrupted

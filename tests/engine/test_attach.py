@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import sys
 import weakref
 
 import pytest
@@ -186,39 +185,18 @@ def test_nothing_is_left_when_attaching_fails_half_way(net, left_as_found):
     assert left_as_found(net) == before
 
 
-def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_found):
-    """A KeyboardInterrupt at every traced line of hookline's own code, one after the other."""
+def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_found, interrupted):
     before = left_as_found(net)
+    modules = ("hookline.engine.attach", "hookline.engine.placing")
     for step in range(1, 2000):
-        count = 0
-
-        def interrupt(frame, event, arg, step=step):
-            nonlocal count
-            name = frame.f_globals.get("__name__", "")
-            if name not in ("hookline.engine.attach", "hookline.engine.placing"):
-                return None
-            if event == "line":
-                count += 1
-                if count == step:
-                    raise KeyboardInterrupt
-            return interrupt
-
         line = attach(net)
-        sys.settrace(interrupt)
-        try:
-            line.forward(nn.Conv2d, print)
-        except KeyboardInterrupt:
-            pass
-        else:
-            sys.settrace(None)
-            line.quiet = True
+        line.quiet = True
+        if not interrupted(step, modules, lambda line=line: line.forward(nn.Conv2d, print)):
             line.remove()
             break
-        finally:
-            sys.settrace(None)
         # What an interrupt leaves, the end of the line takes off.
         with line:
-            line.quiet = True
+            pass
         assert left_as_found(net) == before
     assert 20 < step < 2000
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import sys
 import threading
 
@@ -43,42 +42,18 @@ def test_a_recording_outlives_a_line_that_was_dropped(net, image):
 
 
 @pytest.mark.filterwarnings("ignore:an hl.record line was dropped")
-def test_an_interrupt_at_any_line_of_hooklines_code_leaves_nothing():
+def test_an_interrupt_at_any_line_of_hooklines_code_leaves_nothing(interrupted):
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
 
-    def interrupted_at(number):
-        """Whether a Ctrl-C came at the number-th line that hookline executes."""
-        count = 0
+    def action():
+        with hl.record(model):
+            model(x)
 
-        def step(frame, event, arg):
-            nonlocal count
-            # At the end of a block tracing stops once more at its head, where no signal is handled.
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            count += event == "line" and not text.lstrip().startswith("with ")
-            if count == number:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return step
-
-        def trace(frame, event, arg):
-            return step if frame.f_globals.get("__name__", "").startswith("hookline.") else None
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            with hl.record(model) as run:
-                model(x)
-            return bool(run is None)
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-
-    number = 1
-    while interrupted_at(number):
-        assert not len(hl.inventory(model)), number
-        number += 2
-    assert number > 200
+    step = 1
+    while interrupted(step, ("hookline.",), action):
+        assert not len(hl.inventory(model)), step
+        step += 2
+    assert step > 200
 
 
 def test_threads_may_attach_to_one_model_while_others_run_it():

@@ -231,46 +231,20 @@ def test_nothing_is_left_however_a_line_ends(model, optimizer, ends):
     assert is_bare(model, optimizer)
 
 
-def step_until_done(begin, attach, check, limit=3000):
+def step_until_done(interrupted, begin, attach, check, limit=3000):
     """Interrupt at each traced line of hookline's own code, one after the other."""
     for step in range(1, limit):
         begin()
-        count = 0
-
-        def interrupt(frame, event, arg, step=step):
-            nonlocal count
-            if not frame.f_globals.get("__name__", "").startswith(
-                (
-                    "hookline.engine.placing",
-                    "hookline.engine.hooks_on",
-                )
-            ):
-                return None
-            if event == "line":
-                count += 1
-                if count == step:
-                    raise KeyboardInterrupt
-            return interrupt
-
-        before = sys.gettrace()
-        sys.settrace(interrupt)
-        try:
-            attach()
-        except KeyboardInterrupt:
-            sys.settrace(before)
-            check()
-        else:
-            sys.settrace(before)
+        if not interrupted(step, ("hookline.engine.placing", "hookline.engine.hooks_on"), attach):
             return step
-        finally:
-            sys.settrace(before)
+        check()
     raise AssertionError("it never came to an end")
 
 
 @pytest.mark.parametrize(
     "kind", [*MODULE_KINDS, "saved", "grad", "accumulated", "step_pre", "load_state_dict_pre"]
 )
-def test_what_is_interrupted_while_it_attaches_is_not_attached(model, optimizer, kind):
+def test_what_is_interrupted_while_it_attaches_is_not_attached(model, optimizer, kind, interrupted):
     def begin():
         nonlocal line
         line = hl.attach(model)
@@ -289,13 +263,13 @@ def test_what_is_interrupted_while_it_attaches_is_not_attached(model, optimizer,
         assert line.taps == []
 
     line = None
-    assert step_until_done(begin, attach, check) > 10
+    assert step_until_done(interrupted, begin, attach, check) > 10
     line.remove()
     assert is_bare(model, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "step_pre", "registered"])
-def test_what_is_interrupted_everywhere_is_gone_with_the_line(model, optimizer, kind):
+def test_what_is_interrupted_everywhere_is_gone_with_the_line(model, optimizer, kind, interrupted):
     def begin():
         nonlocal line
         line = hl.attach(hl.EVERYWHERE)
@@ -311,7 +285,7 @@ def test_what_is_interrupted_everywhere_is_gone_with_the_line(model, optimizer, 
         assert is_bare(model, optimizer)
 
     line = None
-    assert step_until_done(begin, attach, check) > 5
+    assert step_until_done(interrupted, begin, attach, check) > 5
     line.remove()
     assert is_bare(model, optimizer)
 
