@@ -138,19 +138,20 @@ def start_recording(
     modules = tuple([(node.path, node.type_name) for node in line.nodes])
     recording = Recording(selection.sites, _report_of(line, selection.sites), modules)
     line.passes.sink = recording
+    detached = options.get("detach", True)
     numbers = itertools.count()  # `bind` is called once for each site, in their order
     tensors = {site: getattr(node, "tensor", None) for site, node in selection.places()}
-    fast = is_plain(options)
+    fast, kept = is_plain(options), keeper(options)
 
     def bind(site: Site) -> Bound:
         number = next(numbers)
         is_whole = not site.leaf and site.call is None
         if site.is_gradient:
-            on = KeepGradient(number, options, tensors[site])
+            on = KeepGradient(number, kept, tensors[site], keeps_graph=not detached)
             if fast and site.port == "grad_output" and is_whole:
                 return PlainGradTap(site, line.passes, on, number)
             return on
-        see = _keep(number, keeper(options))
+        see = _keep(number, kept)
         if after is not None:
             return _then(see, after, site)
         if fast and site.port == "output" and is_whole:

@@ -24,7 +24,6 @@ from hookline.engine import (
     tree,
 )
 from hookline.recordings import Gathered, stamp
-from hookline.verbs.keeping import Keep, keeper
 
 
 @final
@@ -33,16 +32,24 @@ class KeepGradient(OnGradient):
 
     Args:
         number: the site's, in the recording.
-        options: what is kept of each.
+        kept: what is kept of each.
         parameter: the one whose gradient it is, for the norm that the gradient is compared with.
+        keeps_graph: whether what is kept holds the graph.
     """
 
     __slots__ = ("_kept", "_number", "_parameter", "keeps_graph")
 
-    def __init__(self, number: int, options: Keep, parameter: Tensor | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        kept: Callable[[Any], Any],
+        parameter: Tensor | None,
+        *,
+        keeps_graph: bool,
+    ) -> None:
         self._number = number
-        self._kept: Callable[[Any], Any] = keeper(options)
-        self.keeps_graph = not options.get("detach", True)
+        self._kept = kept
+        self.keeps_graph = keeps_graph
         # Not held: a hook that holds its own tensor is never freed.
         self._parameter = None if parameter is None else weakref.ref(parameter)
 
