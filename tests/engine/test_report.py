@@ -51,17 +51,6 @@ def test_attentions_out_proj_is_explained():
             attention(x, x, x)
 
 
-def test_a_compiled_model_that_hides_its_modules_is_explained(net, image):
-    compiled = torch.compile(net, backend="eager")
-    compiled(image)
-    with pytest.warns(hl.HooklineWarning, match="the model is compiled"):
-        with hl.record(compiled, "layer1.0.conv") as run:
-            compiled(image)
-    with pytest.raises(hl.NotRecordedError, match="the model is compiled"):
-        run["layer1.0.conv"]
-    torch.compiler.reset()
-
-
 def test_no_warning_hides_an_exception(net):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

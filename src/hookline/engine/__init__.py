@@ -1,9 +1,10 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, torch_internals, tree, site, modules, globs, select, passes, arguments, taps, returns,
-values, flow, gradient_taps, backward_taps, saved_taps, placing, everywhere, report, inventory,
-blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
+errors, torch_internals, compile_internals, tree, site, modules, globs, select, passes, arguments,
+traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
+saved_taps, placing, compiled, everywhere, report, inventory, blame, line, hooks_on_modules,
+hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -12,10 +13,10 @@ from hookline.engine.blame import Blame as Blame
 from hookline.engine.blame import blame as blame
 from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
 from hookline.engine.everywhere import Everywhere as Everywhere
-from hookline.engine.gradient_taps import Crossing as Crossing
+from hookline.engine.gradient_tap import Crossing as Crossing
+from hookline.engine.gradient_tap import OnGradient as OnGradient
+from hookline.engine.gradient_tap import guarded as guarded
 from hookline.engine.gradient_taps import GradOutputTap as GradOutputTap
-from hookline.engine.gradient_taps import OnGradient as OnGradient
-from hookline.engine.gradient_taps import guarded as guarded
 from hookline.engine.inventory import HookEntry as HookEntry
 from hookline.engine.inventory import Inventory as Inventory
 from hookline.engine.inventory import inventory as inventory
@@ -37,16 +38,20 @@ from hookline.engine.site import PORTS as PORTS
 from hookline.engine.site import Site as Site
 from hookline.engine.taps import OutputTap as OutputTap
 from hookline.engine.taps import Rank as Rank
-from hookline.engine.taps import See as See
 from hookline.engine.torch_internals import at_end_of_backward as at_end_of_backward
 from hookline.engine.torch_internals import backward_number as backward_number
+from hookline.engine.traced import Halves as Halves
+from hookline.engine.traced import See as See
+from hookline.engine.traced import graph_snapshot as graph_snapshot
+from hookline.engine.traced import snapshot as snapshot
 from hookline.engine.values import Arrival as Arrival
 from hookline.engine.values import hook_value as hook_value
 
 __all__ = [
     "EVERYWHERE", "PORTS", "Arrival", "Blame", "Bound", "Crossing", "Everywhere", "GradOutputTap",
-    "Ground", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass", "Passes", "Rank",
-    "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site", "at_end_of_backward",
-    "attach", "backward_number", "blame", "check_ports", "guarded", "hook_value", "inventory",
-    "parse_site", "ports_for", "select", "stop_all",
+    "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass",
+    "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site",
+    "at_end_of_backward", "attach", "backward_number", "blame", "check_ports", "graph_snapshot",
+    "guarded", "hook_value", "inventory", "parse_site", "ports_for", "select", "snapshot",
+    "stop_all",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookline.engine import flow, tree
 from hookline.engine.errors import StructureError
 from hookline.engine.flow import Flow, off_leaves, off_saved
-from hookline.engine.gradient_taps import GradientTap, OnGradient, guarded
+from hookline.engine.gradient_tap import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Pass, Passes, call_frame
 from hookline.engine.returns import check_backward
 from hookline.engine.site import Site

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hookline.engine import returns
 from hookline.engine.errors import AttachError, SelectionError
-from hookline.engine.gradient_taps import Crossing, OnGradient, ParameterTap, guarded
+from hookline.engine.gradient_tap import Crossing, OnGradient, guarded
+from hookline.engine.gradient_taps import ParameterTap
 from hookline.engine.hooks_on_modules import check_callable
 from hookline.engine.line import Line
 from hookline.engine.modules import TensorNode

@@ -14,16 +14,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from hookline.engine.compiled import Compiled
 from hookline.engine.errors import AttachError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
-from hookline.engine.gradient_taps import (
-    BorderTap,
-    GradientTap,
-    GradInputTap,
-    GradOutputTap,
-    OnGradient,
-    ParameterTap,
-)
+from hookline.engine.gradient_tap import GradientTap, OnGradient
+from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
@@ -31,11 +26,12 @@ from hookline.engine.report import Report, explain
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
-from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, See, Tap
+from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
 from hookline.engine.torch_internals import is_scripted
+from hookline.engine.traced import Halves, See
 
 Ground = nn.Module | Mapping[str, Tensor]
-Bound = See | Tap | OnGradient
+Bound = See | Halves | Tap | OnGradient
 
 
 class Line:
@@ -69,10 +65,11 @@ class Line:
         self.is_everywhere = isinstance(model, Everywhere)
         self._is_entered = False
         self._placements = Placements()
+        self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self._catch = Catch()
         self._why: dict[Site, str] | None = None
         # A line that nobody holds could not be ended any more.
-        parts = self._placements, self._catch, self.taps, self.passes
+        parts = self._placements, self._catch, self._compiled, self.taps, self.passes
         self._drop = weakref.finalize(self, _dropped, name, *parts)
         self._drop.atexit = False
 
@@ -128,6 +125,10 @@ class Line:
     def _make(self, site: Site, bound: Bound, rank: Rank) -> Tap:
         if isinstance(bound, Tap):
             return bound
+        if isinstance(bound, Halves):
+            tap = self._make(site, bound.see, rank)
+            tap.halves = bound
+            return tap
         if isinstance(bound, OnGradient):
             kinds = {"grad_input": GradInputTap, "grad_output": GradOutputTap}
             return kinds.get(site.port, ParameterTap)(
@@ -163,6 +164,8 @@ class Line:
         self.taps.append(tap)
         if node is not None:
             self._nodes[id(tap)] = node
+        if self._compiled.is_on:
+            self._compiled.hooked(tap, node)
 
     def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> None:
         """Let a tap fire wherever in this context something of a kind matches."""
@@ -181,6 +184,8 @@ class Line:
         except BaseException:
             self._placements.take_off(placed)
             del self.taps[n_taps:]
+            if not placed:
+                self._compiled.end()
             raise
 
     def _start(self) -> None:
@@ -194,6 +199,8 @@ class Line:
             begin, end = RootTap(self.passes, Rank.BEGIN), RootTap(self.passes, Rank.END)
             self._placements.place(self.root, "forward_pre", begin.begin, Rank.BEGIN)
             self._placements.place(self.root, "forward", end.end, Rank.END, always_call=True)
+            self.passes.compiler = self._compiled
+            self._compiled.look_around()
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -235,6 +242,7 @@ class Line:
 
     def _end(self) -> None:
         _take_off(self._placements, self._catch, self.taps)
+        self._compiled.end()
         try:
             if self._why is None:
                 self._why = self._explain()
@@ -288,10 +296,16 @@ def _take_off(placements: Placements, catch: Catch, taps: list[Tap]) -> None:
 
 
 def _dropped(
-    name: str, placements: Placements, catch: Catch, taps: list[Tap], passes: Passes
+    name: str,
+    placements: Placements,
+    catch: Catch,
+    compiled: Compiled,
+    taps: list[Tap],
+    passes: Passes,
 ) -> None:
     had_hooks = len(placements) > 0 or bool(catch.groups)
     _take_off(placements, catch, taps)
+    compiled.end()
     passes.leave()
     if had_hooks:
         warn(

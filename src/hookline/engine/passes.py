@@ -17,10 +17,13 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
+
+from hookline.engine.errors import AttachError
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -74,6 +77,24 @@ class Pass:
         drop_dead(self.roots)
 
 
+@final
+class Switch:
+    """What compiled code reads and writes of a line: plain attributes, which guards can watch.
+
+    Attributes:
+        is_on: whether a pass of the line runs; code compiled for one does nothing outside.
+        number: the pass's, as a tensor: for gradients, which come back later.
+        has_caught: whether compiled code has left values on the taps, to be harvested.
+    """
+
+    __slots__ = ("has_caught", "is_on", "number")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.number: Any = None
+        self.has_caught = False
+
+
 class Sink(Protocol):
     """Where values go as they are seen: `Pass.log` fills between these two calls."""
 
@@ -99,14 +120,17 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`."""
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "bound", "closed", "elsewhere", "failed", "lane",
-        "sink", "started",
+        "_latest", "_lock", "_numbers", "_open", "bound", "closed", "compiler", "elsewhere",
+        "failed", "lane", "numbered", "sink", "started", "switch",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.lane = _Lane()
         self.sink = sink
         self._lock = threading.RLock()
+        self.switch = Switch()
+        self.numbered: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self.compiler: Sink | None = None
         self.bound = False
         self.closed = False
         self.started = 0
@@ -144,6 +168,8 @@ class Passes:
         for current in list(self._open.values()):  # those of other threads too
             self._finish(current, failed=False)
         self.lane, self.sink, self._latest = _Lane(), None, None
+        self.compiler = None
+        self.switch.is_on = False
 
     def is_here(self) -> bool:
         """Whether what runs now, in this thread and context, is the line's to see."""
@@ -161,8 +187,9 @@ class Passes:
             return False
         return True
 
-    def begin(self) -> None:
-        """The root is about to run. Only to be called by the tap on the root."""
+    def begin(self, frame: FrameType | None = None) -> None:
+        """The root is about to run. Only to be called by the tap on the root, or with the frame of
+        its call by what stands around a compiled one."""
         if not self.is_here():
             self.elsewhere += not self.closed
             return
@@ -181,21 +208,38 @@ class Passes:
                 if not self.is_here():  # it was entered, elsewhere, since we asked
                     return
                 current = lane.current = self._start()
+            self.switch.is_on = True
+            if self.compiler is not None:
+                self.compiler.begin_pass(current)
         # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
-        current.roots.append(call_frame(sys._getframe(2)))
+        current.roots.append(call_frame(sys._getframe(2)) if frame is None else frame)
 
-    def end(self) -> None:
-        """The root has run, or failed. Only to be called by the tap on the root."""
+    def end(self, frame: FrameType | None = None) -> None:
+        """The root has run, or failed. Only to be called by those who call `begin`."""
         current = self.lane.current
         if current is None or not self.is_here():
             return
-        frame = call_frame(sys._getframe(2))
+        frame = call_frame(sys._getframe(2)) if frame is None else frame
         while current.roots and current.roots.pop() is not frame:
             pass
         if not current.roots:
             self.lane.current = None
             error = sys.exception()
             self._finish(current, failed=error is not None and error is not current.handled)
+
+    def is_inside(self) -> bool:
+        """Whether a pass is under way; asked while code is compiled that calls the root.
+
+        Raises:
+            AttachError: none is, and the line would see nothing for ever after.
+        """
+        if self.lane.current is None and self.is_here():
+            raise AttachError(
+                "the model runs inside a compiled function, where no pass can be told from another."
+                "\nCompile the model, torch.compile(model), before the line is made; or put"
+                " torch.compiler.set_stance('force_eager') around the block."
+            )
+        return True
 
     def stop(self) -> None:
         """The forward in this thread was left half-way, on purpose: passes that ended by it did."""
@@ -245,6 +289,10 @@ class Passes:
     def _finish(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
         current.close()
+        self.switch.is_on = any(one.roots for one in self._open.values())
+        if self.switch.has_caught and self.compiler is not None:
+            self.switch.has_caught = False
+            self.compiler.end_pass(current)
         current.failed = failed
         self.failed += failed
         current.handled = None

@@ -31,7 +31,7 @@ from hookline.engine.torch_internals import (
     hook_dict,
     hook_flags,
     is_scripted,
-    new_hook_id,
+    own_hook_id,
     tensor_hook_dict,
 )
 
@@ -45,11 +45,10 @@ _lock = threading.RLock()
 class Placements:
     """The hooks that one line has in place, in the order in which they were put there."""
 
-    __slots__ = ("_ids", "_placed")
+    __slots__ = ("_placed",)
 
     def __init__(self) -> None:
         self._placed: list[tuple[list[Any], int]] = []
-        self._ids: list[int] = []
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -159,12 +158,14 @@ class Placements:
             raise
 
     def _free_id(self, hooks: HookDict) -> int:
-        """An id of this line that is not taken in this dictionary: one serves many modules."""
-        for key in self._ids:
-            if key not in hooks:
-                return key
-        self._ids.append(new_hook_id())
-        return self._ids[-1]
+        """The first of hookline's ids that is not taken in this dictionary.
+
+        Always the same ones: compiled code is guarded on them.
+        """
+        index = 0
+        while (key := own_hook_id(index)) in hooks:
+            index += 1
+        return key
 
 
 def register_everywhere(group: str, hooks: dict[str, Hook], handles: list[RemovableHandle]) -> None:

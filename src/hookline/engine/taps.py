@@ -1,6 +1,6 @@
 """Taps: the objects whose bound methods torch calls as hooks.
 
-Imports passes, arguments, tree, site, torch_internals.
+Imports traced, passes, arguments, tree, site, torch_internals.
 
 A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
 it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
@@ -14,14 +14,15 @@ from enum import IntEnum
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import tree
 from hookline.engine.arguments import Arguments
+from hookline.engine.compile_internals import while_tracing
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.torch_internals import discard_hooks_of
-
-See = Callable[[Pass, Any], Any]
+from hookline.engine.traced import Halves, See, Traced, snapshot
 
 
 class Rank(IntEnum):
@@ -59,7 +60,10 @@ class Tap:
         rank: its place among the hooks of its module.
     """
 
-    __slots__ = ("fired", "lane", "passes", "ran", "rank", "see", "site")
+    __slots__ = (
+        "__weakref__", "alter", "fired", "halves", "lane", "passes", "ran", "rank", "see", "site",
+        "traced",
+    )  # fmt: skip
 
     def __init__(self, site: Site, passes: Passes, see: See, rank: Rank) -> None:
         self.site = site
@@ -68,12 +72,37 @@ class Tap:
         self.rank = rank
         self.fired = 0
         self.ran = 0
-        if not site.is_gradient:  # gradients arrive by leaf and by call as it is
-            if site.leaf:
-                see = _at_leaf(see, site)
-            if site.call is not None:
-                see = _at_call(see, site.call, self)
+        if site.leaf and not site.is_gradient:  # gradients arrive by leaf and by call as it is
+            see = _at_leaf(see, site)
+        self.alter = see
+        if site.call is not None and not site.is_gradient:
+            see = _at_call(see, site.call, self)
         self.see = see
+        self.halves: Halves | None = None
+        self.traced: Traced | None = None
+
+    @while_tracing
+    def prepare(self) -> None:
+        """Code is being compiled that calls this tap."""
+        if self.traced is not None:
+            return
+        _, inside, after = self.halves or (None, snapshot, self.see)
+        alter = self.alter if self.rank in (Rank.EDIT, Rank.HOOK) else None
+        self.traced = Traced(self.passes.switch, alter, inside, after, self.site.call)
+
+    def trace(self, value: Any) -> Any:
+        """What `fire` does inside compiled code."""
+        self.prepare()
+        return None if self.traced is None else self.traced.meet(value)
+
+    def harvest(self, current: Pass) -> None:
+        """See what compiled code has caught in a pass."""
+        if self.traced is None:
+            return
+        for value in self.traced.taken():
+            self.fired += 1
+            if self.traced.alter is None:
+                self.traced.after(current, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert, (type(self),)
@@ -154,6 +183,8 @@ class OutputTap(Tap):
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook itself: the hot path."""
+        if is_dynamo_compiling():
+            return self.trace(output)
         current = self.lane.current
         if current is None:
             current = self._outside(module)
@@ -182,6 +213,10 @@ class InputTap(Tap):
         """The hook itself."""
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
+        if is_dynamo_compiling():
+            value = self.arguments.bind(module, args, kwargs)
+            new = self.trace(value)
+            return None if new is None else self.arguments.unbind(new, value, args, kwargs)
         current = self.lane.current
         if current is None:
             current = self._outside(module)
@@ -215,6 +250,8 @@ class RawTap(Tap):
 
     def fire(self, module: nn.Module, *values: Any) -> Any:
         """The hook itself."""
+        if is_dynamo_compiling():
+            return self.trace((module, *values))
         current = self.lane.current
         if current is None:
             current = self._outside(module)
@@ -259,6 +296,7 @@ def _inert(kind: type[Tap]) -> Tap:
     tap = kind.__new__(kind)
     tap.site, tap.passes, tap.lane = Site(""), _INERT, _INERT.lane
     tap.fired, tap.ran, tap.rank = 0, 0, Rank.HOOK
+    tap.traced = None
     return tap
 
 
@@ -280,13 +318,23 @@ class RootTap:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """The forward-pre hook."""
+        if is_dynamo_compiling():
+            self.is_inside()
+            return
         if self.passes is _INERT:
             discard_hooks_of(module, self, _is_inert)
             return
         self.passes.begin()
 
+    @while_tracing
+    def is_inside(self) -> bool:
+        """Whether code is compiled in which the root is called and its border is seen."""
+        return self.passes.is_inside()
+
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook, always called."""
+        if is_dynamo_compiling():
+            return
         if self.passes is _INERT:
             discard_hooks_of(module, self, _is_inert)
             return

@@ -53,8 +53,12 @@ HOOK_DICTS: dict[str, str] = {
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def new_hook_id() -> int:
-    """A number that no hook of torch has or will have: torch's own counter hands it out."""
+@functools.cache
+def own_hook_id(index: int) -> int:
+    """The numbers under which hookline's hooks stand, which no hook of torch has or will have.
+
+    Torch's own counter hands them out, each once; one serves in many dictionaries.
+    """
     return RemovableHandle(OrderedDict()).id
 
 
@@ -210,7 +214,8 @@ def is_held_by_one_view(view: Tensor) -> bool:
 
     Where torch does not count, nobody knows.
     """
-    return hasattr(view, "_use_count") and _holders(view) == _holders_of_one()
+    is_counted = hasattr(view, "_use_count") and view._base is not None
+    return is_counted and _holders(view) == _holders_of_one()
 
 
 def _holders(view: Tensor) -> tuple[int, int]:

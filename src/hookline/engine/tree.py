@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.errors import SiteError, warn
 
@@ -96,7 +97,13 @@ def _shell(value: Any) -> Any:
     Raises:
         TypeError: the copy is the value itself; to fill it would change what was seen.
     """
-    new = [*value] if type(value) is list else copy.copy(value)
+    if type(value) is list:
+        return [*value]
+    if type(value) is dict:
+        return {**value}
+    if is_dynamo_compiling() and dataclasses.is_dataclass(value):
+        return object.__new__(type(value))  # no graph can hold copy.copy; all fields are filled
+    new = copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
     return new

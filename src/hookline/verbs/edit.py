@@ -90,11 +90,11 @@ def edit(
 class EditGradient(OnGradient):
     """Changes the gradients at one site."""
 
-    __slots__ = ("_change", "_where")
+    __slots__ = ("_change", "_where", "inside")
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], site: Site) -> None:
-        self._change = change
+        self._change = self.inside = change
         self._where = str(site)
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Any:

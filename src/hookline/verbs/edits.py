@@ -6,10 +6,11 @@ Factors and values may be tensors that require gradients: they are trained throu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import tree
 from hookline.engine.errors import StructureError
@@ -28,7 +29,8 @@ def scale(factor: float | Tensor) -> Edit:
     Args:
         factor: a number, or a tensor that broadcasts to the value's shape.
     """
-    return lambda value: _like(factor, _tensor(value, "scale")) * value
+    given = _Given(factor)
+    return lambda value: given.like(_tensor(value, "scale")) * value
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -40,7 +42,8 @@ def add(offset: float | Tensor) -> Edit:
     Args:
         offset: a number, or a tensor that broadcasts to the value's shape.
     """
-    return lambda value: _like(offset, _tensor(value, "add")) + value
+    given = _Given(offset)
+    return lambda value: given.like(_tensor(value, "add")) + value
 
 
 def replace(new: float | Tensor) -> Edit:
@@ -53,9 +56,11 @@ def replace(new: float | Tensor) -> Edit:
         new: a number, or a tensor that broadcasts to the value's shape.
     """
 
+    given = _Given(new)
+
     def change(value: Tensor) -> Tensor:
         tensor = _tensor(value, "replace")
-        other = torch.as_tensor(_like(new, tensor), dtype=tensor.dtype, device=tensor.device)
+        other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
         # A copy: an expanded tensor could not be written to by an in-place layer behind.
         return other.expand_as(tensor).clone()
 
@@ -74,10 +79,11 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         seed: makes the sequence of draws repeatable; None draws fresh ones.
     """
     generators: dict[torch.device, torch.Generator] = {}
+    given = _Given(float(std))
 
     def change(value: Tensor) -> Tensor:
         tensor = _tensor(value, "noise")
-        _like(float(std), tensor)
+        given.like(tensor)
         generator = generators.get(tensor.device)
         if generator is None:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
@@ -113,15 +119,47 @@ def _tensor(value: Any, name: str) -> Tensor:
     return value
 
 
-def _like(other: float | Tensor, value: Tensor) -> float | Tensor:
-    """A tensor on the value's device and in its dtype, or the value's dtype would change."""
-    kind = other.dtype if isinstance(other, Tensor) else torch.tensor(other).dtype
-    if not torch.can_cast(kind, value.dtype):
-        raise StructureError(
-            f"the value here is {tree.full(value)}, which cannot hold {_short(kind)}."
-            f"\nGive a number or tensor that {_short(value.dtype)} can hold."
-        )
-    return other.to(value.device, value.dtype) if isinstance(other, Tensor) else other
+@final
+class _Given:
+    """A number or tensor that a value meets.
+
+    Compiled code is guarded on the values of numbers, and would be compiled anew for each. A tensor
+    it takes as it comes, so that is what a number is there.
+    """
+
+    __slots__ = ("_is_tensor", "_kind", "_number", "_tensor")
+
+    def __init__(self, given: float | Tensor) -> None:
+        self._is_tensor = isinstance(given, Tensor)
+        self._number = given
+        self._tensor = torch.as_tensor(given)
+        self._kind = self._tensor.dtype
+        if not self._is_tensor and self._kind.is_floating_point:
+            self._tensor = self._tensor.double()  # as exact as the number; the value's dtype wins
+
+    def like(self, value: Tensor) -> float | Tensor:
+        """It, on the value's device and in its dtype, or the value's dtype would change.
+
+        Raises:
+            StructureError: the value's dtype cannot hold it.
+        """
+        if _breadth(self._kind) > _breadth(value.dtype):
+            raise StructureError(
+                f"the value here is {tree.full(value)}, which cannot hold {_short(self._kind)}."
+                f"\nGive a number or tensor that {_short(value.dtype)} can hold."
+            )
+        if self._is_tensor:
+            return self._tensor.to(value.device, value.dtype)
+        return self._tensor if is_dynamo_compiling() else self._number
+
+
+def _breadth(dtype: torch.dtype) -> int:
+    """Of two dtypes, the one of less breadth can be cast to the other."""
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return int(dtype is not torch.bool)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,10 +9,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     Bound,
     Ground,
+    Halves,
     Line,
     OutputTap,
     Pass,
@@ -22,7 +24,9 @@ from hookline.engine import (
     See,
     Selector,
     Site,
+    graph_snapshot,
     ports_for,
+    snapshot,
 )
 from hookline.engine.errors import SelectionError
 from hookline.recordings import Recording, stamp
@@ -141,7 +145,8 @@ def start_recording(
     detached = options.get("detach", True)
     numbers = itertools.count()  # `bind` is called once for each site, in their order
     tensors = {site: getattr(node, "tensor", None) for site, node in selection.places()}
-    fast, kept = is_plain(options), keeper(options)
+    fast, kept, rest = is_plain(options), keeper(options), keeper({**options, "keep": None})
+    inside = _inside(options)
 
     def bind(site: Site) -> Bound:
         number = next(numbers)
@@ -152,11 +157,12 @@ def start_recording(
                 return PlainGradTap(site, line.passes, on, number)
             return on
         see = _keep(number, kept)
+        bound: See | Halves = see if inside is None else Halves(see, inside, _keep(number, rest))
         if after is not None:
             return _then(see, after, site)
         if fast and site.port == "output" and is_whole:
             return _PlainTap(site, line.passes, see, number)
-        return see
+        return bound
 
     line.tap(selection, bind, Rank.RECORD)
     return RecordLine(line, recording), line
@@ -194,6 +200,9 @@ class _PlainTap(OutputTap):
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
         """The hook itself."""
+        if is_dynamo_compiling():
+            self.trace(output)
+            return
         current = self.lane.current
         if current is None or not isinstance(output, Tensor):
             super().fire(module, args, output)
@@ -213,6 +222,14 @@ def _keep(number: int, kept: Callable[[Any], Any]) -> See:
         current.note((number, found, stamp(found)))
 
     return see
+
+
+def _inside(options: Keep) -> Callable[[Any], Any] | None:
+    """What of keeping a value compiled code does itself; None for what it does anyhow."""
+    keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
+    if keep is None:
+        return None if copied is snapshot else copied
+    return lambda value: copied(keep(value))
 
 
 def _then(see: See, after: Callable[[Site], None], site: Site) -> See:

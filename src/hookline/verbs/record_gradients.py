@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     Arrival,
@@ -90,14 +91,17 @@ class PlainGradTap(GradOutputTap):
     As few calls as can be between torch and the recording: there are two for each site and pass.
     """
 
-    __slots__ = ("number",)
+    __slots__ = ("index",)
 
     def __init__(self, site: Site, passes: Passes, on: KeepGradient, number: int) -> None:
         super().__init__(site, passes, on, Rank.GRAD_RECORD)
-        self.number = number
+        self.index = number
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook on the module."""
+        if is_dynamo_compiling():
+            self.trace(output)
+            return None
         current = self.lane.current
         if current is None or type(output) is not Tensor or output.grad_fn is None:
             return self.look(module, output, id(sys._getframe(1)))
@@ -117,4 +121,4 @@ class PlainGradTap(GradOutputTap):
         self.fired += 1
         if grad.requires_grad:
             grad = grad.detach()
-        current.note((self.number, grad, grad._version, call, backward_number()))
+        current.note((self.index, grad, grad._version, call, backward_number()))

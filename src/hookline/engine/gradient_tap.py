@@ -1,0 +1,308 @@
+"""Gradient tap: what all taps on gradients share. Imports flow, graph_gradients, taps, values.
+
+Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
+inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
+that the value flowed in, so that it is right in whichever thread autograd calls it, and holds no
+tensor, so that it keeps no graph alive. In compiled code it is part of the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import tree
+from hookline.engine.compile_internals import hook_in_graph
+from hookline.engine.errors import AttachError, StructureError, warn
+from hookline.engine.flow import Flow
+from hookline.engine.graph_gradients import number_of, sender
+from hookline.engine.passes import Pass, Passes
+from hookline.engine.site import Site
+from hookline.engine.taps import Rank, Tap, unused
+from hookline.engine.torch_internals import backward_number
+from hookline.engine.traced import NO_PASS
+from hookline.engine.values import Arrival, View, hook_value
+
+# Under which a pass keeps what came in at its border.
+BORDER = object()
+
+
+@final
+class Crossing:
+    """One value of one call, whose gradients are to arrive.
+
+    Args:
+        call: the number of the call within its pass.
+        form: the value's structure, each tensor that has a gradient as a numbered `Slot`; None for
+            a lone tensor.
+
+    Attributes:
+        gathered: by the run of autograd, what a verb keeps of a value of several tensors.
+    """
+
+    __slots__ = ("call", "form", "gathered")
+
+    def __init__(self, call: int, form: Any = None) -> None:
+        self.call = call
+        self.form = form
+        self.gathered: dict[int, Any] = {}
+
+
+class OnGradient:
+    """What a verb does with the gradients at one site. The base does nothing."""
+
+    __slots__ = ()
+    # Whether the model trains on other numbers when this is not called any more.
+    changes = False
+    # Whether what is kept holds the graph: then the graph's hooks may not hold it in turn.
+    keeps_graph = False
+    # Whether it is all the same if nothing ever arrives.
+    optional = False
+    # What changes a gradient inside compiled code.
+    inside: Callable[[Tensor], Any] | None = None
+
+    def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
+        """The gradient of one tensor is there; what is returned, unless None, takes its place."""
+
+    def missing(self, current: Pass, crossing: Crossing) -> None:
+        """A value flowed that needs no gradient: none will arrive."""
+
+
+class GradientTap(Tap):
+    """What the taps on gradients share.
+
+    Attributes:
+        placed: how many values it waits or waited for.
+        needless: how many values needed no gradient.
+        n_lost: how many gradients could not be told from others.
+        off: how many values flowed while gradients were switched off.
+    """
+
+    __slots__ = ("n_lost", "needless", "off", "on", "placed", "told")
+
+    def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
+        super().__init__(site, passes, unused, rank)
+        self.alter = _part(site)
+        self.on = on
+        self.placed = self.needless = self.off = self.n_lost = 0
+        self.told = False
+
+    def _call(self, current: Pass) -> int:
+        """The number of this call; -1 if it is not one of those that are wanted."""
+        call: int = current.calls.get(self, 0)
+        current.calls[self] = call + 1
+        self.ran = max(self.ran, call + 1)
+        return call if self.site.call in (None, call) else -1
+
+    def prepare(self) -> None:
+        """Code may be compiled from now on: the number has to be there before that."""
+        if self.traced is None:
+            super().prepare()
+            assert self.traced is not None
+            self.traced.number = number_of(self)
+
+    def trace(self, value: Any) -> None:
+        """Have the gradients of a value come out of the graph that is being compiled."""
+        traced = self.traced
+        if traced is None or traced.number is None or not traced.switch.is_on:
+            return
+        traced.switch.has_caught = True
+        call, slot = len(traced.caught), 0
+        if traced.call in (None, call):
+            for _, tensor in tree.tensors(self.alter(NO_PASS, value)):
+                if tensor.requires_grad:
+                    send = sender(traced.number, traced.switch.number, call, slot, self.on.inside)
+                    hook_in_graph(tensor, send)
+                    slot += 1
+        traced.caught = (*traced.caught, slot)
+
+    def harvest(self, current: Pass) -> None:
+        """Count what waits for its gradients in a graph."""
+        for n_slots in () if self.traced is None else self.traced.taken():
+            if n_slots:
+                self.placed += 1
+            else:
+                self.needless += 1
+
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """A gradient has come out of a compiled graph."""
+        current = self.passes.numbered.get(number)
+        if current is None:
+            return
+        if self.on.inside is not None:
+            self.fired += 1
+            return
+        self.arrive(current, Crossing(call), slot, grad)
+
+    def wait(
+        self,
+        current: Pass,
+        call: int,
+        value: Any,
+        through: Flow | None,
+        owner: int,
+        origin: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Wait for the gradients of a value: put a hook on each of its tensors.
+
+        Those that meet in a flow have it there; `owner` says whose the others are, and `origin`
+        what a tensor is an alias of.
+        """
+        if not torch.is_grad_enabled():
+            self.off += 1
+            return
+        if self.site.leaf:
+            value = tree.get(value, self.site.leaf, str(self.site))
+        crossing = Crossing(call)
+        arrive: Any = self.arrive
+        whose: Any = current
+        if self.on.keeps_graph:
+            arrive, whose = self._arrive_weakly, weakref.ref(current)
+        numbers: dict[int, int] = {}
+        for _, tensor in tree.tensors(value):
+            if tensor.requires_grad and id(tensor) not in numbers:
+                slot = len(numbers)
+                hook = Arrival(arrive, whose, crossing, slot)
+                index = None if through is None else through.index(tensor)
+                if through is not None and index is not None:
+                    through.subscribe(self.rank, hook, index)
+                elif tensor.grad_fn is not None:
+                    view = hook_value(origin(tensor), hook, self.lose, owner)
+                    if view is not None:
+                        self.note_view(current, view)
+                else:
+                    continue  # a leaf inside a list or an object: a hook on it would stay on it
+                numbers[id(tensor)] = slot
+        if not isinstance(value, Tensor):
+            crossing.form = tree.outline(value, lambda tensor: numbers.get(id(tensor)))
+        if numbers:
+            self.placed += 1
+        else:
+            self.needless += 1
+            self.on.missing(current, crossing)
+
+    def lose(self) -> None:
+        """A gradient came back that cannot be told from others.
+
+        Raises:
+            AttachError: it was to be changed.
+        """
+        if self.on.changes:
+            raise AttachError(f"{self.site} cannot be changed: {_LOST}.")
+        if not self.n_lost:
+            warn(f"{self.site} has no gradient: {_LOST}.")
+        self.n_lost += 1
+
+    def note_view(self, current: Pass, view: View) -> None:
+        """Have it settled when the pass ends, and at the border if it shows what came in there."""
+        if current.roots or current.opened.get(
+            self
+        ):  # the base is held until then, or the write could not be found
+            current.at_end.append(partial(_settle, view, view.base()))
+        for base, views in current.opened.get(BORDER, ()):
+            if (outside := base()) is not None and view.is_of(outside):
+                views.append(weakref.ref(view))
+
+    def arrive(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
+        """A gradient is there: the hook that is put on tensors."""
+        if self.passes.closed:
+            self._late()
+            return None
+        if crossing.form is None:
+            self.fired += 1
+        else:
+            run = backward_number()
+            if run not in crossing.gathered:  # one value, however many tensors it holds
+                crossing.gathered[run] = None
+                self.fired += 1
+        try:
+            return self.on.arrived(current, crossing, slot, grad)
+        except Exception as error:
+            self._note_backward(error)
+            raise
+
+    def _arrive_weakly(self, of: Any, crossing: Crossing, slot: int, grad: Tensor) -> Any:
+        current = of()
+        return None if current is None else self.arrive(current, crossing, slot, grad)
+
+    def _late(self) -> None:
+        if self.on.changes and not self.told:
+            self.told = True
+            warn(
+                f"{self.site} was to be changed, but its line ended before this backward ran, so"
+                " the gradient was not.\nCall backward() inside the block."
+            )
+
+    def _note_backward(self, error: Exception) -> None:
+        self._note(error)
+        error.add_note(
+            "hookline: the backward pass stopped there. Parameters that it had reached before have"
+            " their .grad already, the others not: zero_grad() before you go on."
+        )
+
+    def why_silent(self) -> str | None:
+        """Why no gradient arrived."""
+        if self.off and not (self.placed or self.needless):
+            return (
+                "the model ran under torch.no_grad() or inference_mode(); run it with gradients"
+                " enabled"
+            )
+        if self.needless and not self.placed:
+            return _NEEDLESS
+        if self.n_lost:
+            return _LOST
+        if self.placed:
+            return NO_BACKWARD
+        return super().why_silent()
+
+
+def _settle(view: View, base: Tensor | None) -> None:
+    view.settle(is_over=False)
+
+
+_LOST = (
+    "it is a view that was changed in place later, and what comes back to it cannot be told from"
+    " what comes back to the tensor it shows; make that operation not in place, or .clone() before"
+)
+NO_BACKWARD = (
+    "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"
+    " loss that depends on it"
+)
+_NEEDLESS = (
+    "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"
+    " input without requires_grad)"
+)
+
+
+def _part(site: Site) -> Callable[[Pass, Any], Any]:
+    if not site.leaf:
+        return _whole
+    leaf, where = site.leaf, str(site)
+    return lambda _, value: tree.get(value, leaf, where)
+
+
+def _whole(_: Pass, value: Any) -> Any:
+    return value
+
+
+def guarded(function: Callable[[Any], Any], given: Any, where: str) -> Any:
+    """Call a user's function on gradients, which it may replace but not write to.
+
+    Raises:
+        StructureError: it changed one in place.
+    """
+    tensors = [tensor for _, tensor in tree.tensors(given)]
+    before = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    result = function(given)
+    after = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    if before != after:
+        raise StructureError(
+            f"the hook at {where} changed a gradient in place, and all that share its memory."
+            "\nReturn a new tensor instead: g.clamp(min=0), not g.clamp_(min=0)."
+        )
+    return result

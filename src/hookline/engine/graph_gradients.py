@@ -1,0 +1,68 @@
+"""Gradients inside compiled code, on their way out of the graph. Imports torch_internals.
+
+A hook on a tensor in a graph can run no Python of ours, but it can call an operator, and what the
+operator does when the graph runs is Python again. The operator is defined when the first line needs
+it: importing hookline changes nothing in torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine.compile_internals import keep_in_graphs
+
+Arrived = Callable[[int, int, int, Tensor], None]
+
+# By number, whoever waits. What a graph holds is a tensor with the number in it: another number
+# needs no other graph.
+_waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def number_of(waiting: Any) -> Tensor:
+    """A number, as a tensor, under which `waiting.arrived_from_graph` is called."""
+    define()
+    number = next(_numbers)
+    _waiting[number] = waiting
+    return torch.tensor(number)
+
+
+@functools.cache
+def define() -> None:
+    """Define the operator."""
+
+    @torch.library.custom_op("hookline::gradient", mutates_args=())
+    def gradient(grad: Tensor, tap: Tensor, of_pass: Tensor, call: int, slot: int) -> None:
+        waiting = _waiting.get(int(tap))
+        if waiting is not None:
+            # A copy: the graph may use the memory again.
+            waiting.arrived_from_graph(int(of_pass), call, slot, grad.clone())
+
+    @gradient.register_fake
+    def _(grad: Tensor, tap: Tensor, of_pass: Tensor, call: int, slot: int) -> None:
+        return None
+
+    keep_in_graphs("hookline::gradient")
+
+
+def sender(
+    tap: Tensor, of_pass: Tensor, call: int, slot: int, change: Callable[[Tensor], Any] | None
+) -> Callable[[Tensor], Tensor | None]:
+    """The hook on a tensor in a graph: hand its gradient out, or change it."""
+
+    def hook(grad: Tensor) -> Tensor | None:
+        if change is None:
+            torch.ops.hookline.gradient(grad, tap, of_pass, call, slot)
+            return None
+        torch.ops.hookline.gradient(tap, tap, of_pass, call, slot)
+        new: Tensor | None = change(grad)
+        return new
+
+    return hook

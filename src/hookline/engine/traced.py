@@ -1,0 +1,101 @@
+"""Traced: what a tap does inside compiled code. Imports passes, tree.
+
+A graph holds tensors, and writes to plain attributes: no locks, no contexts, no lists that grow. So
+inside it a tap keeps what it sees in an attribute, and the rest is done when the graph has run.
+Nothing is read that differs between sites, or each would need a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import tree
+from hookline.engine.passes import Pass, Switch
+
+See = Callable[[Pass, Any], Any]
+
+
+class Halves(NamedTuple):
+    """What is done with the values at a site, also in two halves.
+
+    Args:
+        see: all of it, where no code is compiled.
+        inside: the half that compiled code does; what it returns is kept.
+        after: the other half, on what was kept.
+    """
+
+    see: See
+    inside: Callable[[Any], Any]
+    after: See
+
+
+@final
+class Traced:
+    """What compiled code does at one site, and what it has left there.
+
+    Args:
+        switch: the line's.
+        alter: changes a value; None where values are only kept.
+        inside: what is kept of a value.
+        after: is given what was kept, when the graph has run.
+        call: the call that is meant, if it is but one.
+    """
+
+    __slots__ = ("after", "alter", "call", "caught", "inside", "number", "switch")
+
+    def __init__(
+        self,
+        switch: Switch,
+        alter: See | None,
+        inside: Callable[[Any], Any],
+        after: See,
+        call: int | None,
+    ) -> None:
+        self.switch = switch
+        self.alter = alter
+        self.inside = inside
+        self.after = after
+        self.call = call
+        self.caught: tuple[Any, ...] = ()
+        self.number: Tensor | None = None  # of a site of gradients
+
+    def meet(self, value: Any) -> Any:
+        """A value flows by, in a graph."""
+        if not self.switch.is_on:
+            return None
+        self.switch.has_caught = True
+        if self.alter is None:
+            self.caught = (*self.caught, self.inside(value))
+            return None
+        call = len(self.caught)
+        self.caught = (*self.caught, None)
+        return self.alter(NO_PASS, value) if self.call in (None, call) else None
+
+    def taken(self) -> tuple[Any, ...]:
+        """What was kept, handed out once."""
+        caught, self.caught = self.caught, ()
+        return caught
+
+
+def snapshot(value: Any) -> Any:
+    """A value with its tensors copied: what is done to it in place later in the graph is not seen.
+
+    In compiled code, versions tell nothing.
+    """
+    return tree.map_tensors(_copy, value)
+
+
+def graph_snapshot(value: Any) -> Any:
+    """A copy that gradients flow through."""
+    return tree.map_tensors(torch.clone, value)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+NO_PASS = Pass(-1)  # for what changes a value inside compiled code: nothing may be noted there

@@ -1,0 +1,335 @@
+"""torch.compile: a line is honoured whenever it is attached, without graph breaks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
+
+import hookline as hl
+
+# Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+FORMS = ["whole", "method", "regional"]
+CALL = OptimizedModule.__call__
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+    before = config.skip_nnmodule_hook_guards
+    yield
+    assert config.skip_nnmodule_hook_guards is before
+    assert OptimizedModule.__call__ is CALL
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.linear(x)) + x
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(*[Step() for _ in range(4)])
+
+
+def compiled(model, form, backend="aot_eager"):
+    """The model, compiled in one of the ways there are."""
+    options = {"backend": backend, "fullgraph": True}
+    if form == "whole":
+        return torch.compile(model, **options)
+    for part in [model] if form == "method" else model:
+        part.compile(**options)
+    return model
+
+
+def n_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def is_bare(model):
+    return not len(hl.inventory(model)) and all("forward" not in vars(m) for m in model.modules())
+
+
+def same(found, expected, tolerance=0.0):
+    assert list(found) == list(expected)
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key], rtol=tolerance, atol=tolerance)
+    return True
+
+
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+PORTS = ("output", "input", "grad_output", "grad")
+
+
+def recorded(model, call, ports=PORTS, select=Step, x=X):
+    model.zero_grad()
+    with hl.record(model, select, ports=ports) as run:
+        loss = call(x).square().sum()
+        if any(port.startswith("grad") for port in ports):
+            loss.backward()
+    return dict(run.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_records_are_those_of_the_eager_model(form, backend):
+    model = make()
+    expected = recorded(model, model)
+    run = compiled(model, form, backend)
+    tolerance = 0.0 if backend == "aot_eager" else 1e-5
+    assert same(recorded(model, run), expected, tolerance)
+    assert is_bare(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_compiled_before", [True, False])
+def test_lines_come_and_go_and_cost_one_graph(form, is_compiled_before):
+    model = make()
+    expected = recorded(model, model, ("output",))
+    run = compiled(model, form)
+    run(X)
+    if not is_compiled_before:
+        torch.compiler.reset()
+        recorded(model, run, ("output",))
+    for _ in range(2):
+        recorded(model, run, ("output",))
+        run(X)
+    before = n_graphs()
+    for _ in range(12):
+        assert same(recorded(model, run, ("output",)), expected)
+        run(X)
+    assert n_graphs() == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_line_on_the_compiled_object_is_the_same(form):
+    model = make()
+    expected = recorded(model, model, ("output", "grad_output"))
+    run = compiled(model, form)
+    run(X)
+    assert same(recorded(run, run, ("output", "grad_output")), expected)
+    assert is_bare(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_line_that_is_attached_before_the_first_compiled_call_is_honoured(form):
+    model = make()
+    expected = recorded(model, model, ("output",))
+    run = compiled(model, form)
+    assert same(recorded(model, run, ("output",)), expected)
+    with hl.record(model, Step) as seen:
+        pass_through = run(X)
+    assert torch.equal(run(X), pass_through)
+    assert len(seen.passes) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_of_many_alike_is_hooked_alone(form):
+    model = make()
+    run = compiled(model, form)
+    run(X)
+    with hl.record(model, "2") as seen:
+        run(X)
+        run(X * 2)
+    expected = recorded(model, model.eval(), ("output",), "2", X * 2)
+    assert torch.equal(seen.passes[1]["2"], expected["2"])
+    assert [len(one) for one in seen.passes] == [1, 1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_edits_are_made_inside_the_graph_and_a_sweep_is_one_graph(form):
+    model, found = make(), []
+    run = compiled(model, form)
+    run(X)
+    graphs = []
+    for number in range(20):
+        with hl.edit(model, "1", hl.edits.scale(number / 10)), hl.record(model, "3") as seen:
+            out = run(X)
+        assert torch.equal(seen["3"], out)
+        found.append(out)
+        graphs.append(n_graphs())
+    assert graphs[0] == graphs[-1]
+    for number, out in enumerate(found):
+        h = model[1](model[0](X)) * (number / 10)
+        torch.testing.assert_close(out, model[3](model[2](h)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_edited_inside_the_graph(form):
+    model = make()
+    run = compiled(model, form)
+
+    def gradients(call):
+        model.zero_grad()
+        with hl.edit(model, "2:grad_output", lambda g: g.clamp(min=0)) as line:
+            call(X).square().sum().backward()
+        assert line.report().fired[0][1] == 1
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    with torch.compiler.set_stance("force_eager"):
+        expected = gradients(run)
+    assert same(gradients(run), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch._functorch.config.patch(donated_buffer=False)  # or torch allows no retain_graph
+def test_passes_stay_apart_when_backward_comes_later(form):
+    model = make()
+    run = compiled(model, form)
+    with hl.record(model, "1", ports="grad_output") as seen:
+        first, second = run(X), run(X * 2)
+        second.square().sum().backward()
+        first.square().sum().backward(retain_graph=True)
+        first.square().sum().backward()
+    backwards = seen.passes[0].backwards
+    assert len(backwards) == 2
+    for x, value in ((X, backwards[1]["1:grad_output"]), (X * 2, seen.passes[1]["1:grad_output"])):
+        h = model[1](model[0](x)).detach().requires_grad_()
+        (grad,) = torch.autograd.grad(model[3](model[2](h)).square().sum(), h)
+        torch.testing.assert_close(value, grad)
+
+
+def test_batches_of_any_size_are_recorded():
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with hl.record(model, "1", ports=("output", "grad_output")) as seen:
+        for size in (2, 3, 5, 8):
+            run(torch.ones(size, 8)).sum().backward()
+    assert [len(one["1"]) for one in seen.passes] == [2, 3, 5, 8]
+    assert [len(one["1:grad_output"]) for one in seen.passes] == [2, 3, 5, 8]
+
+
+def test_what_is_written_to_in_the_graph_was_recorded_before():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    with hl.record(model, "0") as seen:
+        torch.compile(model, backend="inductor", fullgraph=True)(X)
+    torch.testing.assert_close(seen["0"], model[0](X))
+    assert (seen["0"] < 0).any()
+
+
+Both = namedtuple("Both", ["one", "rest"])
+
+
+@dataclass
+class Out:
+    hidden: torch.Tensor
+    extra: object = None
+
+
+class Structured(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x, *, scale):
+        y = self.linear(x) * scale
+        return {
+            "tuple": (y, [x, None]),
+            "named": Both(y, (x * 2,)),
+            "dict": {"a": y, "b": 3},
+            "dataclass": Out(y, {"deep": x * 2}),
+        }[self.kind]
+
+
+class Holds(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = Structured(kind)
+
+    def forward(self, x):
+        found = self.inner(x, scale=2.0)
+        return x if found is None else x * 1
+
+
+@pytest.mark.parametrize("kind", ["tuple", "named", "dict", "dataclass"])
+def test_any_structure_comes_out_of_the_graph(kind):
+    torch.manual_seed(0)
+    model = Holds(kind)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.record(model, "inner", ports=("output", "input")) as seen:
+        run(X)
+    with hl.record(model, "inner", ports=("output", "input")) as expected:
+        model(X)
+    assert type(seen["inner"]) is type(expected["inner"])
+    assert str(seen["inner"]) == str(expected["inner"])
+    assert seen["inner:input"]["scale"] == 2.0
+    assert torch.equal(seen["inner:input"]["x"], X)
+
+
+def test_raw_hooks_are_traced():
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(X)
+    with hl.attach(model) as line:
+        line.forward("1", lambda module, args, output: output * 2)
+        line.forward_pre("3", lambda module, args: (args[0] + 1,))
+        out = run(X)
+        assert [count for _, count in line.report().fired] == [1, 1]
+    h = model[2](model[1](model[0](X)) * 2) + 1
+    torch.testing.assert_close(out, model[3](h))
+
+
+def test_keep_is_what_the_graph_computes():
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.record(model, Step, keep=lambda t: torch.stack([t.mean(), t.std()])) as seen:
+        run(X)
+    assert seen["2"].shape == (2,)
+    h = model[2](model[1](model[0](X)))
+    torch.testing.assert_close(seen["2"], torch.stack([h.mean(), h.std()]))
+
+
+def test_a_hook_that_no_graph_can_hold_is_an_error_and_nothing_is_left():
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(X)
+    with hl.attach(model) as line:
+        line.quiet = True
+        line.forward("1", lambda module, args, output: print(output.sum().item()))
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            run(X)
+    assert is_bare(model)
+    counters.clear()
+
+
+def test_a_model_in_a_compiled_function_is_refused_with_the_remedy():
+    model = make()
+    run = torch.compile(lambda x: model(x).sum(), backend="aot_eager", fullgraph=True)
+    run(X)
+    with hl.record(model, Step) as line:
+        with pytest.raises(
+            Exception, match=r"inside a compiled function.*\n.*torch.compile\(model"
+        ):
+            run(X)
+        model(X)
+    assert len(line.passes) == 1
+    assert is_bare(model)
+
+
+def test_copies_of_a_model_with_a_line_on_are_clean():
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(X)
+    with hl.record(model, Step) as seen:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(X), run(X))
+    assert len(seen.passes) == 2
+    assert is_bare(model)
