@@ -49,9 +49,9 @@ def make():
     return nn.Sequential(*[Step() for _ in range(4)])
 
 
-def compiled(model, form, backend="aot_eager"):
+def compiled(model, form, backend="aot_eager", fullgraph=True):
     """The model, compiled in one of the ways there are."""
-    options = {"backend": backend, "fullgraph": True}
+    options = {"backend": backend, "fullgraph": fullgraph}
     if form == "whole":
         return torch.compile(model, **options)
     for part in [model] if form == "method" else model:
@@ -333,3 +333,29 @@ def test_copies_of_a_model_with_a_line_on_are_clean():
             assert torch.equal(other(X), run(X))
     assert len(seen.passes) == 2
     assert is_bare(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["backward", "backward_pre"])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_raw_backward_hooks_in_compiled_code_are_refused(form, kind, fullgraph):
+    model = make()
+    run = compiled(model, form, fullgraph=fullgraph)
+    run(X)
+    with hl.attach(model) as line:
+        line.quiet = True
+        getattr(line, kind)("1", lambda *_: None)
+        with pytest.raises(Exception, match=r"raw backward hooks cannot.*\n.*hl.record or hl.edit"):
+            run(X)
+    run(X)
+    assert is_bare(model)
+
+
+def test_everywhere_says_that_it_does_not_reach_compiled_code():
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(X)
+    with pytest.warns(hl.HooklineWarning, match=r"saw nothing.*compiled code.*\n.*attach\(model\)"):
+        with hl.attach(hl.EVERYWHERE) as line:
+            line.forward(nn.Linear, lambda *_: None)
+            run(X)

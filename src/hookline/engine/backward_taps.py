@@ -17,9 +17,11 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import flow, tree
-from hookline.engine.errors import StructureError
+from hookline.engine.compile_internals import while_tracing
+from hookline.engine.errors import AttachError, StructureError
 from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_tap import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Pass, Passes, call_frame
@@ -90,6 +92,19 @@ class _RawBackwardTap(GradientTap):
     def _name(self) -> str:
         return self.site.path or self.site.module_type
 
+    @while_tracing
+    def refuse_graphs(self) -> None:
+        """Code is being compiled that calls this tap.
+
+        Raises:
+            AttachError: always; a graph holds no such hook.
+        """
+        raise AttachError(
+            f"{self._name}: raw backward hooks cannot run inside compiled code."
+            "\nUse hl.record or hl.edit at ':grad_output' or ':grad_input', which can; or put"
+            " torch.compiler.set_stance('force_eager') around the block."
+        )
+
     def _rank(self, rank: Rank) -> Rank:
         return Rank.EVERYWHERE if self.is_everywhere else rank
 
@@ -127,6 +142,8 @@ class BackwardPreTap(_RawBackwardTap):
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook that stands early: several outputs' gradients are made to meet."""
+        if is_dynamo_compiling():
+            self.refuse_graphs()
         return self.join_at(module, output, id(sys._getframe(1)))
 
     def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
@@ -196,6 +213,8 @@ class BackwardTap(_RawBackwardTap):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The forward-pre hook: the module gets aliases of its inputs."""
+        if is_dynamo_compiling():
+            self.refuse_graphs()
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         return self.enter_at(module, args, kwargs, sys._getframe(1))

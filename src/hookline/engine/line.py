@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from hookline.engine.compile_internals import has_compiled
 from hookline.engine.compiled import Compiled
 from hookline.engine.errors import AttachError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
@@ -275,8 +276,17 @@ class Line:
         }
 
     def _warn(self) -> None:
-        if self.quiet or self.is_everywhere:
-            return  # everywhere, nobody can say what should have run
+        if self.quiet:
+            return
+        if self.is_everywhere:  # nobody can say what should have run
+            if has_compiled() and not any(tap.fired for tap in self.taps):
+                warn(
+                    f"hl.{self.name} on hl.EVERYWHERE saw nothing, and there is compiled code in"
+                    " this process, which it does not reach.\nAttach to the model:"
+                    f" hl.{self.name}(model); or put torch.compiler.set_stance('force_eager')"
+                    " around the block."
+                )
+            return
         report = self.report()
         # A pass that failed, or a choice of everything there is, may well leave sites out.
         some = any(count for _, count in report.fired)
