@@ -269,24 +269,16 @@ class Line:
         )
 
     def _explain(self) -> dict[Site, str]:
+        beside = _BESIDE if self.is_everywhere and has_compiled() else ""
         return {
-            tap.site: explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
+            tap.site: beside or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
             for tap in self.taps
             if not tap.fired
         }
 
     def _warn(self) -> None:
-        if self.quiet:
-            return
-        if self.is_everywhere:  # nobody can say what should have run
-            if has_compiled() and not any(tap.fired for tap in self.taps):
-                warn(
-                    f"hl.{self.name} on hl.EVERYWHERE saw nothing, and there is compiled code in"
-                    " this process, which it does not reach.\nAttach to the model:"
-                    f" hl.{self.name}(model); or put torch.compiler.set_stance('force_eager')"
-                    " around the block."
-                )
-            return
+        if self.quiet or self.is_everywhere:
+            return  # everywhere, nobody can say what should have run
         report = self.report()
         # A pass that failed, or a choice of everything there is, may well leave sites out.
         some = any(count for _, count in report.fired)
@@ -322,6 +314,12 @@ def _dropped(
             f"an hl.{name} line was dropped while its hooks were on; they are off now."
             f"\nUse it in a block, with hl.{name}(...): ..., or keep it and call its remove()."
         )
+
+
+_BESIDE = (
+    "nothing it matches ran here, unless in compiled code, which hl.EVERYWHERE does not reach:"
+    " attach to the model itself"
+)
 
 
 def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:
