@@ -259,6 +259,16 @@ class Holds(nn.Module):
         return x if found is None else x * 1
 
 
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Structured("tuple")
+
+    def forward(self, x):
+        y, (z, _) = self.inner(x, scale=2.0)
+        return y.square() + z
+
+
 @pytest.mark.parametrize("kind", ["tuple", "named", "dict", "dataclass"])
 def test_any_structure_comes_out_of_the_graph(kind):
     torch.manual_seed(0)
@@ -359,3 +369,29 @@ def test_everywhere_says_that_it_does_not_reach_compiled_code():
         line.forward(nn.Linear, lambda *_: None)
         run(X)
     assert "in compiled code, which hl.EVERYWHERE does not reach" in str(line.report())
+
+
+def test_a_leaf_that_comes_into_a_graph_keeps_no_hook():
+    model, x = make(), X.clone().requires_grad_()
+    with hl.record(model, "0", ports="grad_input") as expected:
+        model(x).square().sum().backward()
+    x.grad = None  # or what was recorded would be added to
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.record(model, "0", ports="grad_input") as seen:
+        run(x).square().sum().backward()
+    assert torch.equal(seen["0:grad_input"], expected["0:grad_input"])
+    assert not x._backward_hooks
+
+
+def test_gradients_of_several_parts_are_refused_and_of_one_part_are_right():
+    model = Parts()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.record(model, "inner:grad_output") as line:
+        with pytest.raises(
+            Exception, match=r"only gradients of lone tensors.*\n.*inner:grad_output"
+        ):
+            run(X)
+        model(X).sum().backward()
+    with hl.record(model, "inner:grad_output[0]") as seen:
+        run(X).sum().backward()
+    assert torch.equal(seen["inner:grad_output[0]"], line["inner:grad_output"][0])

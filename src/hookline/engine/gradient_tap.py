@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.compile_internals import hook_in_graph
+from hookline.engine.compile_internals import hook_in_graph, while_tracing
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow
 from hookline.engine.graph_gradients import number_of, sender
@@ -114,12 +114,28 @@ class GradientTap(Tap):
         traced.switch.has_caught = True
         call, slot = len(traced.caught), 0
         if traced.call in (None, call):
-            for _, tensor in tree.tensors(self.alter(NO_PASS, value)):
+            value = self.alter(NO_PASS, value)
+            if not isinstance(value, Tensor):
+                self.refuse_structure()
+            for _, tensor in tree.tensors(value):
                 if tensor.requires_grad:
                     send = sender(traced.number, traced.switch.number, call, slot, self.on.inside)
                     hook_in_graph(tensor, send)
                     slot += 1
         traced.caught = (*traced.caught, slot)
+
+    @while_tracing
+    def refuse_structure(self) -> None:
+        """Code is being compiled in which a value of several parts flows by.
+
+        Raises:
+            AttachError: always.
+        """
+        raise AttachError(
+            f"{self.site}: in compiled code only gradients of lone tensors can be seen, and this"
+            f" value has parts.\nSelect one: '{self.site}[0]', '{self.site}.name'; or put"
+            " torch.compiler.set_stance('force_eager') around the block."
+        )
 
     def harvest(self, current: Pass) -> None:
         """Count what waits for its gradients in a graph."""

@@ -30,8 +30,9 @@ class GradOutputTap(GradientTap):
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook on the module."""
         if is_dynamo_compiling():
-            self.trace(output)
-            return None
+            value = flow.off_leaves(output)
+            self.trace(value)
+            return value
         return self.look(module, output, id(sys._getframe(1)))
 
     def look(self, module: nn.Module, output: Any, key: int) -> Any:
@@ -64,8 +65,10 @@ class GradInputTap(GradientTap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
+            new = flow.apart(args, kwargs, leaves_only=True)
+            args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
-            return None
+            return new
         current = self.lane.current
         is_first = current is None  # called by hand: the pass begins and ends here
         current = current or self._outside(module)
