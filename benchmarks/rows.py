@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
+from benchmarks.compiling import compiled_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
 from benchmarks.scaling import select_row
@@ -76,6 +77,11 @@ def _features(
         return run_rounds(result, ours + others, plan)
 
     return measure
+
+
+def _compiled_gpt2(work: str, title: str, target: float) -> Callable[[str, Plan], Result]:
+    title = f"compiled GPT-2: {title}"
+    return compiled_row(models.gpt2, work, title, target, 2, base="bare")
 
 
 ROWS = (
@@ -146,6 +152,47 @@ ROWS = (
         10,
         gradient_row(
             models.gpt2, "gradients of 12 blocks of a GPT-2, forward and backward", 1.06, calls=1
+        ),
+    ),
+    Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),
+    Row("compiled-record", 100, 10, _compiled_gpt2("record", "record 12 blocks", 1.03)),
+    Row(
+        "compiled-statistics",
+        100,
+        10,
+        _compiled_gpt2("statistics", "4 statistics of 12 blocks", 1.05),
+    ),
+    Row(
+        "compiled-gradients",
+        100,
+        10,
+        _compiled_gpt2("gradients", "outputs and gradients of 12 blocks, in training", 1.05),
+    ),
+    Row("compiled-edit", 100, 10, _compiled_gpt2("edit", "an edit of one block", 1.06)),
+    Row(
+        "compiled-resnet34",
+        40,
+        6,
+        compiled_row(
+            models.resnet34,
+            "record",
+            "compiled ResNet-34: record 36 convolutions",
+            1.02,
+            1,
+            base="hand-written",
+        ),
+    ),
+    Row(
+        "compiled-tiny",
+        200,
+        20,
+        compiled_row(
+            models.tiny,
+            "record",
+            "200 compiled tiny layers: record them",
+            1.02,
+            20,
+            base="hand-written",
         ),
     ),
     Row("import", 20, 4, import_row),

@@ -13,9 +13,10 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 
 def while_tracing(method: Callable[..., Any]) -> Any:
@@ -66,67 +67,140 @@ def unmark_module(module: nn.Module, owner: object) -> None:
             del _marks[module]
 
 
-class Border:
-    """Calls two functions around each run of a compiled model, outside of the compiled code.
+class Watcher(Protocol):
+    """Who wants to be told when compiled modules run."""
 
-    The model is called through `torch.compile(model)`, of which it knows nothing, so torch's class
-    for that is told, and only as long as a border needs it; or it holds its compiled call itself.
+    def covers(self, module: nn.Module) -> bool:
+        """Whether it wants to know of this one."""
+
+    def enter(self, module: nn.Module, frame: FrameType) -> None:
+        """A compiled module is about to run, called from within this frame."""
+
+    def leave(self, module: nn.Module, frame: FrameType) -> None:
+        """It has run, or failed."""
+
+    def explain(self, error: Exception) -> None:
+        """It failed: say more about it."""
+
+
+class Borders:
+    """Tells a watcher of each run of compiled modules, outside of the compiled code.
+
+    A module is called through `torch.compile(module)`, of which it knows nothing, so torch's class
+    for that is told, and only as long as somebody watches; or it holds its compiled call itself.
     """
 
-    _all: ClassVar[list[Border]] = []
+    _all: ClassVar[list[Borders]] = []
     _lock: ClassVar[threading.RLock] = threading.RLock()
     _original: ClassVar[Callable[..., Any] | None] = None
+    # Those that hold their compiled call themselves: who watches, and what they hold.
+    _held: ClassVar[weakref.WeakKeyDictionary[nn.Module, tuple[set[int], Any, Any]]] = (
+        weakref.WeakKeyDictionary()
+    )
 
-    def __init__(
-        self, model: nn.Module, begin: Callable[[FrameType], None], end: Callable[[FrameType], None]
-    ) -> None:
-        self._model = model
-        self._begin = begin
-        self._end = end
-        self._compiled: partial[Any] | None = None
-        compiled = model.__dict__.get("_compiled_call_impl")
-        if compiled is not None:
-            model.__dict__["_compiled_call_impl"] = self._compiled = partial(self._around, compiled)
-        with Border._lock:
-            Border._all.append(self)
-            if Border._original is None:
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+        with Borders._lock:
+            Borders._all.append(self)
+            if Borders._original is None:
                 kind = sys.modules["torch._dynamo"].OptimizedModule
-                Border._original = kind.__call__
+                Borders._original = kind.__call__
                 kind.__call__ = _call_optimized
+
+    def watch(self, module: nn.Module) -> None:
+        """Tell of runs of a module that was compiled by `module.compile()`. Twice is no mistake."""
+        with Borders._lock:
+            held = Borders._held.get(module)
+            if held is None:
+                compiled = module.__dict__["_compiled_call_impl"]
+                ours = partial(_around, weakref.ref(module), compiled)
+                held = Borders._held[module] = set(), compiled, ours
+                module.__dict__["_compiled_call_impl"] = ours
+            held[0].add(id(self))
 
     def remove(self) -> None:
         """Put all back."""
-        ours, attributes = self._compiled, self._model.__dict__
-        is_there = attributes.get("_compiled_call_impl") is ours
-        if ours is not None and is_there:
-            attributes["_compiled_call_impl"] = ours.args[0]
-        with Border._lock:
-            Border._all[:] = [one for one in Border._all if one is not self]
-            if not Border._all and Border._original is not None:
-                sys.modules["torch._dynamo"].OptimizedModule.__call__ = Border._original
-                Border._original = None
+        with Borders._lock:
+            Borders._all[:] = [one for one in Borders._all if one is not self]
+            for module, (watchers, compiled, ours) in list(Borders._held.items()):
+                watchers.discard(id(self))
+                if not watchers:
+                    if module.__dict__.get("_compiled_call_impl") is ours:
+                        module.__dict__["_compiled_call_impl"] = compiled
+                    del Borders._held[module]
+            if not Borders._all and Borders._original is not None:
+                sys.modules["torch._dynamo"].OptimizedModule.__call__ = Borders._original
+                Borders._original = None
 
-    def _around(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe()
-        self._begin(frame)
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            self._end(frame)
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """Whether a module holds its compiled call, by `module.compile()`."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def is_untraceable(error: Exception) -> bool:
+    """Whether code could not be compiled because of what it does."""
+    return type(error).__name__ in ("Unsupported", "TorchRuntimeError")
+
+
+def is_limit(error: Exception) -> bool:
+    """Whether code was compiled too often."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was called with; another one is itself."""
+    loaded = sys.modules.get("torch._dynamo")
+    while loaded is not None and isinstance(module, loaded.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def _around(
+    held: weakref.ref[nn.Module], compiled: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    module = held()
+    if module is None or is_dynamo_compiling():
+        return compiled(*args, **kwargs)
+    return _watched(module, sys._getframe(), compiled, args, kwargs)
 
 
 def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `OptimizedModule.__call__` is while borders are there."""
-    original = Border._original or type(optimized).__mro__[1].__call__
-    borders = [one for one in Border._all if one._model is optimized._orig_mod]
-    frame = sys._getframe()
-    for border in borders:
-        border._begin(frame)
-    try:
+    """What `OptimizedModule.__call__` is while somebody watches."""
+    original = Borders._original or type(optimized).__mro__[1].__call__
+    if is_dynamo_compiling():
         return original(optimized, *args, **kwargs)
+    frame, call = sys._getframe(), partial(original, optimized)
+    return _watched(optimized._orig_mod, frame, call, args, kwargs)
+
+
+def _watched(
+    module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    watchers = [one.watcher for one in Borders._all if one.watcher.covers(module)]
+    entered: list[Watcher] = []
+    try:
+        for watcher in watchers:
+            entered.append(watcher)
+            watcher.enter(module, frame)
+        return call(*args, **kwargs)
+    except Exception as error:
+        for watcher in entered:
+            watcher.explain(error)
+        raise
     finally:
-        for border in reversed(borders):
-            border._end(frame)
+        for watcher in reversed(entered):
+            watcher.leave(module, frame)
+
+
+def not_alone(function: types.FunctionType) -> None:
+    """Have a function not be compiled where it is called from code that is not: only within other
+    code. Torch calls the hooks of a compiled model that way."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    strategy = getattr(frames, "FrameExecStrategy", None)
+    if frames is not None and strategy is not None:
+        skip = frames.FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, strategy(skip, skip))
 
 
 def hook_in_graph(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:

@@ -4,28 +4,77 @@ Compiled code is reused as long as its guards hold, and by default they look at 
 line is on, code is compiled with guards on hooks; and each hooked module carries a mark that code
 compiled before is guarded against. When the mark goes with the line, the old code serves again.
 
-No Python of ours runs inside a graph. A pass is therefore begun and ended at its border, where the
-compiled model is called.
+No Python of ours runs inside a graph. So at the border of compiled code, where a compiled module is
+called, the line is switched on and passes begin; and when the code has run, what it has left on the
+taps is seen.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
+from types import FrameType, FunctionType
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from hookline.engine.compile_internals import (
-    Border,
+    Borders,
     dynamo_config,
     has_compiled,
+    inside_compiled,
+    is_compiled_itself,
+    is_limit,
+    is_untraceable,
     mark_module,
+    not_alone,
     unmark_module,
 )
+from hookline.engine.errors import AttachError
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
-from hookline.engine.taps import Tap
+from hookline.engine.site import Site
+from hookline.engine.taps import RootTap, Tap
+from hookline.engine.traced import Run
+
+# Under which a pass keeps the run of compiled code that has no border.
+_GAP = object()
+
+
+# Models in which something is compiled that has no border.
+_with_gaps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+_UNTRACEABLE = (
+    "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
+    " above.\nWrite it in tensor operations (no print, no `if` on values); or compile without"
+    " fullgraph=True, so that the graph breaks there; or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
+)
+_LIMIT = (
+    "hookline: hooks are part of compiled code, so another function in a hook, or another Python"
+    " number, costs another graph.\nMake the function once and keep it; give numbers as tensors, or"
+    " by hl.edits, which does; or raise torch._dynamo.config.recompile_limit."
+)
+
+
+@final
+class _Visit:
+    """One call of a compiled module, and what has been done for it so far."""
+
+    __slots__ = ("current", "frame", "is_locked", "run", "was_on")
+
+    def __init__(self, frame: FrameType) -> None:
+        self.frame = frame
+        self.is_locked = self.was_on = False
+        self.current: Pass | None = None
+        self.run: Run | None = None
+
+
+class _Here(threading.local):
+    """The calls of compiled modules that are under way in a thread."""
+
+    def __init__(self) -> None:
+        self.visits: list[_Visit] = []
 
 
 @final
@@ -39,7 +88,10 @@ class Compiled:
         nodes: where they are, by id.
     """
 
-    __slots__ = ("_border", "_marked", "_nodes", "_passes", "_root", "_taps", "is_on")
+    __slots__ = (
+        "_around_root", "_borders", "_here", "_lock", "_marked", "_members", "_nodes",
+        "_parts", "_passes", "_root", "_taps", "_traced", "is_on",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -49,12 +101,21 @@ class Compiled:
         nodes: dict[int, Node | TensorNode],
     ) -> None:
         self._passes = passes
-        self._root = root
+        self._root = None if root is None else inside_compiled(root)
         self._taps = taps
         self.is_on = False
         self._nodes = nodes
         self._marked: list[nn.Module] = []
-        self._border: Border | None = None
+        self._borders: Borders | None = None
+        # The switch is one for all threads, so compiled code runs in one of them at a time.
+        self._lock = threading.RLock()
+        self._here = _Here()
+        self._members: set[int] = set()  # the modules of the model, by id
+        self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._parts: dict[int, list[Tap]] = {}
+        self._traced: Site | None = None
+
+    # -- the beginning ---------------------------------------------------------------------------
 
     def look_around(self) -> None:
         """Unless it is done: if dynamo is loaded by now, have it look at hooks.
@@ -65,15 +126,26 @@ class Compiled:
             return
         self.is_on = True
         _GUARDS.hold(self)
-        self._border = Border(self._root, self._passes.begin, self._passes.end)
+        _keep_hooks_whole(Tap)
+        _keep_hooks_whole(RootTap)
+        self._borders = Borders(self)
+        self._find_borders()
         if has_compiled():
             self._mark(self._root)
         for tap in self._taps:
             self.hooked(tap, self._nodes.get(id(tap)))
 
+    def _find_borders(self) -> None:
+        if self._borders is not None and self._root is not None:
+            self._members = {id(module) for module in self._root.modules()}
+            for module in self._root.modules():
+                if is_compiled_itself(module):
+                    self._borders.watch(module)
+
     def hooked(self, tap: Tap, node: Node | TensorNode | None) -> None:
         """A module has got a hook: code compiled before is not to serve while the line lasts."""
         is_used = has_compiled()
+        self._parts.clear()
         # What compiled code reads has to be there before it is called, or its guards would fail.
         if is_used or tap.site.is_gradient:
             tap.prepare()
@@ -84,20 +156,133 @@ class Compiled:
         self._marked.append(module)  # first: an interrupt from here on takes it off, too
         mark_module(module, self)
 
-    def begin_pass(self, current: Pass) -> None:
-        """A pass begins: compiled code may ask which."""
-        self.look_around()
-        if self.is_on:
-            self._passes.numbered[current.number] = current
-            self._passes.switch.number = torch.tensor(current.number)
+    # -- passes, told by `Passes` ----------------------------------------------------------------
 
-    def restart(self) -> None:
-        """Nothing of another thread is kept here."""
+    def begin_pass(self, current: Pass) -> None:
+        """A pass begins, in which compiled code may run."""
+        self.look_around()
+        if self._root in _with_gaps:
+            current.opened[_GAP] = [self._begin_run(current, self._taps)]
 
     def end_pass(self, current: Pass) -> None:
-        """A pass has ended in which compiled code has left values: see them."""
-        for tap in self._taps:
-            tap.harvest(current)
+        """A pass has ended: see what compiled code has left that has no border."""
+        for run in current.opened.pop(_GAP, ()):
+            self._passes.switch.is_on = bool(self._here.visits)
+            self._harvest(current, run, self._taps)
+
+    def is_traced(self, site: Site | None) -> None:
+        """Code is being compiled that calls the line's tap at a site.
+
+        Raises:
+            AttachError: it is called where no pass is under way, and none can be begun.
+        """
+        passes = self._passes
+        self._traced = site
+        if passes.switch.is_on or self._here.visits or not passes.is_here():
+            return
+        current = passes.lane.current
+        if current is None:
+            raise AttachError(
+                "the model runs inside a compiled function, where no pass can be told from another."
+                "\nCompile the model, torch.compile(model), before the line is made; or put"
+                " torch.compiler.set_stance('force_eager') around the block."
+            )
+        # A function within the model is compiled, or a module was since the line was made.
+        self._find_borders()
+        if self._root is not None:
+            _with_gaps.add(self._root)
+        current.opened[_GAP] = [self._begin_run(current, self._taps)]
+
+    # -- the border, told by `Borders` -----------------------------------------------------------
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether the line has to do with a compiled module."""
+        if self._holds_root(module):
+            return True
+        return id(module) in self._members and bool(self._taps_in(module))
+
+    def _holds_root(self, module: nn.Module) -> bool:
+        """Whether a pass is a run of this compiled module: the model, or what it is a part of."""
+        if module is self._root:
+            return True
+        if module not in self._around_root:
+            self._around_root[module] = any(one is self._root for one in module.modules())
+        return self._around_root[module]
+
+    def enter(self, module: nn.Module, frame: FrameType) -> None:
+        """A compiled module is about to run."""
+        visit = _Visit(frame)
+        self._here.visits.append(visit)  # first: `leave` undoes what of it was done
+        self._lock.acquire()
+        visit.is_locked = True
+        if self._holds_root(module):
+            self._passes.begin(frame)
+        visit.was_on, self._passes.switch.is_on = self._passes.switch.is_on, False
+        visit.current = self._pass()
+        if visit.current is not None:
+            visit.run = self._begin_run(visit.current, self._taps_in(module))
+
+    def leave(self, module: nn.Module, frame: FrameType) -> None:
+        """A compiled module has run, or failed."""
+        visits = self._here.visits
+        if not visits or visits[-1].frame is not frame:
+            return
+        visit = visits.pop()
+        try:
+            if visit.is_locked:
+                self._passes.switch.is_on = visit.was_on and not self._passes.closed
+                if visit.current is not None and visit.run is not None:
+                    self._harvest(visit.current, visit.run, self._taps_in(module))
+        finally:
+            try:
+                if self._holds_root(module):
+                    self._passes.end(frame)
+            finally:
+                if visit.is_locked:
+                    self._lock.release()
+
+    def explain(self, error: Exception) -> None:
+        """Compiled code could not be made, or failed: say what that has to do with hooks."""
+        site, self._traced = self._traced, None
+        if site is not None and is_untraceable(error):
+            error.add_note(_UNTRACEABLE.format(site=site, type=site.module_type))
+        elif is_limit(error):
+            error.add_note(_LIMIT)
+
+    def _pass(self) -> Pass | None:
+        """The pass that compiled code runs in; None if it is not ours to see."""
+        return self._passes.lane.current or self._passes.outside()
+
+    def _begin_run(self, current: Pass, taps: list[Tap]) -> Run:
+        run = Run(current)
+        for tap in taps:
+            tap.meet_run(current)
+        self._passes.switch.number = run.number
+        self._passes.switch.is_on = True
+        return run
+
+    def _harvest(self, current: Pass, run: Run, taps: list[Tap]) -> None:
+        if self._passes.switch.has_caught:
+            self._passes.switch.has_caught = False
+            for tap in taps:
+                tap.harvest(current, run)
+
+    def _taps_in(self, module: nn.Module) -> list[Tap]:
+        """The taps that a compiled module may call."""
+        if self._holds_root(module):
+            return self._taps
+        found = self._parts.get(id(module))
+        if found is None:
+            inside = {id(part) for part in module.modules()}
+            found = [tap for tap in self._taps if self._place_of(tap) in inside]
+            self._parts[id(module)] = found
+        return found
+
+    def _place_of(self, tap: Tap) -> int | None:
+        node = self._nodes.get(id(tap))
+        return id(node.module) if isinstance(node, Node) else None
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Put all back."""
@@ -106,11 +291,22 @@ class Compiled:
         while self._marked:
             unmark_module(self._marked[-1], self)
             self._marked.pop()
-        if self._border is not None:
-            self._border.remove()
-            self._border = None
+        if self._borders is not None:
+            self._borders.remove()
+            self._borders = None
         _GUARDS.release(self)
         self.is_on = False
+
+
+def _keep_hooks_whole(kind: type) -> None:
+    """Have hooks that are called outside of a graph, as those of a compiled model, run as ever."""
+    for name in ("fire", "leave", "begin", "end"):
+        function = vars(kind).get(name)
+        if isinstance(function, FunctionType):
+            not_alone(function)
+    below: list[type] = kind.__subclasses__()
+    for one in below:
+        _keep_hooks_whole(one)
 
 
 @final

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.compile_internals import hook_in_graph, while_tracing
+from hookline.engine.compile_internals import hook_in_graph
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow
 from hookline.engine.graph_gradients import number_of, sender
@@ -25,7 +25,7 @@ from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import backward_number
-from hookline.engine.traced import NO_PASS
+from hookline.engine.traced import NO_PASS, Run, run_of
 from hookline.engine.values import Arrival, View, hook_value
 
 # Under which a pass keeps what came in at its border.
@@ -100,7 +100,7 @@ class GradientTap(Tap):
         return call if self.site.call in (None, call) else -1
 
     def prepare(self) -> None:
-        """Code may be compiled from now on: the number has to be there before that."""
+        """Code may be compiled from now on that calls this tap: its number has to be there."""
         if self.traced is None:
             super().prepare()
             assert self.traced is not None
@@ -108,52 +108,63 @@ class GradientTap(Tap):
 
     def trace(self, value: Any) -> None:
         """Have the gradients of a value come out of the graph that is being compiled."""
+        self.is_traced()
         traced = self.traced
         if traced is None or traced.number is None or not traced.switch.is_on:
             return
         traced.switch.has_caught = True
-        call, slot = len(traced.caught), 0
-        if traced.call in (None, call):
-            value = self.alter(NO_PASS, value)
-            if not isinstance(value, Tensor):
-                self.refuse_structure()
-            for _, tensor in tree.tensors(value):
-                if tensor.requires_grad:
-                    send = sender(traced.number, traced.switch.number, call, slot, self.on.inside)
-                    hook_in_graph(tensor, send)
-                    slot += 1
-        traced.caught = (*traced.caught, slot)
+        if not traced.is_meant():
+            traced.caught = (*traced.caught, None)
+            return
+        value = self.alter(NO_PASS, value)
+        call, number = len(traced.caught), traced.switch.number
+        found: list[Tensor] = []
+        slots: list[int] = []
+        for _, tensor in tree.tensors(value):
+            slot = -1
+            if tensor.requires_grad:
+                slot = _place_in(found, tensor)
+                if slot == len(found):
+                    found.append(tensor)
+                    hook_in_graph(tensor, sender(traced.number, number, call, slot, self.on.inside))
+            slots.append(slot)
+        # Of a value with parts, its structure: with tensors that hold nothing.
+        form = None if isinstance(value, Tensor) else tree.map_tensors(_emptied, value)
+        traced.caught = (*traced.caught, (tuple(slots), form))
 
-    @while_tracing
-    def refuse_structure(self) -> None:
-        """Code is being compiled in which a value of several parts flows by.
-
-        Raises:
-            AttachError: always.
-        """
-        raise AttachError(
-            f"{self.site}: in compiled code only gradients of lone tensors can be seen, and this"
-            f" value has parts.\nSelect one: '{self.site}[0]', '{self.site}.name'; or put"
-            " torch.compiler.set_stance('force_eager') around the block."
-        )
-
-    def harvest(self, current: Pass) -> None:
+    def harvest(self, current: Pass, run: Run) -> None:
         """Count what waits for its gradients in a graph."""
-        for n_slots in () if self.traced is None else self.traced.taken():
-            if n_slots:
+        caught = () if self.traced is None else self.traced.taken()
+        n_before = run.n_before[self] = current.calls.get(self, 0)
+        current.calls[self] = n_before + len(caught)
+        self.ran = max(self.ran, n_before + len(caught))
+        for call, known in enumerate(caught):
+            if known is None:
+                continue
+            slots, form = known
+            crossing = run.crossings[self, call] = Crossing(n_before + call)
+            if form is not None:
+                crossing.form = _outline(form, slots)
+            if max(slots, default=-1) >= 0:
                 self.placed += 1
             else:
                 self.needless += 1
+                self.on.missing(current, crossing)
 
-    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+    def arrived_from_graph(self, number: Tensor, call: int, slot: int, grad: Tensor) -> None:
         """A gradient has come out of a compiled graph."""
-        current = self.passes.numbered.get(number)
-        if current is None:
+        run = run_of(number)
+        current = None if run is None else run.current
+        if run is None or current is None:
+            self.fired += self.on.inside is not None and slot == 0
             return
-        if self.on.inside is not None:
-            self.fired += 1
-            return
-        self.arrive(current, Crossing(call), slot, grad)
+        crossing = run.crossings.get((self, call))
+        if crossing is None:  # it came back before the code had run
+            crossing = Crossing(run.n_before.get(self, 0) + call)
+        if self.on.inside is None:
+            self.arrive(current, crossing, slot, grad)
+        else:
+            self._count(crossing)
 
     def wait(
         self,
@@ -229,18 +240,21 @@ class GradientTap(Tap):
         if self.passes.closed:
             self._late()
             return None
-        if crossing.form is None:
-            self.fired += 1
-        else:
-            run = backward_number()
-            if run not in crossing.gathered:  # one value, however many tensors it holds
-                crossing.gathered[run] = None
-                self.fired += 1
+        self._count(crossing)
         try:
             return self.on.arrived(current, crossing, slot, grad)
         except Exception as error:
             self._note_backward(error)
             raise
+
+    def _count(self, crossing: Crossing) -> None:
+        if crossing.form is None:
+            self.fired += 1
+            return
+        run = backward_number()
+        if run not in crossing.gathered:  # one value, however many tensors it holds
+            crossing.gathered[run] = None
+            self.fired += 1
 
     def _arrive_weakly(self, of: Any, crossing: Crossing, slot: int, grad: Tensor) -> Any:
         current = of()
@@ -293,6 +307,24 @@ _NEEDLESS = (
     "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"
     " input without requires_grad)"
 )
+
+
+def _place_in(found: list[Tensor], tensor: Tensor) -> int:
+    for k, other in enumerate(found):
+        if other is tensor:
+            return k
+    return len(found)
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    return tensor.detach().new_empty(0)
+
+
+def _outline(form: Any, slots: tuple[int, ...]) -> Any:
+    numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
+    return tree.outline(
+        form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]
+    )
 
 
 def _part(site: Site) -> Callable[[Pass, Any], Any]:

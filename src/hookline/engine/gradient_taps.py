@@ -65,7 +65,7 @@ class GradInputTap(GradientTap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
-            new = flow.apart(args, kwargs, leaves_only=True)
+            new = flow.apart(args, kwargs, leaves_only=False)
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from hookline.engine.compile_internals import keep_in_graphs
 
-Arrived = Callable[[int, int, int, Tensor], None]
-
 # By number, whoever waits. What a graph holds is a tensor with the number in it: another number
 # needs no other graph.
 _waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -39,29 +37,29 @@ def define() -> None:
     """Define the operator."""
 
     @torch.library.custom_op("hookline::gradient", mutates_args=())
-    def gradient(grad: Tensor, tap: Tensor, of_pass: Tensor, call: int, slot: int) -> None:
+    def gradient(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
             # A copy: the graph may use the memory again.
-            waiting.arrived_from_graph(int(of_pass), call, slot, grad.clone())
+            waiting.arrived_from_graph(of_run, call, slot, grad.clone())
 
     @gradient.register_fake
-    def _(grad: Tensor, tap: Tensor, of_pass: Tensor, call: int, slot: int) -> None:
+    def _(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
         return None
 
     keep_in_graphs("hookline::gradient")
 
 
 def sender(
-    tap: Tensor, of_pass: Tensor, call: int, slot: int, change: Callable[[Tensor], Any] | None
+    tap: Tensor, of_run: Tensor, call: int, slot: int, change: Callable[[Tensor], Any] | None
 ) -> Callable[[Tensor], Tensor | None]:
     """The hook on a tensor in a graph: hand its gradient out, or change it."""
 
     def hook(grad: Tensor) -> Tensor | None:
         if change is None:
-            torch.ops.hookline.gradient(grad, tap, of_pass, call, slot)
+            torch.ops.hookline.gradient(grad, tap, of_run, call, slot)
             return None
-        torch.ops.hookline.gradient(tap, tap, of_pass, call, slot)
+        torch.ops.hookline.gradient(tap, tap, of_run, call, slot)
         new: Tensor | None = change(grad)
         return new
 

@@ -17,13 +17,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
-
-from hookline.engine.errors import AttachError
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -82,8 +79,8 @@ class Switch:
     """What compiled code reads and writes of a line: plain attributes, which guards can watch.
 
     Attributes:
-        is_on: whether a pass of the line runs; code compiled for one does nothing outside.
-        number: the pass's, as a tensor: for gradients, which come back later.
+        is_on: whether compiled code runs in a pass of the line; outside, it does nothing.
+        number: the run's of that code, as a tensor: for gradients, which come back later.
         has_caught: whether compiled code has left values on the taps, to be harvested.
     """
 
@@ -93,6 +90,19 @@ class Switch:
         self.is_on = False
         self.number: Any = None
         self.has_caught = False
+
+
+class Compiler(Protocol):
+    """What a line needs of torch.compile."""
+
+    def begin_pass(self, current: Pass) -> None:
+        """A pass begins, in which compiled code may run."""
+
+    def end_pass(self, current: Pass) -> None:
+        """A pass has ended: see what compiled code has left."""
+
+    def is_traced(self, site: Any) -> None:
+        """Code is being compiled that calls the line's tap at a site."""
 
 
 class Sink(Protocol):
@@ -121,7 +131,7 @@ class Passes:
 
     __slots__ = (
         "_latest", "_lock", "_numbers", "_open", "bound", "closed", "compiler", "elsewhere",
-        "failed", "lane", "numbered", "sink", "started", "switch",
+        "failed", "lane", "sink", "started", "switch",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
@@ -129,8 +139,7 @@ class Passes:
         self.sink = sink
         self._lock = threading.RLock()
         self.switch = Switch()
-        self.numbered: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-        self.compiler: Sink | None = None
+        self.compiler: Compiler | None = None
         self.bound = False
         self.closed = False
         self.started = 0
@@ -208,7 +217,6 @@ class Passes:
                 if not self.is_here():  # it was entered, elsewhere, since we asked
                     return
                 current = lane.current = self._start()
-            self.switch.is_on = True
             if self.compiler is not None:
                 self.compiler.begin_pass(current)
         # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
@@ -226,20 +234,6 @@ class Passes:
             self.lane.current = None
             error = sys.exception()
             self._finish(current, failed=error is not None and error is not current.handled)
-
-    def is_inside(self) -> bool:
-        """Whether a pass is under way; asked while code is compiled that calls the root.
-
-        Raises:
-            AttachError: none is, and the line would see nothing for ever after.
-        """
-        if self.lane.current is None and self.is_here():
-            raise AttachError(
-                "the model runs inside a compiled function, where no pass can be told from another."
-                "\nCompile the model, torch.compile(model), before the line is made; or put"
-                " torch.compiler.set_stance('force_eager') around the block."
-            )
-        return True
 
     def stop(self) -> None:
         """The forward in this thread was left half-way, on purpose: passes that ended by it did."""
@@ -289,9 +283,7 @@ class Passes:
     def _finish(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
         current.close()
-        self.switch.is_on = any(one.roots for one in self._open.values())
-        if self.switch.has_caught and self.compiler is not None:
-            self.switch.has_caught = False
+        if self.compiler is not None:
             self.compiler.end_pass(current)
         current.failed = failed
         self.failed += failed

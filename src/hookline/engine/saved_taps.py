@@ -14,8 +14,10 @@ from types import FrameType
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.errors import StructureError
+from hookline.engine.compile_internals import while_tracing
+from hookline.engine.errors import AttachError, StructureError
 from hookline.engine.passes import Passes, call_frame, drop_dead
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
@@ -46,6 +48,8 @@ class SavedTap(Tap):
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """The last forward-pre hook."""
+        if is_dynamo_compiling():
+            self.refuse_graphs()
         if (self.lane.current or self._outside(module)) is None:
             return
         frames = self._pushed.frames
@@ -54,8 +58,22 @@ class SavedTap(Tap):
         push_saved_tensors_hooks(self.pack, self._unpacked)
         frames.append(call_frame(sys._getframe(1)))
 
+    @while_tracing
+    def refuse_graphs(self) -> None:
+        """Code is being compiled that calls this tap.
+
+        Raises:
+            AttachError: always; what a graph saves is the compiler's choice.
+        """
+        raise AttachError(
+            f"{self.site}: what is saved for backward cannot be packed inside compiled code.\nPut"
+            " torch.compiler.set_stance('force_eager') around the block."
+        )
+
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The first forward hook, always called."""
+        if is_dynamo_compiling():
+            return
         if not hasattr(self, "_pushed"):
             return  # an inert copy, which never began: a pre-hook failed before
         frames, frame = self._pushed.frames, call_frame(sys._getframe(1))

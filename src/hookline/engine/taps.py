@@ -22,7 +22,7 @@ from hookline.engine.compile_internals import while_tracing
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.torch_internals import discard_hooks_of
-from hookline.engine.traced import Halves, See, Traced, snapshot
+from hookline.engine.traced import Halves, Run, See, Traced, snapshot
 
 
 class Rank(IntEnum):
@@ -81,28 +81,49 @@ class Tap:
         self.halves: Halves | None = None
         self.traced: Traced | None = None
 
-    @while_tracing
     def prepare(self) -> None:
-        """Code is being compiled that calls this tap."""
+        """Code may be compiled from now on that calls this tap."""
         if self.traced is not None:
             return
-        _, inside, after = self.halves or (None, snapshot, self.see)
+        after = self.see
+        if self.halves is not None:
+            after, call = self.halves.after, self.site.call
+            after = after if call is None else _at_call(after, call, self)
+        inside = snapshot if self.halves is None else self.halves.inside
         alter = self.alter if self.rank in (Rank.EDIT, Rank.HOOK) else None
         self.traced = Traced(self.passes.switch, alter, inside, after, self.site.call)
 
+    @while_tracing
+    def is_traced(self) -> None:
+        """Code is being compiled that calls this tap."""
+        if self.passes.compiler is not None:
+            self.passes.compiler.is_traced(self.site)
+        self.prepare()
+
     def trace(self, value: Any) -> Any:
         """What `fire` does inside compiled code."""
-        self.prepare()
+        self.is_traced()
         return None if self.traced is None else self.traced.meet(value)
 
-    def harvest(self, current: Pass) -> None:
-        """See what compiled code has caught in a pass."""
+    def meet_run(self, current: Pass) -> None:
+        """Compiled code is about to run that may call this tap."""
+        if self.traced is not None and self.site.call is not None:
+            self.traced.n_before = current.calls.get(self, 0)
+
+    def harvest(self, current: Pass, run: Run) -> None:
+        """See what compiled code has caught in a run."""
         if self.traced is None:
             return
-        for value in self.traced.taken():
-            self.fired += 1
-            if self.traced.alter is None:
+        caught = self.traced.taken()
+        if self.traced.alter is None:
+            for value in caught:
+                self.fired += 1
                 self.traced.after(current, value)
+        elif caught:
+            n_calls = current.calls.get(self, 0) + len(caught)
+            current.calls[self] = n_calls
+            self.ran = max(self.ran, n_calls)
+            self.fired += sum(caught)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert, (type(self),)
@@ -319,7 +340,7 @@ class RootTap:
     def begin(self, module: nn.Module, args: Any) -> None:
         """The forward-pre hook."""
         if is_dynamo_compiling():
-            self.is_inside()
+            self.is_traced()
             return
         if self.passes is _INERT:
             discard_hooks_of(module, self, _is_inert)
@@ -327,9 +348,10 @@ class RootTap:
         self.passes.begin()
 
     @while_tracing
-    def is_inside(self) -> bool:
-        """Whether code is compiled in which the root is called and its border is seen."""
-        return self.passes.is_inside()
+    def is_traced(self) -> None:
+        """Code is being compiled that calls the root."""
+        if self.passes.compiler is not None:
+            self.passes.compiler.is_traced(None)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook, always called."""

@@ -7,6 +7,8 @@ Nothing is read that differs between sites, or each would need a graph of its ow
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -43,9 +45,14 @@ class Traced:
         inside: what is kept of a value.
         after: is given what was kept, when the graph has run.
         call: the call that is meant, if it is but one.
+
+    Attributes:
+        caught: what was kept, call by call.
+        n_before: how many calls there were in the pass before this run of the code.
+        number: the site's, as a tensor, if it is one of gradients.
     """
 
-    __slots__ = ("after", "alter", "call", "caught", "inside", "number", "switch")
+    __slots__ = ("after", "alter", "call", "caught", "inside", "n_before", "number", "switch")
 
     def __init__(
         self,
@@ -61,7 +68,8 @@ class Traced:
         self.after = after
         self.call = call
         self.caught: tuple[Any, ...] = ()
-        self.number: Tensor | None = None  # of a site of gradients
+        self.n_before = 0
+        self.number: Tensor | None = None
 
     def meet(self, value: Any) -> Any:
         """A value flows by, in a graph."""
@@ -71,14 +79,61 @@ class Traced:
         if self.alter is None:
             self.caught = (*self.caught, self.inside(value))
             return None
-        call = len(self.caught)
-        self.caught = (*self.caught, None)
-        return self.alter(NO_PASS, value) if self.call in (None, call) else None
+        is_meant = self.is_meant()
+        self.caught = (*self.caught, is_meant)
+        return self.alter(NO_PASS, value) if is_meant else None
+
+    def is_meant(self) -> bool:
+        """Whether the present call is one of those that are wanted."""
+        return self.call is None or self.call == self.n_before + len(self.caught)
 
     def taken(self) -> tuple[Any, ...]:
         """What was kept, handed out once."""
         caught, self.caught = self.caught, ()
         return caught
+
+
+_runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@final
+class Run:
+    """One run of compiled code, in a pass: what comes back from its graph later belongs to that.
+
+    Args:
+        current: the pass. It keeps the run, and is not kept by it.
+
+    Attributes:
+        number: the run's, as a tensor.
+        n_before: by tap, how many calls there were in the pass before the run.
+        crossings: by tap and call, values whose gradients arrive in several parts.
+    """
+
+    __slots__ = ("__weakref__", "_current", "crossings", "n_before", "number")
+
+    def __init__(self, current: Pass) -> None:
+        number = next(_numbers)
+        self._current = weakref.ref(current)
+        self.number = torch.tensor(number, device="cpu")
+        self.n_before: dict[Any, int] = {}
+        self.crossings: dict[tuple[Any, int], Any] = {}
+        _runs[number] = self
+        current.opened.setdefault(_RUNS, []).append(self)
+
+    @property
+    def current(self) -> Pass | None:
+        """The pass, if anybody still has it."""
+        return self._current()
+
+
+def run_of(number: Tensor) -> Run | None:
+    """The run with this number, if anybody still has its pass."""
+    return _runs.get(int(number))
+
+
+# Under which a pass keeps its runs.
+_RUNS = object()
 
 
 def snapshot(value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookline.engine import (
     Crossing,
+    Halves,
     Line,
     OnGradient,
     Pass,
@@ -23,6 +24,7 @@ from hookline.engine import (
     Site,
     blame,
     check_ports,
+    snapshot,
     tree,
 )
 from hookline.verbs.verb_line import VerbLine
@@ -82,7 +84,10 @@ class Watch(VerbLine[Line]):
         def bind(site: Site) -> Any:
             if site.is_gradient:
                 return _Back(printer, site, min(width, 44), optional)
-            return _enter(site) if site.port == "input" else printer.leave(site, min(width, 44))
+            if site.port == "input":
+                return Halves(_enter(site), _nothing, _see_nothing)
+            shown = min(width, 44)
+            return Halves(printer.leave(site, shown), snapshot, printer.compiled(site, shown))
 
         self._line.tap(Selection(self._line.layout, [*places, *starts]), bind, Rank.RECORD)
 
@@ -111,6 +116,15 @@ class _Printer:
                 f"{label:{width}}  {site.module_type:18} {got} -> {_shown(value)}"
                 f"  {(now - began) * 1e3:.2f} ms"
             )
+
+        return see
+
+    def compiled(self, site: Site, width: int) -> Any:
+        """What prints an output of compiled code, which tells no time and no order of calls."""
+        label = "  " * (site.path.count(".") + bool(site.path)) + (site.path or "(root)")
+
+        def see(current: Pass, value: Any) -> None:
+            self.say(f"{label:{width}}  {site.module_type:18} -> {_shown(value)}")
 
         return see
 
@@ -157,7 +171,8 @@ def watch(
     A module is printed when it has run, so a container comes after what it holds; the indentation
     is the depth of the call. In backward, the gradient of each module's output is printed when it
     arrives, marked `<`: the last module's first. Statistics are of the first floating tensor, in
-    float32. Where a module raises, the last line names it and what it got.
+    float32. Where a module raises, the last line names it and what it got. What runs in compiled
+    code is printed when that has run, in registration order, without inputs and times.
 
     Args:
         model: the model.
@@ -185,6 +200,14 @@ def _enter(site: Site) -> Any:
         current.log.append((site.path, time.perf_counter(), tree.form(value)))
 
     return see
+
+
+def _nothing(value: Any) -> None:
+    """What compiled code keeps of an input."""
+
+
+def _see_nothing(current: Pass, value: Any) -> None:
+    """What is made of that."""
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,440 @@
+"""torch.compile: what a line does at the border of compiled code, and what graphs cannot hold.
+
+`tests/engine/test_compiled.py` holds what goes on inside of one graph.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.utils import counters
+
+import hookline as hl
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+OPTIONS = {"backend": "aot_eager", "fullgraph": True}
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+    before = config.skip_nnmodule_hook_guards
+    yield
+    assert config.skip_nnmodule_hook_guards is before
+    torch.compiler.reset()
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.linear(x)) + x
+
+
+class Loop(nn.Module):
+    """One block, three times in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Step(), nn.Linear(8, 2)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return self.head(x)
+
+
+class Parts(nn.Module):
+    """A part that returns a structure, with one tensor in it twice."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, *, scale):
+            y = self.linear(x) * scale
+            return {"y": y, "again": [y, x, None]}
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        found = self.inner(x, scale=2.0)
+        return found["y"].square() + found["again"][0] + found["again"][1]
+
+
+def make(kind=None, n=4):
+    torch.manual_seed(0)
+    return kind() if kind else nn.Sequential(*[Step() for _ in range(n)])
+
+
+def by_part(model):
+    for part in model.children():
+        if isinstance(part, Step):
+            part.compile(**OPTIONS)
+    return model
+
+
+def is_bare(model):
+    return not len(hl.inventory(model)) and all("forward" not in vars(m) for m in model.modules())
+
+
+def n_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+    return True
+
+
+@pytest.mark.cell("torch.compile", "gradients", "edit gradients")
+def test_gradients_of_structures_come_out_in_their_form():
+    model, found = make(Parts), []
+    for run in (model, torch.compile(model, **OPTIONS)):
+        x = X.clone().requires_grad_() * 1
+        with hl.record(model, ["inner:grad_output", ":grad_input", "inner:grad_input"]) as seen:
+            run(x).sum().backward()
+        with hl.edit(model, "inner:grad_output", lambda g: g * 3) as line:
+            model.zero_grad()
+            run(X).sum().backward()
+        assert line.report().fired[0][1] == 1
+        found.append({**seen, "weight": model.inner.linear.weight.grad.clone()})
+    assert found[0]["inner:grad_output"]["again"][2] is None
+    assert same(found[1], found[0])
+
+
+@pytest.mark.parametrize("form", ["whole", "by part"])
+def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
+    model, found = make(Loop), []
+    sites = ["block", "block#2", "block:grad_output", "block:grad_output#1", "block:input#2"]
+    for run in (model, torch.compile(model, **OPTIONS) if form == "whole" else by_part(model)):
+        for _ in range(2):
+            with hl.record(model, sites) as seen:
+                run(X).sum().backward()
+            model.zero_grad()
+            with (
+                hl.edit(model, "block#1", lambda value: value * 2),
+                hl.edit(model, "block:grad_output#2", lambda g: g * 3),
+                hl.record(model, "block#2", keep=lambda value: value.sum()) as part,
+            ):
+                run(X).sum().backward()
+        values = dict(seen.items())
+        found.append({**values, "sum": part["block#2"], "w": model.block.linear.weight.grad})
+        model.zero_grad()
+    assert {"block#0", "block#2", "block:grad_output#0", "block:input#2"} <= found[0].keys()
+    assert same(found[1], found[0])
+
+
+@pytest.mark.cell(
+    "torch.compile", "watch",
+    note="what runs in compiled code is printed when that has run, without inputs and times",
+)  # fmt: skip
+def test_watch_prints_what_compiled_code_has_done():
+    model, out = make(), io.StringIO()
+    run = torch.compile(model, **OPTIONS)
+    with hl.watch(model, file=out):
+        run(X).sum().backward()
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("(root)")
+    assert lines[2].startswith("    0.linear")
+    assert " ms" not in out.getvalue()
+    assert sum(line.startswith("< ") for line in lines) == 13
+    mean = model(X).float().mean().item()
+    assert f"[2, 8] float32  mean {mean:.4g}" in lines[0]
+
+
+@pytest.mark.cell(
+    "torch.compile", "features", note="the whole graph runs: it cannot be left in the middle"
+)
+@pytest.mark.parametrize("form", ["whole", "by part"])
+def test_features_are_those_of_the_eager_model(form):
+    model = make()
+    expected = hl.features(model, X, ["2", "0.linear"])
+    run = torch.compile(model, **OPTIONS) if form == "whole" else by_part(model)
+    assert same(hl.features(run, X, ["2", "0.linear"]), expected)
+    assert is_bare(model)
+
+
+def test_a_compiled_part_that_is_called_by_hand_is_seen():
+    model = make()
+    expected = model[1].linear(X)
+    fast = torch.compile(model[1], **OPTIONS)
+    by_part(model)
+    for call in (model[1], fast):
+        with hl.record(model, "1.linear") as seen:
+            call(X)
+            call(X * 2)
+        assert torch.equal(seen.calls("1.linear")[0], expected)
+        assert len(seen.calls("1.linear")) == 2
+    assert is_bare(model)
+
+
+def test_a_line_on_a_part_of_what_is_compiled_has_a_pass_for_each_run_of_the_whole():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = make()
+
+        def forward(self, x):
+            return self.model(x).sum()
+
+    outer = Outer()
+    run = torch.compile(outer, **OPTIONS)
+    run(X)
+    with hl.record(outer.model, Step) as seen:
+        run(X)
+        run(X * 2)
+    assert [len(one) for one in seen.passes] == [4, 4]
+    assert torch.equal(seen.passes[1]["3"], outer.model(X * 2))
+
+
+def test_what_is_compiled_inside_the_block_is_seen():
+    model = make()
+    with hl.record(model, Step) as seen:
+        by_part(model)
+        for _ in range(3):
+            model(X)
+    assert [len(one) for one in seen.passes] == [4, 4, 4]
+
+
+def test_a_compiled_function_inside_the_model_costs_one_graph_for_all_lines():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make()
+            self.fast = torch.compile(lambda x: self.inner(x) * 2, **OPTIONS)
+
+        def forward(self, x):
+            return self.fast(x)
+
+    model, graphs = Inside(), []
+    for _ in range(12):
+        with hl.record(model, "inner.*", ports=("output", "grad_output")) as seen:
+            for _ in range(2):
+                model(X).sum().backward()
+        assert [len(one) for one in seen.passes] == [8, 8]
+        graphs.append(n_graphs())
+    assert graphs[1] == graphs[-1]
+    assert torch.equal(seen.passes[1]["inner.3"] * 2, model(X))
+
+
+def test_another_thread_that_runs_the_compiled_model_meanwhile_is_not_mixed_in():
+    model = make()
+    run = torch.compile(model, **OPTIONS)
+    expected, n_runs = model(X), 0
+    over = threading.Event()
+
+    def elsewhere():
+        nonlocal n_runs
+        while not over.is_set():
+            run(X * 7)
+            n_runs += 1
+
+    thread = threading.Thread(target=elsewhere)
+    with hl.record(model, "3") as seen, hl.edit(model, "0", lambda value: value * 1):
+        run(X)
+        thread.start()
+        while n_runs < 20:
+            run(X)
+        over.set()
+        thread.join()
+    assert all(torch.equal(one["3"], expected) for one in seen.passes)
+
+
+def test_threads_of_a_line_without_a_block_have_passes_of_their_own():
+    model = make()
+    run = torch.compile(model, **OPTIONS)
+    run(X)
+    line = hl.record(model, "3", ports=("output", "grad_output"))
+
+    def work(k):
+        for _ in range(10):
+            run(X * k).mul(k).sum().backward()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    line.remove()
+    counts = {1: 0, 2: 0, 3: 0}
+    for one in line.recording.passes:
+        k = int(one["3:grad_output"][0, 0].item())
+        assert torch.equal(one["3"], model(X * k))
+        counts[k] += 1
+    assert counts == {1: 10, 2: 10, 3: 10}
+
+
+def test_compiled_parts_inside_a_compiled_model_are_part_of_its_graph():
+    model = make()
+    model[1] = torch.compile(model[1], **OPTIONS)
+    model[2].compile(**OPTIONS)
+    expected = model[3](model[2]._call_impl(model[1]._orig_mod(model[0](X))))
+    run = torch.compile(model, **OPTIONS)
+    for _ in range(3):
+        with hl.record(model, Step, ports=("output", "grad_output")) as seen:
+            run(X).sum().backward()
+        assert len(seen) == 8
+        assert torch.equal(seen["3"], expected)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    run(X)
+    sums = []
+
+    def keep(value):
+        print(end="")
+        sums.append(value.sum().item())
+        return sums[-1]
+
+    recording = hl.record(model, "1", keep=keep)
+    if fullgraph:
+        with pytest.raises(torch._dynamo.exc.Unsupported) as failed, recording:
+            run(X)
+        (note,) = failed.value.__notes__
+        assert "the hook at 1 (Step)" in note
+        assert "set_stance('force_eager')" in note
+        recording = hl.record(model, "1", keep=keep)
+        with torch.compiler.set_stance("force_eager"), recording as seen:
+            run(X)
+    else:
+        with recording as seen:
+            run(X)
+    assert seen["1"] == pytest.approx(model[1](model[0](X)).sum().item())
+    assert is_bare(model)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_graph_limit_that_is_reached_is_explained_and_never_wrong(fullgraph):
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    run(X)
+    h = model[1](model[0](X))
+
+    def sweep():
+        for k in range(12):
+            with hl.edit(model, "1", lambda value, k=k: value * k):
+                assert torch.equal(run(X), model[3](model[2](h * k)))
+
+    if not fullgraph:
+        sweep()
+        return
+    with pytest.raises(Exception, match="fullgraph") as failed:
+        sweep()
+    assert "Make the function once" in failed.value.__notes__[0]
+    assert is_bare(model)
+
+
+@pytest.mark.cell("torch.compile", "raw hooks", refused="AttachError", note="`line.saved`")
+def test_packing_what_is_saved_is_refused_with_the_remedy():
+    model = make()
+    run = torch.compile(model, **OPTIONS)
+    run(X)
+    with hl.attach(model) as line:
+        line.quiet = True
+        line.saved("1", lambda t: t, lambda t: t)
+        with pytest.raises(Exception, match=r"cannot be packed inside compiled.*\n.*force_eager"):
+            run(X)
+    assert is_bare(model)
+
+
+@pytest.mark.cell("torch.compile", "clip")
+def test_gradients_of_parameters_are_clipped_and_seen():
+    model, found = make(), []
+    for run in (model, torch.compile(model, **OPTIONS)):
+        model.zero_grad()
+        with hl.clip(model, norm=0.1), hl.attach(model) as line:
+            line.grad("1.linear.weight", lambda g: g * 2)
+            line.accumulated("0.*", lambda parameter: None)
+            run(X).sum().backward()
+        assert [count for _, count in line.report().fired] == [1, 1, 1]
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert same(found[1], found[0])
+
+
+@pytest.mark.cell("torch.compile", "record", "edit", "statistics", "gradients", "edit gradients")
+@pytest.mark.trap(1)
+def test_a_raw_hook_after_the_first_compiled_call_is_silent_and_a_line_is_not():
+    model, fired = make(), []
+    run = torch.compile(model, **OPTIONS)
+    expected = run(X)
+    handle = model[1].register_forward_hook(lambda *_: fired.append(1))
+    run(X)
+    handle.remove()
+    assert not fired
+    with hl.record(model, "1", ports=("output", "grad_output")) as seen:
+        run(X).sum().backward()
+    with hl.record(model, "1", keep=lambda value: value.mean()) as mean:
+        run(X)
+    with hl.edit(model, "1", hl.edits.scale(2)), hl.edit(model, "2:grad_output", torch.zeros_like):
+        edited = run(X)
+        edited.sum().backward()
+    assert torch.equal(seen["1"], model[1](model[0](X)))
+    assert torch.equal(mean["1"], seen["1"].mean())
+    assert not torch.equal(edited, expected)
+    assert torch.equal(run(X), expected)
+
+
+@pytest.mark.trap(7)
+def test_a_hook_that_leaves_compiled_code_alone_records_nothing_and_a_line_does():
+    model, kept = make(), []
+
+    def hook(module, args, output):
+        if torch.compiler.is_compiling():
+            return
+        kept.append(output)
+
+    handle = model[1].register_forward_hook(hook)
+    run = torch.compile(model, **OPTIONS)
+    run(X)
+    handle.remove()
+    assert not kept
+    with hl.record(model, "1") as seen:
+        run(X)
+    assert "1" in seen
+
+
+@pytest.mark.trap(9)
+def test_a_record_taken_from_compiled_code_has_no_gradient_and_the_port_has():
+    model, kept = make(), {}
+    handle = model[1].register_forward_hook(lambda m, a, output: kept.update(one=output))
+    loss = torch.compile(model, **OPTIONS)(X).sum()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss, kept["one"])
+    with hl.record(model, "1", ports="grad_output") as seen:
+        torch.compile(model, **OPTIONS)(X).sum().backward()
+    h = model[1](model[0](X)).detach().requires_grad_()
+    assert torch.equal(
+        seen["1:grad_output"], torch.autograd.grad(model[3](model[2](h)).sum(), h)[0]
+    )
+
+
+@pytest.mark.cell("torch.compile", "raw hooks", note="forward and forward_pre hooks are traced")
+@pytest.mark.trap(14)
+def test_paths_are_those_of_the_model():
+    model = make()
+    run = torch.compile(model, **OPTIONS)
+    assert "_orig_mod.0" in dict(run.named_modules())
+    assert [site.path for site in hl.select(run, Step)] == ["0", "1", "2", "3"]
+    with hl.attach(run) as line:
+        line.forward("1", lambda module, args, output: output * 2)
+        out = run(X)
+    assert torch.equal(out, model[3](model[2](model[1](model[0](X)) * 2)))
