@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "errors", "torch_internals", "compile_internals", "tree", "site", "modules", "globs", "select",
+    "errors", "locks", "torch_internals", "compile_internals", "tree", "site", "modules", "globs", "select",
     "passes", "arguments", "traced", "taps", "returns", "values", "flow", "graph_gradients",
     "gradient_tap", "gradient_taps", "backward_taps", "saved_taps", "placing", "compiled",
     "everywhere", "report", "inventory", "blame", "line",

@@ -1,4 +1,4 @@
-"""Every private name of torch.compile that hookline touches. Imports only torch.
+"""Every private name of torch.compile that hookline touches. Imports torch and locks.
 
 The other half of `torch_internals`. Nothing here loads dynamo: as long as nobody has, nothing is
 compiled, and to load it takes a second.
@@ -16,6 +16,8 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from hookline.engine.locks import lock
 
 
 def while_tracing(method: Callable[..., Any]) -> Any:
@@ -39,7 +41,7 @@ def has_compiled() -> bool:
 
 # Who has marked a module; one that is gone takes its marks along.
 _marks: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
-_marks_lock = threading.RLock()
+_marks_lock = lock()
 
 
 def mark_module(module: nn.Module, owner: object) -> None:
@@ -74,7 +76,7 @@ class Border:
     """
 
     _all: ClassVar[list[Border]] = []
-    _lock: ClassVar[threading.RLock] = threading.RLock()
+    _lock: ClassVar[threading.RLock] = lock()
     _original: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(

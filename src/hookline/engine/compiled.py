@@ -10,7 +10,6 @@ compiled model is called.
 
 from __future__ import annotations
 
-import threading
 from typing import Any, final
 
 import torch
@@ -23,6 +22,7 @@ from hookline.engine.compile_internals import (
     mark_module,
     unmark_module,
 )
+from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.taps import Tap
@@ -118,7 +118,7 @@ class _Guards:
     """Dynamo's setting that has guards look at hooks; on while any line needs it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._holders: set[int] = set()
         self._before: Any = None
 

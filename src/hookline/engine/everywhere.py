@@ -8,7 +8,6 @@ hook: what a line puts on the values of its context in forward belongs to it in 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, final
@@ -17,6 +16,7 @@ from torch import nn
 
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import SelectionError
+from hookline.engine.locks import lock
 from hookline.engine.placing import register_everywhere
 from hookline.engine.select import Selector
 from hookline.engine.taps import EventTap, RawTap
@@ -117,7 +117,7 @@ class _Dispatcher:
 
     def __init__(self) -> None:
         # One that its own thread may take again: a handler of a signal may attach a line, too.
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._lines: list[Catch] = []
         self._handles: dict[str, list[Any]] = {}
 

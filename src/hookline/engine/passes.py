@@ -1,4 +1,4 @@
-"""Passes: which run of the root model a value belongs to. Imports only the standard library.
+"""Passes: which run of the root model a value belongs to. Imports locks, errors.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from hookline.engine.errors import AttachError
+from hookline.engine.locks import lock
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -127,7 +128,7 @@ class Passes:
     def __init__(self, sink: Sink | None = None) -> None:
         self.lane = _Lane()
         self.sink = sink
-        self._lock = threading.RLock()
+        self._lock = lock()
         self.switch = Switch()
         self.numbered: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
         self.compiler: Sink | None = None

@@ -1,11 +1,10 @@
 """Placements: hooks put on modules, tensors, optimizers and torch itself, and taken off again.
 
-The only file that registers with torch. Imports taps, torch_internals, errors.
+The only file that registers with torch. Imports taps, torch_internals, locks, errors.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.errors import AttachError
+from hookline.engine.locks import lock
 from hookline.engine.taps import Rank, RootTap, Tap
 from hookline.engine.torch_internals import (
     HookDict,
@@ -38,7 +38,7 @@ from hookline.engine.torch_internals import (
 Hook = Callable[..., Any]
 
 # Threads may put lines on one model at once; a handler of a signal, in the midst of it.
-_lock = threading.RLock()
+_lock = lock()
 
 
 @final

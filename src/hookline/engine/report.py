@@ -18,6 +18,10 @@ from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import is_compiled, is_scripted
 
 _NOT_RUN = "the model has not run"
+_NOTHING_RAN = (
+    "the model did not run while it lasted (what other processes run, such as the workers of a"
+    " DataLoader, it does not see)"
+)
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
     " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
@@ -60,7 +64,7 @@ class Report:
         if not silent:
             return None
         if not self.passes and {self.why[site] for site in silent} <= {_NOT_RUN, _OTHER_CONTEXT}:
-            reason = _OTHER_CONTEXT if self.elsewhere else "the model did not run while it lasted"
+            reason = _OTHER_CONTEXT if self.elsewhere else _NOTHING_RAN
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
