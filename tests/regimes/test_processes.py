@@ -223,4 +223,4 @@ def test_a_spawned_process_gets_a_model_whose_hooks_are_inert(model, x):
         context.Pool(1) as pool,
     ):
         there = pool.apply(operator.call, (model, x))
-        assert torch.equal(there, plain)
+    assert torch.equal(there, plain)

@@ -121,8 +121,8 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`."""
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "bound", "closed", "compiler", "elsewhere",
-        "failed", "lane", "numbered", "sink", "started", "switch",
+        "_latest", "_lock", "_numbers", "_open", "beside", "bound", "closed", "compiler",
+        "elsewhere", "failed", "lane", "numbered", "sink", "started", "switch",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
@@ -135,6 +135,7 @@ class Passes:
         self.bound = False
         self.closed = False
         self.started = 0
+        self.beside = 0  # of these, the ones of modules that were run outside a run of the root
         self.elsewhere = 0
         self.failed = 0
         self._numbers = itertools.count()
@@ -152,7 +153,7 @@ class Passes:
             if self.started:
                 self.lane, self._latest, self._numbers = _Lane(), None, itertools.count()
                 self._open.clear()
-                self.started = self.elsewhere = self.failed = 0
+                self.started = self.beside = self.elsewhere = self.failed = 0
                 if self.sink is not None:
                     self.sink.restart()
 
@@ -261,6 +262,7 @@ class Passes:
         if lane.outside is None:
             with self._lock:
                 lane.outside = self._start() if self.is_here() else None
+                self.beside += lane.outside is not None
         return lane.outside
 
     def at_parameter(self, backward: int) -> Pass | None:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -98,6 +99,11 @@ class Placements:
         Raises:
             AttachError: the tensor needs no gradient, or accumulates none.
         """
+        if is_lazy(tensor):
+            raise AttachError(
+                "a lazy parameter takes no hook before the first run of its module has given it a"
+                " shape.\nRun the model once, model(x), then attach."
+            )
         if not tensor.requires_grad:
             raise AttachError(
                 f"this tensor, of shape {list(tensor.shape)}, needs no gradient and has no graph:"
