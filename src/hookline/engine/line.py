@@ -152,7 +152,9 @@ class Line:
 
     def _place_on_tensor(self, node: TensorNode, tap: Any, rank: Rank) -> None:
         if node.tensor.requires_grad:
-            self._placements.place_on_tensor(node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank])
+            self._placements.place_on_tensor(
+                node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank], name=node.path
+            )
         elif self.root is None:
             raise AttachError(
                 f"the tensor {node.path!r} needs no gradient and has no graph.\nCall"

@@ -92,7 +92,14 @@ class Placements:
                     hooks.move_to_end(other)
 
     def place_on_tensor(
-        self, tensor: Tensor, kind: str, hook: Hook, rank: Rank, *, prepend: bool = False
+        self,
+        tensor: Tensor,
+        kind: str,
+        hook: Hook,
+        rank: Rank,
+        *,
+        prepend: bool = False,
+        name: str = "this parameter",
     ) -> None:
         """Put a hook on a tensor's gradient ("grad"), or behind its accumulation ("accumulated").
 
@@ -101,8 +108,8 @@ class Placements:
         """
         if is_lazy(tensor):
             raise AttachError(
-                "a lazy parameter takes no hook before the first run of its module has given it a"
-                " shape.\nRun the model once, model(x), then attach."
+                f"{name} is lazy: it takes no hook on its gradient before the first run has given"
+                " it a shape.\nRun the model once, model(x), then attach."
             )
         if not tensor.requires_grad:
             raise AttachError(
