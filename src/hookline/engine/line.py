@@ -239,12 +239,13 @@ class Line:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        was_on = not self.passes.closed  # else removed inside the block, and said then
         try:
             self._end()
         except BaseException:
             self._end()
             raise
-        if error is None:
+        if error is None and was_on:
             self._warn()
 
     def remove(self) -> None:
