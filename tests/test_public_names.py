@@ -19,7 +19,7 @@ NAMES = [
 SIGNATURES = {
     "attach": "(model=None)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
-    " ports='grad')",
+    " ports='grad', **others)",
     "edit": "(model, selector, change, *, ports='output')",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",

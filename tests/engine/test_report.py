@@ -37,6 +37,12 @@ def test_a_line_in_which_nothing_ran_is_warned_of(net):
             pass
 
 
+def test_a_line_that_is_removed_inside_its_block_warns_once(net):
+    with pytest.warns(hl.HooklineWarning) as caught, hl.edit(net, "fc", lambda t: t) as line:
+        line.remove()
+    assert len(caught) == 1
+
+
 def test_a_call_that_never_came_says_how_often_the_module_ran(looped):
     with pytest.warns(hl.HooklineWarning, match=r"the module ran 3 times in a pass"):
         with hl.edit(looped, "block#7", lambda t: t):

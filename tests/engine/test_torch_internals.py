@@ -192,3 +192,54 @@ def test_all_hooks_of_an_owner_are_taken_off_with_their_marks():
     assert not module._forward_hooks_with_kwargs
     assert not module._forward_hooks_always_called
     assert not module._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}, {"nhead": 1},
+                                     {"batch_first": False}, {"bias": False},
+                                     {"activation": torch.tanh}])  # fmt: skip
+def test_when_torch_runs_an_encoder_layer_as_one_operation_is_known(options, monkeypatch):
+    """If torch's conditions change, lines that turn its fast path off do not say so, or wrongly."""
+    calls = []
+    fused = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args: (calls.append(1), fused(*args))[1]
+    )
+    layer = nn.TransformerEncoderLayer(
+        **{"d_model": 4, "nhead": 2, "dim_feedforward": 8, "batch_first": True, **options}
+    )
+    x = torch.zeros(2, 3, 4)
+    padding = torch.zeros(2, 3).bool() if layer.self_attn.batch_first else torch.zeros(3, 2).bool()
+    said = []
+    for training in (False, True):
+        for grad in (False, True):
+            for kwargs in ({}, {"src_key_padding_mask": padding}):
+                for given in (x, x[0]):
+                    if given.dim() == 2 and kwargs:
+                        continue
+                    layer.train(training)
+                    before = len(calls)
+                    with torch.set_grad_enabled(grad):
+                        layer(given, **kwargs)
+                        said.append(internals.runs_fused(layer, (given,), kwargs))
+                        assert said[-1] == (len(calls) > before)
+    assert any(said) == (
+        not options or "norm_first" in options or options == {"activation": "gelu"}
+    )
+
+
+def test_tracing_by_fx_is_noticed():
+    """If torch moves its flag, what hooks do becomes part of traced code."""
+    import torch.fx
+
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            seen.append(internals.is_fx_tracing())
+            return x
+
+    model = Model()
+    model(torch.zeros(1))
+    torch.fx.symbolic_trace(model)
+    assert seen == [False, True]
+    assert not internals.is_fx_tracing()

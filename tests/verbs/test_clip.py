@@ -239,3 +239,55 @@ def test_frozen_parameters_are_refused_where_all_are_and_left_out_where_some_are
     with hl.clip(model, "0", norm=1.0) as line:
         backward(model, x)
     assert {row.site: row.seen for row in line.report()} == {"0.weight:grad": 0, "0.bias:grad": 1}
+
+
+@pytest.mark.parametrize("bounds", [{"norm": 0.5}, {"total_norm": 0.5}, {"value": 0.5}])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_sparse_gradients_are_clipped_as_the_dense_ones_that_they_stand_for(bounds, norm_type):
+    torch.manual_seed(0)
+    sparse = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
+    dense = nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 2))
+    dense.load_state_dict(sparse.state_dict())
+    indices = torch.tensor([[1, 1, 4]])  # one of them twice: its gradients are to be summed
+    reports = []
+    for model in (sparse, dense):
+        with hl.clip(model, **bounds, norm_type=norm_type) as line:
+            backward(model, indices)
+            backward(model, indices)
+        reports.append([(row.seen, row.clipped, row.nonfinite) for row in line.report()])
+    assert sparse[0].weight.grad.is_sparse
+    for found, expected in zip(gradients(sparse), gradients(dense), strict=True):
+        torch.testing.assert_close(found.to_dense(), expected)
+    assert reports[0] == reports[1]
+    assert reports[0][0][1] > 0
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def test_a_sparse_gradient_that_flows_between_modules_is_clipped_too():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(6, 3, sparse=True)
+    nn.utils.parametrize.register_parametrization(embedding, "weight", Doubled())
+    model = nn.Sequential(embedding, nn.Linear(3, 2))
+    site = "0.parametrizations.weight:grad_output"
+    with hl.clip(model, site, norm=0.1) as line, hl.record(model, site) as run:
+        backward(model, torch.tensor([[1, 1, 4]]))
+    assert run[site].is_sparse
+    assert run[site].to_dense().norm() == pytest.approx(0.1, rel=1e-3)
+    assert line.report().clipped == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("max_norm", r"no max_norm=.\nGive norm= \(each .*total_norm= \(all together"),
+        ("clip_value", r"no clip_value=.\nGive value="),
+        ("foreach", "no foreach="),
+    ],
+)
+def test_the_names_that_torch_gives_to_bounds_are_answered_with_those_here(model, name, says):
+    with pytest.raises(TypeError, match=says):
+        hl.clip(model, **{name: 1.0})

@@ -1,10 +1,10 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, torch_internals, compile_internals, tree, site, modules, globs, select, passes, arguments,
-traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
-saved_taps, placing, compiled, everywhere, report, inventory, blame, line, hooks_on_modules,
-hooks_on_tensors, hooks_on_events, attach.
+errors, locks, torch_internals, compile_internals, tree, site, modules, globs, select, passes,
+arguments, traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps,
+backward_taps, saved_taps, fast_paths, placing, compiled, everywhere, report, inventory, blame,
+line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine

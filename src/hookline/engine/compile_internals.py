@@ -1,4 +1,4 @@
-"""Every private name of torch.compile that hookline touches. Imports only torch.
+"""Every private name of torch.compile that hookline touches. Imports torch and locks.
 
 The other half of `torch_internals`. Nothing here loads dynamo: as long as nobody has, nothing is
 compiled, and to load it takes a second.
@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.locks import lock
 
 
 def while_tracing(method: Callable[..., Any]) -> Any:
@@ -40,7 +42,7 @@ def has_compiled() -> bool:
 
 # Who has marked a module; one that is gone takes its marks along.
 _marks: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
-_marks_lock = threading.RLock()
+_marks_lock = lock()
 
 
 def mark_module(module: nn.Module, owner: object) -> None:
@@ -91,7 +93,7 @@ class Borders:
     """
 
     _all: ClassVar[list[Borders]] = []
-    _lock: ClassVar[threading.RLock] = threading.RLock()
+    _lock: ClassVar[threading.RLock] = lock()
     _original: ClassVar[Callable[..., Any] | None] = None
     # Those that hold their compiled call themselves: who watches, and what they hold.
     _held: ClassVar[weakref.WeakKeyDictionary[nn.Module, tuple[set[int], Any, Any]]] = (

@@ -31,6 +31,7 @@ from hookline.engine.compile_internals import (
     unmark_module,
 )
 from hookline.engine.errors import AttachError
+from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
@@ -108,7 +109,7 @@ class Compiled:
         self._marked: list[nn.Module] = []
         self._borders: Borders | None = None
         # The switch is one for all threads, so compiled code runs in one of them at a time.
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._here = _Here()
         self._members: set[int] = set()  # the modules of the model, by id
         self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -314,7 +315,7 @@ class _Guards:
     """Dynamo's setting that has guards look at hooks; on while any line needs it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._holders: set[int] = set()
         self._before: Any = None
 

@@ -8,7 +8,6 @@ hook: what a line puts on the values of its context in forward belongs to it in 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, final
@@ -17,10 +16,11 @@ from torch import nn
 
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import SelectionError
+from hookline.engine.locks import lock
 from hookline.engine.placing import register_everywhere
 from hookline.engine.select import Selector
 from hookline.engine.taps import EventTap, RawTap
-from hookline.engine.torch_internals import forget_global_hook
+from hookline.engine.torch_internals import forget_global_hook, hook_dict, runs_fused
 
 
 @final
@@ -50,9 +50,10 @@ class _Caught(NamedTuple):
 class Catch:
     """The hooks of one line on modules, registrations and optimizers everywhere."""
 
-    __slots__ = ("groups", "taps")
+    __slots__ = ("groups", "hidden", "taps")
 
     def __init__(self) -> None:
+        self.hidden = False  # whether some of it ran inside an operation that torch fused
         self.taps: list[_Caught] = []
         self.groups: set[str] = set()
 
@@ -117,7 +118,7 @@ class _Dispatcher:
 
     def __init__(self) -> None:
         # One that its own thread may take again: a handler of a signal may attach a line, too.
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._lines: list[Catch] = []
         self._handles: dict[str, list[Any]] = {}
 
@@ -177,6 +178,8 @@ class _Dispatcher:
 
     @staticmethod
     def _forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if isinstance(module, nn.TransformerEncoderLayer):
+            _note_hidden(module, args, kwargs)
         changed = None
         key = id(sys._getframe(1))
         for line in _here.get():
@@ -199,6 +202,20 @@ class _Dispatcher:
             for kind, matches, tap, _ in tuple(line.taps):
                 if kind == "backward" and matches(module):
                     tap.close_at(output, frame)
+
+
+def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    """An encoder layer has run: did torch run it as one operation, and whom did that hide?"""
+    inner = [module for module in layer.modules() if module is not layer]
+    has_hooks = any(
+        hook_dict(module, kind) for module in layer.modules() for kind in ("forward_pre", "forward")
+    )
+    if has_hooks or not runs_fused(layer, args, kwargs):
+        return
+    for line in _here.get():
+        caught = [one.matches for one in line.taps if one.kind in ("forward_pre", *_AFTER)]
+        if any(matches(module) for matches in caught for module in inner):
+            line.hidden = True
 
 
 def _forget(handles: list[Any]) -> None:

@@ -301,7 +301,7 @@ _LOST = (
 )
 NO_BACKWARD = (
     "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"
-    " loss that depends on it"
+    " loss that depends on it, and not for others alone (backward(inputs=...), autograd.grad)"
 )
 _NEEDLESS = (
     "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"

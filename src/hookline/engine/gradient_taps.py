@@ -138,6 +138,9 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+_REPLACED = "torch.func.functional_call, a parametrization or pruning made after the line"
+
+
 @final
 class ParameterTap(GradientTap):
     """Sees the gradient of a parameter, or of a tensor: a hook on it."""
@@ -158,4 +161,4 @@ class ParameterTap(GradientTap):
         """Why no gradient arrived."""
         if self.off:
             return "it is frozen: requires_grad is False; call requires_grad_() on it first"
-        return NO_BACKWARD
+        return f"{NO_BACKWARD}; or the model ran on another one in its place ({_REPLACED})"

@@ -55,7 +55,7 @@ class TensorHooks(Line):
             for site, node in self._each_tensor("grad", selector):
                 tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Rank.GRAD_HOOK)
                 placements.place_on_tensor(
-                    node.tensor, "grad", tap.fire, Rank.GRAD_HOOK, prepend=prepend
+                    node.tensor, "grad", tap.fire, Rank.GRAD_HOOK, prepend=prepend, name=node.path
                 )
                 self.keep(tap, node)
 
@@ -86,7 +86,7 @@ class TensorHooks(Line):
                 check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
                 tap = EventTap(site, self.passes, hook, check)
                 placements.place_on_tensor(
-                    node.tensor, "accumulated", tap.fire, Rank.HOOK, prepend=prepend
+                    node.tensor, "accumulated", tap.fire, Rank.HOOK, prepend=prepend, name=node.path
                 )
                 self.keep(tap, node)
 

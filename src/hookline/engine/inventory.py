@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from hookline.engine.modules import walk
-from hookline.engine.taps import RootTap, Tap
+from hookline.engine.taps import RootTap, Tap, is_inert
 from hookline.engine.torch_internals import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
 
 
@@ -117,6 +117,8 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
 
 
 def _label(owner: Tap | RootTap) -> str:
+    if is_inert(owner):
+        return "inert (of a copy): does nothing, goes when first called"
     if isinstance(owner, RootTap):
         return f"pass {owner.rank.name.lower()}s"
     return f"{owner.rank.name.lower()} {owner.site}"

@@ -18,6 +18,7 @@ from hookline.engine.compile_internals import has_compiled
 from hookline.engine.compiled import Compiled
 from hookline.engine.errors import AttachError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
+from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
 from hookline.engine.gradient_tap import GradientTap, OnGradient
 from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
@@ -27,7 +28,7 @@ from hookline.engine.report import Report, explain
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
-from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
+from hookline.engine.taps import GRADIENT_RANKS, EventTap, InputTap, OutputTap, Rank, RootTap, Tap
 from hookline.engine.torch_internals import is_scripted
 from hookline.engine.traced import Halves, See
 
@@ -62,6 +63,8 @@ class Line:
         self.lenient = False  # everything was chosen, so some of it may well never fire
         self.layout = _layout(model, name)
         self._nodes: dict[int, Node | TensorNode] = {}
+        self._may_fuse = any(issubclass(k, nn.TransformerEncoderLayer) for k in self.layout.kinds)
+        self._fused: dict[int, FusedTap] = {}
         self.root = model if isinstance(model, nn.Module) else None
         self.is_everywhere = isinstance(model, Everywhere)
         self._is_entered = False
@@ -149,7 +152,9 @@ class Line:
 
     def _place_on_tensor(self, node: TensorNode, tap: Any, rank: Rank) -> None:
         if node.tensor.requires_grad:
-            self._placements.place_on_tensor(node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank])
+            self._placements.place_on_tensor(
+                node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank], name=node.path
+            )
         elif self.root is None:
             raise AttachError(
                 f"the tensor {node.path!r} needs no gradient and has no graph.\nCall"
@@ -167,6 +172,13 @@ class Line:
             self._nodes[id(tap)] = node
         if self._compiled.is_on:
             self._compiled.hooked(tap, node)
+        if self._may_fuse and isinstance(node, Node) and not isinstance(tap, EventTap):
+            layer = layer_above(node)
+            if layer is not None and id(layer) not in self._fused:
+                watch = self._fused[id(layer)] = FusedTap(layer, self.passes)
+                self._placements.place(
+                    layer.module, "forward_pre", watch.fire, Rank.BEGIN, with_kwargs=True
+                )
 
     def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> None:
         """Let a tap fire wherever in this context something of a kind matches."""
@@ -185,6 +197,7 @@ class Line:
         except BaseException:
             self._placements.take_off(placed)
             del self.taps[n_taps:]
+            self._fused.clear()
             if not placed:
                 self._compiled.end()
             raise
@@ -213,7 +226,7 @@ class Line:
             self._is_entered = True
             if not self.passes.bound:
                 self.passes.enter()
-                for tap in self.taps:
+                for tap in (*self.taps, *self._fused.values()):
                     tap.lane, tap.fired = self.passes.lane, 0
         except BaseException:  # Ctrl-C: there will be no block whose end takes the hooks off
             self._end()
@@ -226,12 +239,13 @@ class Line:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        was_on = not self.passes.closed  # else removed inside the block, and said then
         try:
             self._end()
         except BaseException:
             self._end()
             raise
-        if error is None:
+        if error is None and was_on:
             self._warn()
 
     def remove(self) -> None:
@@ -262,10 +276,12 @@ class Line:
             model_type=self.layout.name,
             passes=self.passes.started,
             elsewhere=self.passes.elsewhere,
+            beside=self.passes.beside,
             ended=self.passes.closed,
             fired=tuple((tap.site, tap.fired) for tap in self.taps),
             why=why,
             excused=frozenset(tap.site for tap in self.taps if _is_excused(tap)),
+            notes=self._notes(),
         )
 
     def _explain(self) -> dict[Site, str]:
@@ -276,10 +292,19 @@ class Line:
             if not tap.fired
         }
 
+    def _notes(self) -> tuple[str, ...]:
+        off = turned_off(self.name, list(self._fused.values()))
+        hidden = _HIDDEN if self._catch.hidden else None
+        return tuple(note for note in (off, hidden) if note is not None)
+
     def _warn(self) -> None:
-        if self.quiet or self.is_everywhere:
-            return  # everywhere, nobody can say what should have run
+        if self.quiet:
+            return
         report = self.report()
+        for note in report.notes:
+            warn(note)
+        if self.is_everywhere:
+            return  # nobody can say what should have run
         # A pass that failed, or a choice of everything there is, may well leave sites out.
         some = any(count for _, count in report.fired)
         excused = self.passes.failed > 0 or (self.lenient and some)
@@ -316,6 +341,10 @@ def _dropped(
         )
 
 
+_HIDDEN = (
+    "torch ran encoder layers as one operation each, so that hl.EVERYWHERE did not see the modules"
+    f" in them.\nTo see them: {REMEDY} before."
+)
 _BESIDE = (
     "nothing it matches ran here, unless in compiled code, which hl.EVERYWHERE does not reach:"
     " attach to the model itself"

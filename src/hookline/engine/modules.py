@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
@@ -61,13 +61,18 @@ class TensorNode:
 class Layout:
     """What a line can select from: the modules of a model, and its parameters when asked for."""
 
-    __slots__ = ("_tensors", "name", "nodes")
+    __slots__ = ("_tensors", "kinds", "name", "nodes")
 
     def __init__(
-        self, name: str, nodes: list[Node], tensors: list[TensorNode] | None = None
+        self,
+        name: str,
+        nodes: list[Node],
+        tensors: list[TensorNode] | None = None,
+        kinds: frozenset[type] = frozenset(),
     ) -> None:
         self.name = name
         self.nodes = nodes
+        self.kinds = kinds  # the types of the modules
         self._tensors = tensors
 
     @property
@@ -80,7 +85,9 @@ class Layout:
 
 def layout(model: nn.Module) -> Layout:
     """The layout of a model: every module is looked at once."""
-    return Layout(type(model).__name__, walk(model))
+    kinds: set[type] = set()
+    nodes = walk(model, kinds)
+    return Layout(type(model).__name__, nodes, None, frozenset(kinds))
 
 
 def layout_of_tensors(named: Mapping[str, Tensor]) -> Layout:
@@ -94,11 +101,18 @@ def layout_of_tensors(named: Mapping[str, Tensor]) -> Layout:
     return Layout("tensors", [], list(nodes.values()))
 
 
-def walk(model: nn.Module) -> list[Node]:
-    """Every module of a model, in registration order, the root first."""
+def walk(model: nn.Module, kinds: set[type] | None = None) -> list[Node]:
+    """Every module of a model, in registration order, the root first; their types into `kinds`."""
     nodes: dict[int, Node] = {}  # by id: a module may define == and lose its hash
-    _visit(model, "", None, nodes, set(), set())
+    _visit(model, "", None, nodes, set(), _Kinds(set(), set() if kinds is None else kinds))
     return list(nodes.values())
+
+
+class _Kinds(NamedTuple):
+    """The types known not to be wrappers: asking each type once halves the walk; and all types."""
+
+    bare: set[type]
+    met: set[type]
 
 
 def _visit(
@@ -107,14 +121,14 @@ def _visit(
     parent: Node | None,
     nodes: dict[int, Node],
     above: set[int],
-    bare: set[type],
+    kinds: _Kinds,
 ) -> None:
-    # `bare` are the types known not to be wrappers: asking each type once halves the walk.
     kind = type(module)
-    if kind not in bare:
+    if kind not in kinds.bare:
         inner_module = unwrap(module)
+        kinds.met.add(type(inner_module))
         if inner_module is module:
-            bare.add(kind)
+            kinds.bare.add(kind)
         module = inner_module
     key = id(module)
     node = nodes.get(key)
@@ -130,7 +144,7 @@ def _visit(
         prefix = f"{path}." if path else ""
         for name, child in inner.items():
             if child is not None:
-                _visit(child, prefix + name, node, nodes, above, bare)
+                _visit(child, prefix + name, node, nodes, above, kinds)
         above.discard(key)
 
 

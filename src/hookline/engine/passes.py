@@ -1,4 +1,4 @@
-"""Passes: which run of the root model a value belongs to. Imports only the standard library.
+"""Passes: which run of the root model a value belongs to. Imports locks, errors.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -21,6 +21,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
+
+from hookline.engine.locks import lock
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -130,19 +132,20 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`."""
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "bound", "closed", "compiler", "elsewhere",
-        "failed", "lane", "sink", "started", "switch",
+        "_latest", "_lock", "_numbers", "_open", "beside", "bound", "closed", "compiler",
+        "elsewhere", "failed", "lane", "sink", "started", "switch",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.lane = _Lane()
         self.sink = sink
-        self._lock = threading.RLock()
+        self._lock = lock()
         self.switch = Switch()
         self.compiler: Compiler | None = None
         self.bound = False
         self.closed = False
         self.started = 0
+        self.beside = 0  # of these, the ones of modules that were run outside a run of the root
         self.elsewhere = 0
         self.failed = 0
         self._numbers = itertools.count()
@@ -160,7 +163,7 @@ class Passes:
             if self.started:
                 self.lane, self._latest, self._numbers = _Lane(), None, itertools.count()
                 self._open.clear()
-                self.started = self.elsewhere = self.failed = 0
+                self.started = self.beside = self.elsewhere = self.failed = 0
                 if self.sink is not None:
                     self.sink.restart()
 
@@ -254,6 +257,7 @@ class Passes:
         if lane.outside is None:
             with self._lock:
                 lane.outside = self._start() if self.is_here() else None
+                self.beside += lane.outside is not None
         return lane.outside
 
     def at_parameter(self, backward: int) -> Pass | None:

@@ -1,11 +1,10 @@
 """Placements: hooks put on modules, tensors, optimizers and torch itself, and taken off again.
 
-The only file that registers with torch. Imports taps, torch_internals, errors.
+The only file that registers with torch. Imports taps, torch_internals, locks, errors.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -17,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.errors import AttachError
+from hookline.engine.locks import lock
 from hookline.engine.taps import Rank, RootTap, Tap
 from hookline.engine.torch_internals import (
     HookDict,
@@ -38,7 +39,7 @@ from hookline.engine.torch_internals import (
 Hook = Callable[..., Any]
 
 # Threads may put lines on one model at once; a handler of a signal, in the midst of it.
-_lock = threading.RLock()
+_lock = lock()
 
 
 @final
@@ -91,13 +92,25 @@ class Placements:
                     hooks.move_to_end(other)
 
     def place_on_tensor(
-        self, tensor: Tensor, kind: str, hook: Hook, rank: Rank, *, prepend: bool = False
+        self,
+        tensor: Tensor,
+        kind: str,
+        hook: Hook,
+        rank: Rank,
+        *,
+        prepend: bool = False,
+        name: str = "this parameter",
     ) -> None:
         """Put a hook on a tensor's gradient ("grad"), or behind its accumulation ("accumulated").
 
         Raises:
             AttachError: the tensor needs no gradient, or accumulates none.
         """
+        if is_lazy(tensor):
+            raise AttachError(
+                f"{name} is lazy: it takes no hook on its gradient before the first run has given"
+                " it a shape.\nRun the model once, model(x), then attach."
+            )
         if not tensor.requires_grad:
             raise AttachError(
                 f"this tensor, of shape {list(tensor.shape)}, needs no gradient and has no graph:"

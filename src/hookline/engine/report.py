@@ -18,9 +18,19 @@ from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import is_compiled, is_scripted
 
 _NOT_RUN = "the model has not run"
+_NOTHING_RAN = (
+    "the model did not run while it lasted (what other processes run, such as the workers of a"
+    " DataLoader, it does not see)"
+)
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
     " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
+)
+
+
+_NOT_ITSELF = (
+    "the model itself was not called, only modules inside it (by hand, by generate() of an inner"
+    " model, by a copy that torch.fx traced); attach to the one that is called"
 )
 
 
@@ -38,6 +48,8 @@ class Report:
         fired: each site with the number of times that it fired.
         why: for sites that never fired, the reason.
         excused: the sites of which that is no mistake: what flows there needs no gradient.
+        beside: how many of the passes are of modules that were run outside a run of the model.
+        notes: what else a person should know.
     """
 
     name: str
@@ -48,6 +60,8 @@ class Report:
     fired: tuple[tuple[Site, int], ...]
     why: Mapping[Site, str]
     excused: frozenset[Site] = frozenset()
+    beside: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def silent(self) -> tuple[Site, ...]:
@@ -60,7 +74,7 @@ class Report:
         if not silent:
             return None
         if not self.passes and {self.why[site] for site in silent} <= {_NOT_RUN, _OTHER_CONTEXT}:
-            reason = _OTHER_CONTEXT if self.elsewhere else "the model did not run while it lasted"
+            reason = _OTHER_CONTEXT if self.elsewhere else _NOTHING_RAN
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
@@ -75,6 +89,8 @@ class Report:
             f"hl.{self.name} on {self.model_type}: {sites}, {passes},"
             f" {len(self.fired) - len(self.silent)} fired, {len(self.silent)} never; {state}"
         )
+        if self.passes and self.beside == self.passes:
+            head += "; the model itself was not called, only modules inside it"
         if self.elsewhere:
             head += f"; {self.elsewhere} runs in other threads or tasks were not seen"
         width = max((len(str(site) or '""') for site, _ in self.fired), default=0)
@@ -83,7 +99,8 @@ class Report:
             + (f"  never: {self.why[site]}" if site in self.why else "")
             for site, count in self.fired
         ]
-        return "\n".join([head, *lines])
+        notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
+        return "\n".join([head, *lines, *notes])
 
 
 def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:
@@ -96,11 +113,11 @@ def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any)
     if passes.failed == passes.started:
         return "the forward raised before this had finished"
     if isinstance(node, Node):
-        return _explain_module(node, root)
+        return _explain_module(node, root, is_beside=passes.beside == passes.started)
     return "what it waits for did not happen"
 
 
-def _explain_module(node: Node, root: Any) -> str:
+def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:
     if is_scripted(node.module):
         return "a ScriptModule; torch calls no hooks inside it"
     parent = node.parent.module if node.parent is not None else None
@@ -113,4 +130,13 @@ def _explain_module(node: Node, root: Any) -> str:
         if isinstance(above.module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
             return "not called; torch's fast path runs a whole encoder layer as one operation"
         above = above.parent
+    if type(node.module).__call__ is not nn.Module.__call__:
+        return (
+            f"{node.type_name} has a __call__ of its own; hooks are called by nn.Module's, which it"
+            " must call: super().__call__(...)"
+        )
+    if parent is not None and "ao.nn" in type(parent).__module__:
+        return "a quantised module holds its weights there, and does not call it; select its parent"
+    if is_beside:
+        return _NOT_ITSELF if node.parent is None else f"not called; {_NOT_ITSELF}"
     return "not reached in this forward, or its .forward was called directly"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.engine.errors import SelectionError
 from hookline.engine.globs import glob
@@ -291,7 +292,10 @@ def _matcher(selector: Selector) -> Callable[[Node], bool]:
             raise SelectionError(
                 f"{selector.__name__} is not a module type; select by a subclass of nn.Module."
             )
-        return lambda node: isinstance(node.module, selector)
+        return lambda node: (
+            isinstance(node.module, selector)
+            or issubclass(getattr(node.module, "cls_to_become", None) or type(None), selector)
+        )  # a lazy module is taken for what its first run makes of it
     if isinstance(selector, nn.Module):
         wanted = unwrap(selector)
         return lambda node: node.module is wanted
@@ -319,8 +323,10 @@ def _nothing(
         )
     if isinstance(selector, Tensor):
         return (
-            f"this {describe(selector)} is no parameter of {layout.name}.\nFor any tensor:"
-            " hl.attach(), line.grad(tensor, fn); for a module's values, name the module."
+            f"this {describe(selector)} is no parameter of {layout.name}"
+            f"{' (it was computed, as a parametrized weight is)' if selector.grad_fn else ''}."
+            "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
+            " module."
         )
     shown = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
     is_grad = wanted == ("grad",)
@@ -332,7 +338,8 @@ def _nothing(
     if isinstance(selector, str):
         message += _suggestion(layout, text.path, paths)
     elif isinstance(selector, type):
-        kinds = sorted({node.type_name for node in layout.nodes})
+        types = {type(node.module) for node in layout.nodes}
+        kinds = sorted(_full_name(k) if k.__name__ == shown else k.__name__ for k in types)
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
     return message + f"\nIts {len(nodes)} {what}s begin: {first or f'(no sub{what}s)'}."
 
@@ -345,8 +352,37 @@ def _suggestion(layout: Layout, asked: str, paths: list[str]) -> str:
         return f" For every {asked}, give the type itself: nn.{asked}, not its name."
     if any(asked in node.paths for node in layout.tensors):
         return f" It is a parameter; its gradient is {asked + ':grad'!r}."
+    computed = _computed(layout, asked)
+    if computed:
+        return computed
     close = difflib.get_close_matches(asked, paths, n=4, cutoff=0.5)
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def _computed(layout: Layout, asked: str) -> str | None:
+    """What to ask for instead of a weight that its module computes from parameters of its own."""
+    above, _, name = asked.rpartition(".")
+    node = next((node for node in layout.nodes if above in node.paths), None)
+    if node is None or not name:
+        return None
+    prefix = f"{above}." if above else ""
+    if is_parametrized(node.module, name):
+        value = f"{prefix}parametrizations.{name}"
+        own = [one.path for one in layout.tensors if one.path.startswith(f"{value}.")]
+        return (
+            f" It is computed by a parametrization: select {value!r} for what it computes,"
+            f" {f'{value}:grad_output'!r} for the gradient of that, or its parameters:"
+            f" {', '.join(map(repr, own))}."
+        )
+    if isinstance(node.module.__dict__.get(name), Tensor):  # by a hook, as in pruning
+        own = [one.path for one in layout.tensors if one.path.startswith(f"{asked}_")]
+        if own:
+            return f" It is computed before each call, from {', '.join(map(repr, own))}."
+    return None
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _name(selector: Selector) -> str:

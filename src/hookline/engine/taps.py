@@ -19,9 +19,10 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.compile_internals import while_tracing
+from hookline.engine.errors import AttachError
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
-from hookline.engine.torch_internals import discard_hooks_of
+from hookline.engine.torch_internals import discard_hooks_of, is_fx_tracing
 from hookline.engine.traced import Halves, Run, See, Traced, snapshot
 
 
@@ -134,8 +135,9 @@ class Tap:
     def _outside(self, module: nn.Module) -> Pass | None:
         """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""
         if self.passes is _INERT:
-            discard_hooks_of(module, self, _is_inert)
+            discard_hooks_of(module, self, is_inert)
             return None
+        refuse_fx()
         return self.passes.outside()
 
     def _note(self, error: Exception) -> None:
@@ -168,7 +170,7 @@ class EventTap(Tap):
         """The hook itself."""
         if self.passes is _INERT:
             if isinstance(values[0], nn.Module):
-                discard_hooks_of(values[0], self, _is_inert)
+                discard_hooks_of(values[0], self, is_inert)
             return None
         if not self.passes.is_ours():
             return None
@@ -186,7 +188,11 @@ class EventTap(Tap):
 
 
 _NEVER = {
-    "grad": "no gradient was accumulated while the line lasted; call backward() inside the block",
+    "grad": (
+        "no gradient was accumulated while the line lasted; call backward() inside the block, on a"
+        " loss that depends on it (autograd.grad accumulates none, nor backward(inputs=...) for"
+        " others, nor torch.func.functional_call)"
+    ),
     "registered": "nothing of the kind was registered while the line lasted",
     "step_pre": "the optimizer made no step while the line lasted",
     "step_post": "the optimizer made no step while the line lasted",
@@ -343,8 +349,9 @@ class RootTap:
             self.is_traced()
             return
         if self.passes is _INERT:
-            discard_hooks_of(module, self, _is_inert)
+            discard_hooks_of(module, self, is_inert)
             return
+        refuse_fx()
         self.passes.begin()
 
     @while_tracing
@@ -358,7 +365,7 @@ class RootTap:
         if is_dynamo_compiling():
             return
         if self.passes is _INERT:
-            discard_hooks_of(module, self, _is_inert)
+            discard_hooks_of(module, self, is_inert)
             return
         self.passes.end()
 
@@ -367,5 +374,20 @@ def _inert_root(rank: int) -> RootTap:
     return RootTap(_INERT, Rank(rank))
 
 
-def _is_inert(owner: object) -> bool:
+def refuse_fx() -> None:
+    """Values that torch.fx traces are stand-ins, and what hooks do to them would stay in the code.
+
+    Raises:
+        AttachError: torch.fx is tracing.
+    """
+    if is_fx_tracing():
+        raise AttachError(
+            "torch.fx is tracing a model that has hookline's hooks on it: what they do would become"
+            " part of the traced code.\nTrace it outside of the block, and attach to what"
+            " torch.fx.symbolic_trace (or create_feature_extractor) returns."
+        )
+
+
+def is_inert(owner: object) -> bool:
+    """Whether it is a tap that came along with a copy of a hooked model."""
     return isinstance(owner, Tap | RootTap) and owner.passes is _INERT

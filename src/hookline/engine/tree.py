@@ -365,6 +365,9 @@ def n_bytes(value: Any) -> int:
 
 
 def _n_bytes(tensor: Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that stands for others, as in torchao
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_n_bytes(getattr(tensor, name)) for name in names)
     try:
         return tensor.nbytes
     except (RuntimeError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Never, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -198,11 +198,12 @@ class ClipLine(VerbLine[RawLine]):
         limit = self._limit
 
         def accumulated(parameter: Tensor) -> None:
+            holder = _dense(parameter)
             if limit.kind == "value":
-                tallies[id(parameter)].add(_largest(parameter.grad), limit.bound)
-                clip_grad_value_([parameter], limit.bound)
+                tallies[id(parameter)].add(_largest(holder.grad), limit.bound)
+                clip_grad_value_([holder], limit.bound)
             else:
-                norm = clip_grad_norm_([parameter], limit.bound, limit.norm_type)
+                norm = clip_grad_norm_([holder], limit.bound, limit.norm_type)
                 tallies[id(parameter)].add(norm, limit.bound)
 
         self._line.accumulated(selection, accumulated)
@@ -214,7 +215,7 @@ class ClipLine(VerbLine[RawLine]):
 
         def at_end() -> None:
             queued.clear()
-            held = [parameter for parameter in parameters if parameter.grad is not None]
+            held = [_dense(parameter) for parameter in parameters if parameter.grad is not None]
             tally.add(clip_grad_norm_(held, limit.bound, limit.norm_type), limit.bound)
 
         def accumulated(parameter: Tensor) -> None:
@@ -239,6 +240,12 @@ class _ClipGradient(OnGradient):
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor:
         """Clip the gradient of one tensor."""
+        if grad.is_sparse:
+            sums = grad.coalesce()
+            new = self.arrived(current, crossing, slot, sums.values())
+            return torch.sparse_coo_tensor(
+                sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
+            )
         limit = self._limit
         if limit.kind == "value":
             self._tally.add(_largest(grad), limit.bound)
@@ -251,10 +258,32 @@ class _ClipGradient(OnGradient):
         return clipped
 
 
+def _dense(parameter: Tensor) -> Tensor:
+    """What torch's functions clip in a parameter's place: where its gradient is sparse, as an
+    embedding's may be, one whose `.grad` is the values that the gradient holds."""
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    parameter.grad = parameter.grad.coalesce()  # several at one index are one number
+    values = parameter.grad.values()
+    holder = torch.empty_like(values)
+    holder.grad = values
+    return holder
+
+
 def _largest(grad: Any) -> Tensor:
     sizes: Tensor = grad.detach().abs()
     largest: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
     return largest
+
+
+def _misnamed(name: str) -> str:
+    if name == "max_norm":
+        here = "norm= (each gradient by itself), or total_norm= (all together, as clip_grad_norm_)"
+    elif name == "clip_value":
+        here = "value= (each element)"
+    else:
+        here = "norm=, total_norm= or value=, with norm_type= and ports="
+    return f"hl.clip has no {name}=.\nGive {here}."
 
 
 def clip(
@@ -266,6 +295,7 @@ def clip(
     total_norm: float | None = None,
     norm_type: float = 2.0,
     ports: str | Sequence[str] = "grad",
+    **others: Never,
 ) -> ClipLine:
     """Clip gradients while the block lasts: of parameters, or as they flow between modules.
 
@@ -294,6 +324,7 @@ def clip(
             A bound of `float("inf")` measures and clips nothing.
         norm_type: the p of the norm; `float("inf")` is the largest element.
         ports: "grad" (parameters), "grad_output", "grad_input", for selectors that name none.
+        **others: none; what torch calls these bounds is answered with what they are here.
 
     Returns:
         A line: a context manager, or ended by `remove()`. `line.report()` says how often and how
@@ -304,6 +335,8 @@ def clip(
             `total_norm` with module ports; or all selected parameters are frozen.
         SelectionError: the selector matches nothing, or a port is no gradient's.
     """
+    if others:
+        raise TypeError(_misnamed(next(iter(others))))
     bounds = {"norm": norm, "value": value, "total_norm": total_norm}
     given = {kind: bound for kind, bound in bounds.items() if bound is not None}
     if len(given) != 1:

@@ -143,6 +143,12 @@ class _Given:
         Raises:
             StructureError: the value's dtype cannot hold it.
         """
+        if value.is_quantized:
+            raise StructureError(
+                f"the value here is {tree.full(value)}, quantised, which hl.edits does not"
+                " change.\nEdit where it is dequantized, or give hl.edit a function that returns"
+                " torch.quantize_per_tensor(new, t.q_scale(), t.q_zero_point(), t.dtype)."
+            )
         if _breadth(self._kind) > _breadth(value.dtype):
             raise StructureError(
                 f"the value here is {tree.full(value)}, which cannot hold {_short(self._kind)}."

@@ -210,7 +210,7 @@ def _describe(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:
         row.trainable = sum(p.numel() for p in below if p.requires_grad)
     table.parameters, table.trainable = table.rows[0].parameters, table.rows[0].trainable
     known = [p for p in model.parameters() if not is_lazy(p)]
-    table.parameter_bytes = sum(p.nbytes for p in known)
+    table.parameter_bytes = sum(tree.n_bytes(p) for p in known)
     table.buffer_bytes = sum(b.nbytes for b in model.buffers() if not is_lazy(b))
     return table, rows
 

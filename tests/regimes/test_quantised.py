@@ -1,0 +1,201 @@
+"""Quantised models: torch's own eager quantisation, and torchao's tensors where it is installed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def dynamic():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.cell("dynamically quantised", "record", "edit", "raw hooks", "features", "watch")
+def test_a_dynamically_quantised_model_is_a_model_as_any_other(dynamic, x, capsys):
+    plain = dynamic(x)
+    seen = []
+    with (
+        hl.record(dynamic, ["0", "2:input"]) as run,
+        hl.attach(dynamic) as line,
+        hl.watch(dynamic),
+    ):
+        line.forward("2", lambda module, args, output: seen.append(output))
+        assert torch.equal(dynamic(x), plain)
+    assert torch.equal(run["2:input"], run["0"].relu())
+    assert torch.equal(seen[0], plain)
+    assert torch.equal(hl.features(dynamic, x, "0")["0"], run["0"])
+    with hl.edit(dynamic, "0", hl.edits.scale(0.0)):
+        assert torch.equal(dynamic(x), dynamic[2](torch.zeros(4, 8)))
+    assert "Linear" in capsys.readouterr().out
+
+
+def test_a_type_of_the_same_name_is_shown_with_its_module(dynamic):
+    with pytest.raises(hl.SelectionError, match=r"torch\.ao\.nn\.quantized\.dynamic\.modules"):
+        hl.select(dynamic, nn.Linear)
+    assert len(hl.select(dynamic, torch.ao.nn.quantized.dynamic.Linear)) == 2
+
+
+@pytest.mark.cell(
+    "dynamically quantised", "gradients", "clip", refused="SelectionError", note="no parameters"
+)
+def test_there_are_no_parameters_and_packed_weights_are_explained(dynamic, x):
+    for action in (
+        lambda: hl.record(dynamic, "0", ports="grad"),
+        lambda: hl.clip(dynamic, norm=1.0),
+    ):
+        with pytest.raises(hl.SelectionError, match="has no parameters"):
+            action()
+    with pytest.warns(hl.HooklineWarning, match="a quantised module holds its weights there"):
+        with hl.edit(dynamic, "0._packed_params", lambda t: t):
+            dynamic(x)
+
+
+def test_a_copy_of_a_hooked_quantised_model_is_free_of_the_line(dynamic, x):
+    with hl.record(dynamic, "0") as run:
+        other = copy.deepcopy(dynamic)
+        other(x)
+        assert not len(hl.inventory(other))
+        assert len(run.passes) == 0
+        dynamic(x)
+    assert torch.equal(run["0"], other[0](x))
+
+
+@pytest.mark.cell("dynamically quantised", "record", note="LSTM")
+def test_a_quantised_lstm_is_recorded_whole(x):
+    model = nn.ModuleDict({"lstm": nn.LSTM(8, 4)}).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lstm = torch.ao.quantization.quantize_dynamic(model, {nn.LSTM}, dtype=torch.qint8)["lstm"]
+    plain, (h, c) = lstm(x[None])
+    with hl.record(lstm) as run:
+        lstm(x[None])
+    assert torch.equal(run[":output[0]"], plain)
+    assert torch.equal(run[":output[1][0]"], h)
+    assert torch.equal(run[":output[1][1]"], c)
+
+
+class Static(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.quant = torch.ao.quantization.QuantStub()
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.dequant = torch.ao.quantization.DeQuantStub()
+
+    def forward(self, x):
+        return self.dequant(self.conv(self.quant(x)))
+
+
+@pytest.fixture
+def image():
+    return torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def static(image):
+    torch.manual_seed(0)
+    model = Static().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.qconfig = torch.ao.quantization.get_default_qconfig(torch.backends.quantized.engine)
+        prepared = torch.ao.quantization.prepare(model)
+        with hl.record(prepared, "conv") as run:  # beside the observers, which are hooks
+            prepared(image)
+        assert torch.equal(run["conv"], model.conv(image))
+        return torch.ao.quantization.convert(prepared)
+
+
+@pytest.mark.cell("statically quantised", "record", "statistics")
+def test_quantised_values_are_recorded_as_they_are_and_lost_ones_are_named(static, image, tmp_path):
+    plain = static(image)
+    with (
+        hl.record(static, ports=("input", "output")) as run,
+        hl.record(static, "conv", keep=lambda t: t.dequantize().mean()) as means,
+    ):
+        assert torch.equal(static(image), plain)
+    conv = run["conv"]
+    assert (conv.is_quantized, conv.dtype) == (True, torch.quint8)
+    assert torch.equal(conv.dequantize(), plain)
+    assert torch.equal(means["conv"], plain.mean())
+    run.save(tmp_path / "run")
+    assert any(lost.startswith("conv: ") for lost in run.lost)
+    assert "quint8" in str(hl.summary(static, image))
+
+
+@pytest.mark.cell(
+    "statically quantised", "edit", note="by a function that returns a quantised tensor"
+)
+def test_a_quantised_value_is_edited_by_a_quantised_one_and_others_are_refused(static, image):
+    def zero(t):
+        return torch.quantize_per_tensor(t.dequantize() * 0, t.q_scale(), t.q_zero_point(), t.dtype)
+
+    with hl.edit(static, "conv", zero):
+        assert not static(image).any()
+    with hl.edit(static, "dequant", hl.edits.scale(0.0)):
+        assert not static(image).any()
+    for edit in (hl.edits.scale(0.0), hl.edits.add(1.0), hl.edits.noise(0.1)):
+        with pytest.raises(hl.StructureError, match="quantised") as caught:
+            with hl.edit(static, "conv", edit):
+                static(image)
+        assert "torch.quantize_per_tensor(" in str(caught.value)
+    with pytest.raises(hl.StructureError, match=r"quint8 on cpu, got .* float32"):
+        with hl.edit(static, "conv", lambda t: t.dequantize()):
+            static(image)
+
+
+@pytest.fixture
+def torchao_model():
+    # Not in the test extra: it is one more library on torch's version, and is tested where it is.
+    from torchao import quantization
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.cell("torchao, int8 weights", "record", "edit", "gradients", "raw hooks")
+def test_weights_that_are_tensor_subclasses_are_weights_and_frozen_ones_are_said(torchao_model):
+    model = torchao_model
+    x = torch.randn(4, 64, requires_grad=True)
+    plain = model(x)
+    with (
+        hl.record(model, ports=("output", "grad_output")) as run,
+        hl.attach(model) as line,
+    ):
+        line.backward("0", lambda module, grad_input, grad_output: None)
+        hooked = model(x)
+        hooked.sum().backward()
+    assert torch.equal(plain, hooked)
+    assert torch.equal(run["2:grad_output"], torch.ones(4, 64))
+    assert run["0:grad_output"].shape == (4, 64)
+    with pytest.warns(hl.HooklineWarning, match="it is frozen: requires_grad is False"):
+        with hl.record(model, "0", ports="grad") as run:
+            model(x).sum().backward()
+    assert list(run) == ["0.bias:grad"]
+    with torch.no_grad(), hl.edit(model, "0", hl.edits.scale(0.0)):
+        assert torch.equal(model(x), model[2](torch.zeros(4, 64)))
+
+
+def test_a_summary_counts_the_bytes_that_int8_weights_take(torchao_model):
+    table = hl.summary(torchao_model)
+    weights, scales, biases = 2 * 64 * 64, 2 * 64 * 4, 2 * 64 * 4
+    assert table.parameters == 2 * (64 * 64 + 64)
+    assert weights + scales + biases <= table.parameter_bytes < 2 * weights

@@ -1,0 +1,199 @@
+"""transformers: captured outputs, caches, generate, encoder-decoders, wrappers around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.models._torchvision_import import import_torchvision
+
+import_torchvision()  # transformers imports it, and cannot where its operators are missing
+
+
+@pytest.fixture
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=30, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, vocab_size=30,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).eval()
+
+
+IDS = torch.tensor([[1, 2, 3, 4]])
+OPTIONS = {"max_new_tokens": 3, "do_sample": False, "min_new_tokens": 3}
+
+
+@pytest.mark.trap(36)
+@pytest.mark.cell("transformers", "record", "edit")
+def test_hidden_states_show_the_edit_although_transformers_own_hooks_were_there_first(llama):
+    with torch.no_grad():
+        llama(IDS, output_hidden_states=True)
+        assert {entry.owner for entry in hl.inventory(llama)} == {"transformers"}  # they stay
+        with (
+            hl.edit(llama, "model.layers.1", hl.edits.scale(0.0)),
+            hl.record(llama, "model.layers.*") as run,
+        ):
+            edited = llama(IDS, output_hidden_states=True)
+        handle = llama.model.layers[1].register_forward_hook(lambda m, args, output: output * 0)
+        raw = llama(IDS, output_hidden_states=True)
+        handle.remove()
+    assert torch.equal(raw.logits, edited.logits)
+    assert raw.hidden_states[2].any()  # the raw hook changed the logits, and not this
+    assert not edited.hidden_states[2].any()
+    assert torch.equal(run["model.layers.0"], edited.hidden_states[1])
+    assert {entry.owner for entry in hl.inventory(llama)} == {"transformers"}
+
+
+def test_hooks_that_transformers_puts_on_inside_a_block_see_the_edit_and_stay(llama):
+    with torch.no_grad():
+        with hl.edit(llama, "model.layers.1", hl.edits.scale(0.0)):
+            first = llama(IDS, output_hidden_states=True)
+            assert not first.hidden_states[2].any()
+        after = llama(IDS, output_hidden_states=True)
+    assert after.hidden_states[2].any()
+    assert {entry.owner for entry in hl.inventory(llama)} == {"transformers"}
+
+
+@pytest.mark.trap(35)
+@pytest.mark.cell(
+    "transformers", "record", note="attention patterns: under `eager`, not under sdpa"
+)
+def test_attention_patterns_are_there_under_eager_and_none_under_sdpa(llama):
+    with torch.no_grad():
+        with hl.record(llama, "model.layers.0.self_attn") as run:
+            llama(IDS)
+        assert run["model.layers.0.self_attn"][1] is None  # None is what flowed, and is kept
+        llama.set_attn_implementation("eager")
+        with hl.record(llama, "model.layers.0.self_attn:output[1]") as run:
+            given = llama(IDS, output_attentions=True)
+    pattern = run["model.layers.0.self_attn:output[1]"]
+    assert torch.equal(pattern, given.attentions[0])
+    assert torch.allclose(pattern.sum(-1), torch.ones(1, 2, 4))
+
+
+@pytest.mark.trap(24)
+@pytest.mark.cell("transformers", "gradients", "statistics")
+def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
+    with (
+        hl.record(llama, "model:output.past_key_values") as caches,
+        hl.record(llama, ["", "model"], ports=("output", "grad_output")) as run,
+        hl.record(llama, "model.layers.*", keep=lambda t: t.norm()) as norms,
+    ):
+        first = llama(IDS, labels=IDS, use_cache=True)
+        first.loss.backward()
+        with torch.no_grad():
+            llama(IDS, past_key_values=first.past_key_values)
+    lengths = [one["model:output.past_key_values"].get_seq_length() for one in caches.passes]
+    assert lengths == [4, 8]
+    assert first.past_key_values.get_seq_length() == 8  # the live one has grown
+    gradient = run.passes[0][":grad_output"]
+    assert type(gradient) is type(first)
+    assert gradient.loss == 1
+    assert gradient.logits.shape == first.logits.shape
+    assert len(norms.passes[0]) == 3
+
+
+@pytest.mark.cell("transformers, generate", "record", "edit", "raw hooks")
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize(
+    ("options", "lengths", "rows"),
+    [
+        ({}, [4, 1, 1], 1),
+        ({"use_cache": False}, [4, 5, 6], 1),
+        ({"num_beams": 2}, [4, 1, 1], 2),
+    ],
+)
+def test_each_step_of_generate_is_a_pass_of_the_model_that_was_given(
+    llama, inner, options, lengths, rows
+):
+    root, prefix = (llama.model, "") if inner else (llama, "model.")
+    steps = []
+    plain = llama.generate(IDS, **OPTIONS, **options)
+    with hl.record(root, f"{prefix}layers.0") as run, hl.attach(root) as line:
+        line.forward("", lambda module, args, output: steps.append(1))
+        hooked = llama.generate(IDS, **OPTIONS, **options)
+    assert torch.equal(plain, hooked)
+    shapes = [tuple(one[f"{prefix}layers.0"].shape) for one in run.passes]
+    assert shapes == [(rows, length, 16) for length in lengths]
+    assert len(steps) == 3
+    with hl.edit(root, f"{prefix}layers.*", hl.edits.scale(0.0)):
+        steered = llama.generate(IDS, **OPTIONS, **options)
+    assert not torch.equal(steered, plain)
+    assert torch.equal(llama.generate(IDS, **OPTIONS, **options), plain)
+
+
+class Outer(nn.Module):
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, ids):
+        return self.lm(ids)
+
+
+@pytest.mark.cell(
+    "transformers, generate", "record", note="attached to what is not called: one pass, said so"
+)
+def test_a_root_that_generate_does_not_call_is_said_in_the_report_and_the_warning(llama):
+    outer = Outer(llama)
+    with (
+        pytest.warns(
+            hl.HooklineWarning, match="the model itself was not called.*attach to the one"
+        ),
+        hl.record(outer, ["", "lm.model.layers.0"]) as run,
+    ):
+        llama.generate(IDS, **OPTIONS)
+    assert "1 pass, " in str(run.report())
+    assert "the model itself was not called, only modules inside it" in str(run.report())
+    assert len(run.calls("lm.model.layers.0")) == 3
+    with pytest.raises(hl.AmbiguousError, match=r"lm\.model\.layers\.0#0"):
+        run["lm.model.layers.0"]
+    with hl.record(outer, "lm.model.layers.0") as run:
+        outer(IDS)
+    assert "not called" not in str(run.report())
+
+
+@pytest.mark.cell("transformers, encoder-decoder", "record", "gradients", "edit", "features")
+def test_an_encoder_decoder_is_recorded_whole(t5):
+    given = {"input_ids": IDS, "decoder_input_ids": IDS}
+    plain = t5(**given).logits
+    with hl.record(t5, ports=("output", "grad_output")) as run:
+        hooked = t5(**given).logits
+        hooked.sum().backward()
+    assert torch.equal(plain, hooked)
+    assert run["encoder.block.1:output[0]"].shape == (1, 4, 16)
+    assert run["decoder.block.0:grad_output[0]"].shape == (1, 4, 16)
+    missing = [str(site) for site in run.sites if str(site) not in run and site.port == "output"]
+    assert missing == ["shared"]  # T5 uses its embedding by other names
+    feats = hl.features(t5, given, "encoder.block.0:output[0]")
+    assert torch.equal(feats["encoder.block.0:output[0]"], run["encoder.block.0:output[0]"])
+    encoded = (torch.zeros(1, 4, 16),)
+    zeroed = t5(encoder_outputs=encoded, decoder_input_ids=IDS).logits
+    with hl.edit(t5, "encoder:output.last_hidden_state", hl.edits.scale(0.0)):
+        assert torch.equal(t5(**given).logits, zeroed)
+
+
+def test_generate_of_an_encoder_decoder_runs_the_encoder_outside_of_the_steps(t5):
+    with hl.record(t5, ["encoder.block.0", "decoder.block.0"]) as run:
+        t5.generate(IDS, **OPTIONS)
+    assert [list(one) for one in run.passes] == [
+        ["encoder.block.0"], ["decoder.block.0"], ["decoder.block.0"], ["decoder.block.0"],
+    ]  # fmt: skip
+    assert run["encoder.block.0"][0].shape == (1, 4, 16)

@@ -1,0 +1,373 @@
+"""Models in wrappers, models that others have changed, and modules that do things their own way."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.fx
+from torch import nn
+
+import hookline as hl
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x) + 1
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), nn.ReLU(), Block())
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.cell("AveragedModel (EMA, SWA)", "record", "gradients", "edit")
+def test_an_averaged_model_is_a_copy_with_the_paths_of_the_original(model, x):
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    with (
+        hl.edit(averaged, "1", hl.edits.scale(2.0)),
+        hl.record(averaged, ["0", "1"], ports=("output", "grad_output")) as run,
+    ):
+        model(x)  # the original is another model
+        averaged(x).sum().backward()
+    assert torch.equal(run["1"], run["0"].relu() * 2)
+    assert len(run) == 4
+    line = hl.record(model, "0")
+    made_inside = torch.optim.swa_utils.AveragedModel(model)
+    made_inside(x)
+    assert not len(hl.inventory(made_inside))
+    with pytest.warns(hl.HooklineWarning, match="did not run"):
+        line.remove()
+
+
+@pytest.mark.cell("torch.fx.GraphModule", "record", "gradients", "edit", "raw hooks", "features")
+def test_a_traced_model_is_a_model_whose_paths_are_those_of_the_modules_it_calls(model, x):
+    traced = torch.fx.symbolic_trace(model)
+    with (
+        hl.record(traced, ports=("output", "grad_output")) as run,
+        hl.attach(traced) as line,
+    ):
+        line.backward("0.linear", lambda module, grad_input, grad_output: None)
+        y = traced(x)
+        y.sum().backward()
+    assert torch.equal(y, model(x))
+    assert torch.equal(run["0.linear"], model[0].linear(x))
+    assert "0" not in run  # its code was written into the graph
+    with hl.edit(traced, "1", hl.edits.scale(0.0)):
+        assert torch.equal(traced(x), model[2](torch.zeros(4, 3)))
+    assert torch.equal(hl.features(traced, x, "1")["1"], run["1"])
+
+
+@pytest.mark.trap(29)
+@pytest.mark.cell(
+    "tracing by torch.fx", "record", "gradients", "edit", "raw hooks", refused="AttachError"
+)
+def test_hooks_would_become_part_of_traced_code_so_tracing_is_refused(model, x):
+    handle = model[0].register_forward_hook(lambda module, args, output: output * 0)
+    baked = torch.fx.symbolic_trace(model)
+    handle.remove()
+    assert "mul" in baked.code  # of the raw hook, for ever
+    for ports in ("output", "input", "grad_output", "grad_input"):
+        with (
+            pytest.raises(hl.AttachError, match=r"torch\.fx is tracing"),
+            hl.record(model, "0", ports=ports),
+        ):
+            torch.fx.symbolic_trace(model)
+    with pytest.raises(hl.AttachError, match="Trace it outside"):
+        with hl.edit(model, "0", hl.edits.scale(0.0)):
+            torch.fx.symbolic_trace(model)
+    with pytest.raises(hl.AttachError, match=r"torch\.fx is tracing"):
+        with hl.attach(hl.EVERYWHERE) as line:
+            line.forward(Block, lambda module, args, output: None)
+            torch.fx.symbolic_trace(model)
+    with (
+        pytest.raises(hl.AttachError, match=r"torch\.fx is tracing"),
+        hl.record(model[0], "linear"),
+    ):
+        torch.fx.symbolic_trace(model)  # the line's root is inside of what is traced
+    assert "mul" not in torch.fx.symbolic_trace(model).code
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.cell(
+    "a feature extractor made by torch.fx", "record",
+    note="a line on the original sees the modules that hold no others",
+)  # fmt: skip
+def test_a_traced_copy_calls_the_originals_innermost_modules_and_the_report_says_which(model, x):
+    traced = torch.fx.symbolic_trace(model)
+    with (
+        pytest.warns(hl.HooklineWarning, match="by a copy that torch.fx traced"),
+        hl.record(model, ["0", "0.linear"]) as run,
+    ):
+        traced(x)
+    assert torch.equal(run["0.linear"], model[0].linear(x))
+    with pytest.raises(hl.NotRecordedError, match="the model itself was not called"):
+        run["0"]
+
+
+class Adding(nn.Module):
+    """Its __call__ does something of its own around nn.Module's."""
+
+    def __init__(self, *, calls_super):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls_super = calls_super
+
+    def __call__(self, *args):
+        return (super().__call__(*args) if self.calls_super else self.forward(*args)) + 1
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.cell(
+    "a __call__ of its own", "record", note="what `forward` returns; not seen without `super()`"
+)
+def test_a_call_of_its_own_is_seen_from_within_or_the_reason_is_said(x):
+    wrapped = Adding(calls_super=True)
+    with hl.record(wrapped) as run:
+        y = wrapped(x)
+    assert torch.equal(run[":output"] + 1, y)
+    bare = nn.Sequential(Adding(calls_super=False))
+    with (
+        pytest.warns(hl.HooklineWarning, match=r"Adding has a __call__ of its own.*super\(\)"),
+        hl.record(bare, ["0", "0.linear"]) as run,
+    ):
+        bare(x)
+    assert list(run) == ["0.linear"]
+
+
+@pytest.mark.cell("a forward replaced on the instance", "record", "gradients", "edit", "raw hooks")
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_forward_that_was_replaced_is_seen_and_stays(model, x, when):
+    linear, seen = model[0].linear, []
+    old = linear.forward
+
+    def replace():
+        linear.forward = types.MethodType(lambda self, x: old(x) * 2, linear)
+
+    if when == "before":
+        replace()
+    with (
+        hl.record(model, "0.linear", ports=("output", "grad_output", "input")) as run,
+        hl.edit(model, "0.linear:input", hl.edits.scale(2.0)),
+        hl.attach(model) as line,
+    ):
+        line.forward("0.linear", lambda module, args, output: seen.append(output))
+        if when == "inside":
+            replace()
+        model(x).sum().backward()
+    assert torch.equal(run["0.linear"], old(2 * x) * 2)
+    assert torch.equal(seen[0], run["0.linear"])
+    assert torch.equal(run["0.linear:input"], 2 * x)
+    assert "forward" in vars(linear)
+
+
+class Delegating(nn.Module):
+    """Passes on what it lacks, and lets nobody set what looks like a hook."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def __setattr__(self, name, value):
+        if "hook" in name:
+            raise RuntimeError(f"{name} may not be set")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Holding(nn.Module):
+    """Parameters and modules in torch's containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.ones(3))})
+        self.blocks = nn.ModuleList([nn.Linear(3, 3)])
+        self.heads = nn.ModuleDict({"main": nn.Linear(3, 3)})
+
+    def forward(self, x):
+        return self.heads["main"](self.blocks[0](x)) * self.scales[0] + self.named["shift"]
+
+
+@pytest.mark.cell("attributes of their own", "record", "gradients", "edit", "clip")
+def test_modules_with_attributes_of_their_own_are_hooked_as_any_other(model, x, left_as_found):
+    delegating = Delegating(model)
+    before = left_as_found(delegating)
+    with (
+        hl.record(delegating, ports=("output", "grad_output", "grad")) as run,
+        hl.edit(delegating, "inner.0", lambda t: t),
+    ):
+        y = delegating(x)
+        y.sum().backward()
+    assert torch.equal(run[":output"], y)
+    assert torch.equal(run["inner.0.linear.weight:grad"], model[0].linear.weight.grad)
+    assert left_as_found(delegating) == before
+
+
+@pytest.mark.cell("torch's containers", "record", "gradients", "clip")
+def test_containers_are_no_sites_and_what_they_hold_are(x):
+    model = Holding()
+    with hl.record(model, ports=("output", "grad")) as run, hl.clip(model, "scales", norm=1e-3):
+        model(x).sum().backward()
+    assert {"blocks.0", "heads.main", "scales.0:grad", "named.shift:grad"} <= set(run)
+    assert model.scales[0].grad.norm() <= 1.001e-3
+    for name in ("scales", "named", "blocks", "heads"):
+        with pytest.raises(hl.SelectionError, match=rf"Select what it holds: '{name}\.\*'"):
+            hl.select(model, name)
+
+
+@pytest.mark.cell("packed sequences", "record", "gradients", "edit")
+def test_packed_sequences_are_a_structure_with_leaves():
+    lstm = nn.LSTM(4, 3)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    with hl.record(lstm, ports=("output", "input", "grad_output")) as run:
+        output, (h, _) = lstm(packed)
+        output.data.sum().backward()
+    assert torch.equal(run[":output[0].data"], output.data)
+    assert torch.equal(run[":output[1][0]"], h)
+    assert torch.equal(run[":grad_output"][0].data, torch.ones(5, 3))
+    with hl.edit(lstm, ":output[0].data", hl.edits.scale(0.0)):
+        edited, _ = lstm(packed)
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(edited)
+    assert not padded.any()
+    assert lengths.tolist() == [3, 2]
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, depth=2):
+        return self.linear(x) if not depth else self(x, depth - 1) + self.linear(x)
+
+
+@pytest.mark.cell("modules that call themselves", "record", "gradients", "edit", "raw hooks")
+def test_a_module_that_calls_itself_is_one_pass_with_its_calls_apart(x):
+    model, seen = Recursive(), []
+    with (
+        hl.record(model, ports=("output", "grad_output")) as run,
+        hl.edit(model, "linear#1", hl.edits.scale(0.0)),
+        hl.attach(model) as line,
+    ):
+        line.forward("", lambda module, args, output: seen.append(output))
+        model(x).sum().backward()
+    assert len(run.passes) == 1
+    one = model.linear(x)
+    assert [torch.allclose(got, one * n) for got, n in zip(seen, (1, 1, 2), strict=True)] == [
+        True, True, True,
+    ]  # fmt: skip
+    assert len(run.calls(":output")) == len(run.calls("linear:grad_output")) == 3
+    assert not run.calls("linear")[1].any()
+
+
+def test_lines_may_come_and_go_while_a_model_runs_and_while_its_modules_are_walked(model, x):
+    lines = [hl.record(model, module) for module in model.modules()]
+    for module in model.modules():
+        with hl.record(model, module) as run:
+            model(x)
+        assert len(run) == 1
+    inside = []
+
+    def attach(module, args, output):
+        with hl.record(model, "1") as run:
+            model[1](output)
+        inside.append(run["1"])
+
+    with hl.attach(model) as line:
+        line.forward("0", attach)
+        y = model(x)
+    for one in lines:
+        one.remove()
+    assert torch.equal(inside[0], model[0](x).relu())
+    assert torch.equal(y, model(x))
+    assert [len(one.recording.passes) for one in lines] == [7] * 6
+    assert not len(hl.inventory(model))
+
+
+@pytest.mark.trap(22)
+@pytest.mark.cell("copies made inside the block", "record", "gradients", "edit", "raw hooks")
+def test_a_copy_made_inside_the_block_shows_inert_hooks_and_sheds_them(model, x):
+    seen = []
+    with (
+        hl.record(model, ports=("output", "grad_output", "grad")) as run,
+        hl.edit(model, "0", hl.edits.scale(0.0)),
+        hl.attach(model) as line,
+    ):
+        line.forward("1", lambda module, args, output: seen.append(output))
+        other = copy.deepcopy(model)
+        text = str(hl.inventory(other))
+        assert "inert (of a copy)" in text
+        assert all(e.function.startswith("inert") for e in hl.inventory(other))
+        assert not any(e.function.startswith("inert") for e in hl.inventory(model))
+        other(x).sum().backward()
+        assert not len(hl.inventory(other))
+        assert len(run.passes) == 0
+        assert not seen
+        model(x).sum().backward()
+    assert torch.equal(other(x), model(x))
+    assert len(run.passes) == 1
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda model, x: torch.autograd.grad(model(x).sum(), model[2].linear.weight),
+        lambda model, x: model(x).sum().backward(inputs=[model[2].linear.weight]),
+        lambda model, x: torch.func.functional_call(
+            model, {k: v.detach().requires_grad_() for k, v in model.named_parameters()}, x
+        ).sum().backward(),
+    ],
+    ids=["autograd.grad", "inputs=", "functional_call"],
+)  # fmt: skip
+def test_a_backward_that_passes_a_parameter_by_is_among_the_reasons(model, x, backward):
+    for verb in (
+        lambda: hl.record(model, "0.linear.weight:grad"),
+        lambda: hl.clip(model, "0.linear.weight", norm=1.0),
+    ):
+        with pytest.warns(hl.HooklineWarning) as caught, verb():
+            backward(model, x)
+        said = str(caught[0].message)
+        assert "backward(inputs=...)" in said
+        assert "autograd.grad" in said
+        assert "functional_call" in said
+
+
+def test_torchvisions_extractor_is_made_outside_and_calls_the_originals_innermost_modules():
+    from hookline.models import load_model
+
+    resnet = load_model("torchvision:resnet18", weights="none").model
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    x = torch.zeros(1, 3, 32, 32)
+    with pytest.raises(hl.AttachError, match="create_feature_extractor"):
+        with hl.record(resnet, "layer1.0"):
+            create_feature_extractor(resnet, ["layer1"])
+    extractor = create_feature_extractor(resnet, ["layer1"])
+    with torch.no_grad():
+        with hl.record(resnet, "layer1.1.conv2") as run:
+            extractor(x)
+        expected = hl.features(resnet, x, "layer1.1.conv2")
+    assert torch.equal(run["layer1.1.conv2"], expected["layer1.1.conv2"])
