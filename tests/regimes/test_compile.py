@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import io
 import threading
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo import config
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 
 import hookline as hl
@@ -340,6 +342,27 @@ def test_a_graph_limit_that_is_reached_is_explained_and_never_wrong(fullgraph):
         sweep()
     assert "Make the function once" in failed.value.__notes__[0]
     assert is_bare(model)
+
+
+def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
+    model = by_part(make())
+    torch.compile(model, **OPTIONS)(X)
+    impl, call = model[0]._compiled_call_impl, OptimizedModule.__call__
+
+    def action():
+        with hl.record(model, Step):
+            pass
+
+    step, was_interrupted = 0, True
+    while was_interrupted:
+        step += 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model did not run
+            was_interrupted = interrupted(step, ("hookline.engine.compile",), action)
+        assert OptimizedModule.__call__ is call
+        assert model[0]._compiled_call_impl is impl
+        assert is_bare(model)
+    assert step > 50
 
 
 @pytest.mark.cell("torch.compile", "raw hooks", refused="AttachError", note="`line.saved`")

@@ -163,8 +163,8 @@ def test_a_quantised_value_is_edited_by_a_quantised_one_and_others_are_refused(s
 
 @pytest.fixture
 def torchao_model():
-    # Not in the test extra: it is one more library on torch's version, and is tested where it is.
     from torchao import quantization
+
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())

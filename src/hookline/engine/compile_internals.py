@@ -102,12 +102,15 @@ class Borders:
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
+
+    def open(self) -> None:
+        """Begin to tell. Whatever interrupts it, `remove` puts all back."""
         with Borders._lock:
-            Borders._all.append(self)
-            if Borders._original is None:
-                kind = sys.modules["torch._dynamo"].OptimizedModule
+            kind = sys.modules["torch._dynamo"].OptimizedModule
+            if kind.__call__ is not _call_optimized:
                 Borders._original = kind.__call__
                 kind.__call__ = _call_optimized
+            Borders._all.append(self)
 
     def watch(self, module: nn.Module) -> None:
         """Tell of runs of a module that was compiled by `module.compile()`. Twice is no mistake."""
@@ -130,9 +133,9 @@ class Borders:
                     if module.__dict__.get("_compiled_call_impl") is ours:
                         module.__dict__["_compiled_call_impl"] = compiled
                     del Borders._held[module]
-            if not Borders._all and Borders._original is not None:
-                sys.modules["torch._dynamo"].OptimizedModule.__call__ = Borders._original
-                Borders._original = None
+            kind = sys.modules["torch._dynamo"].OptimizedModule
+            if not Borders._all and kind.__call__ is _call_optimized:
+                kind.__call__ = Borders._original
 
 
 def is_compiled_itself(module: nn.Module) -> bool:

@@ -130,6 +130,7 @@ class Compiled:
         _keep_hooks_whole(Tap)
         _keep_hooks_whole(RootTap)
         self._borders = Borders(self)
+        self._borders.open()
         self._find_borders()
         if has_compiled():
             self._mark(self._root)
