@@ -134,8 +134,7 @@ class Compiled:
         self._find_borders()
         if has_compiled():
             self._mark(self._root)
-        for tap in self._taps:
-            self.hooked(tap, self._nodes.get(id(tap)))
+        self.hooked(self._taps)
 
     def _find_borders(self) -> None:
         if self._borders is not None and self._root is not None:
@@ -144,15 +143,17 @@ class Compiled:
                 if is_compiled_itself(module):
                     self._borders.watch(module)
 
-    def hooked(self, tap: Tap, node: Node | TensorNode | None) -> None:
-        """A module has got a hook: code compiled before is not to serve while the line lasts."""
+    def hooked(self, taps: list[Tap]) -> None:
+        """Modules have got hooks: code compiled before is not to serve while the line lasts."""
         is_used = has_compiled()
         self._parts.clear()
-        # What compiled code reads has to be there before it is called, or its guards would fail.
-        if is_used or tap.site.is_gradient:
-            tap.prepare()
-        if is_used and isinstance(node, Node):
-            self._mark(node.module)
+        for tap in taps:
+            # What compiled code reads has to be there before it is called, or guards would fail.
+            if is_used or tap.site.is_gradient:
+                tap.prepare()
+            node = self._nodes.get(id(tap)) if is_used else None
+            if isinstance(node, Node):
+                self._mark(node.module)
 
     def _mark(self, module: nn.Module) -> None:
         self._marked.append(module)  # first: an interrupt from here on takes it off, too

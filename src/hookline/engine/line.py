@@ -170,8 +170,6 @@ class Line:
         self.taps.append(tap)
         if node is not None:
             self._nodes[id(tap)] = node
-        if self._compiled.is_on:
-            self._compiled.hooked(tap, node)
         if self._may_fuse and isinstance(node, Node) and not isinstance(tap, EventTap):
             layer = layer_above(node)
             if layer is not None and id(layer) not in self._fused:
@@ -194,6 +192,8 @@ class Line:
         try:
             self._start()
             yield self._placements
+            if self._compiled.is_on:
+                self._compiled.hooked(self.taps[n_taps:])
         except BaseException:
             self._placements.take_off(placed)
             del self.taps[n_taps:]
