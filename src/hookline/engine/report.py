@@ -85,6 +85,12 @@ class Report:
         ]
         return "\n".join([head, *lines])
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from hookline.views import report_html
+
+        return report_html(self)
+
 
 def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:
     """Why a tap has not fired, as far as can be told from outside the model's code."""
