@@ -14,9 +14,10 @@ from hookline.views.tables import inventory_table as inventory_table
 from hookline.views.tables import report_table as report_table
 from hookline.views.tables import summary_table as summary_table
 from hookline.views.tables import summary_text as summary_text
+from hookline.views.terminal_plots import terminal_plots as terminal_plots
 
 __all__ = [
     "Statistics", "inventory_table", "recording_html", "report_html", "report_table",
     "selection_html", "site_statistics", "summary_html", "summary_table", "summary_text",
-    "write_page",
+    "terminal_plots", "write_page",
 ]  # fmt: skip

@@ -57,7 +57,8 @@ def recording_html(recording: Recording) -> str:
     head = (
         f"<b>Recording</b> of {escape(recording.report().model_type)}:"
         f" {plural(len(recording.sites), 'site')},"
-        f" {plural(len(recording.passes), 'pass', 'passes')}, {plural(sum(fired.values()), 'value')}"
+        f" {plural(len(recording.passes), 'pass', 'passes')},"
+        f" {plural(sum(fired.values()), 'value')}"
     )
     if len(recording.passes) > len(passes):
         head += f" in the first {len(passes)} passes"
@@ -168,10 +169,9 @@ def _page(head: str, names: list[str], rows: Iterable[list[str]], n_all: int) ->
 def _form(one: PassRecord, call: int, site: Site) -> str:
     """What a value is, read without its numbers."""
     key = site if site.call is not None else Site(site.path, site.port, site.leaf, call)
-    runs = one.backwards
-    source = runs[0] if site.is_gradient and runs else one
     try:
-        value: Any = source[key]
+        runs = one.backwards if site.is_gradient else []
+        value: Any = next((run for run in runs if (site, call) in run.fired()), one)[key]
     except OverwrittenError:
         return "overwritten in place after it was recorded; copy=True keeps it"
     except FolderError as error:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hookline.engine import Site
-from hookline.engine.errors import InputError, NotRecordedError
+from hookline.engine.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of
 from hookline.views.plots.rows import RowSheet, stretch
@@ -199,11 +199,11 @@ def _measure(
             if bad is None and measured is not None and measured.non_finite:
                 bad = (one.number, key)
     labels = [key for key, row in found.items() if row]
-    missing = [key for key, row in found.items() if not row]
-    if missing or not labels:
-        raise NotRecordedError(
-            f"{missing[0]!r} has no value in any pass." if missing else "there is nothing to draw."
-        )
+    for key in wanted or ():
+        if key not in labels:
+            look_up(passes[0], key)  # raises, and says why
+    if not labels:
+        raise InputError(f"there is no value that can be drawn: {not_drawn([*skipped.values()])}.")
     tables = {name: np.full((len(labels), len(passes)), np.nan) for name in names}
     for row, key in enumerate(labels):
         for k, measured in found[key].items():
