@@ -85,13 +85,13 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
         return [one % n_channels for one in chosen]
     if n is not None and n < 1:
         raise InputError(f"n is {n}; draw at least one channel.")
+    if order == "index":
+        return list(range(n_channels))[:n]
     flat = data.reshape(n_channels, -1).double()
     finite = flat.isfinite()
     count = finite.sum(1)
     held = flat.where(finite, 0.0)
     mean = held.sum(1) / count
-    if order == "index":
-        return list(range(n_channels))[:n]
     if order == "mean":
         key = mean
     elif order == "std":

@@ -145,17 +145,17 @@ def draw_map(
 ) -> None:
     """A map in a box of a canvas: left, top, width, height. NaN and infinity stand out."""
     left, top, width, height = box
-    axes.imshow(
-        np.ma.masked_invalid(numbers),
+    # Not by imshow, which sets the limits and the aspect of the axes anew for each of 64 maps.
+    image = load("matplotlib.image").AxesImage(
+        axes,
         cmap=colour_map(scale.is_signed),
-        vmin=scale.low,
-        vmax=scale.high,
+        norm=load("matplotlib.colors").Normalize(scale.low, scale.high),
         extent=(left, left + width, top + height, top),
-        aspect="auto",
         interpolation="antialiased" if smooth else "nearest",
         interpolation_stage="rgba",  # or NaN would bleed into its neighbours as a number
     )
-    axes.set(xlim=(0, axes.get_xlim()[1]), ylim=(axes.get_ylim()[0], 0))
+    image.set_data(np.ma.masked_invalid(numbers))
+    axes.add_image(image)
 
 
 def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
@@ -172,7 +172,7 @@ def _figure_class() -> Any:
     class HooklineFigure(load("matplotlib.figure").Figure):  # type: ignore[misc]
         def _repr_png_(self) -> bytes:
             out = io.BytesIO()
-            self.savefig(out, format="png")
+            self.savefig(out, format="png", pil_kwargs={"compress_level": 3})
             return out.getvalue()
 
         def __reduce__(self) -> Any:
