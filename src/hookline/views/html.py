@@ -121,8 +121,10 @@ def report_html(report: Report) -> str:
     """A report as a table: each site, how often it fired, and why it did not.
 
     >>> import hookline as hl
-    >>> with hl.record(nn.Linear(2, 3)) as run:
-    ...     "has not run" in report_html(run.report())
+    >>> model = nn.Linear(2, 3)
+    >>> with hl.record(model) as run:
+    ...     _ = model(torch.zeros(1, 2))
+    >>> "1 fired, 0 never" in report_html(run.report())
     True
     """
     n_silent = len(report.silent)

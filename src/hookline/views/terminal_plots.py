@@ -71,7 +71,7 @@ def spark(counts: Array) -> str:
     """Counts as bars of a line of text, on a logarithmic scale.
 
     >>> spark(np.array([0, 1, 10, 1000]))
-    ' ▂▄█'
+    ' ▁▃█'
     """
     heights = np.log1p(np.asarray(counts, float))
     top = heights.max() or 1.0

@@ -14,6 +14,8 @@ from hookline.engine.errors import InputError
 from hookline.views.plots.values import Source, Value, one_pass, walk
 from hookline.views.statistics import pieces
 
+_ROUNDING = 1e-13
+
 
 @final
 @dataclass(frozen=True)
@@ -98,4 +100,6 @@ def difference(label: str, a: Tensor, b: Tensor) -> Difference:
         return Difference(label, 0.0, 0.0)
     relative = math.sqrt(gap / norm_b) if norm_b else math.inf
     product = math.sqrt(norm_a) * math.sqrt(norm_b)
-    return Difference(label, relative, 1 - dot / product if product else math.nan)
+    cosine = 1 - dot / product if product else math.nan
+    # Below that it is the rounding of the sums.
+    return Difference(label, relative, 0.0 if abs(cosine) < _ROUNDING else cosine)
