@@ -11,6 +11,7 @@ import torch
 from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
 from benchmarks.compiling import compiled_row
+from benchmarks.drawing import drawing_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
 from benchmarks.scaling import select_row
@@ -197,6 +198,7 @@ ROWS = (
     ),
     Row("import", 20, 4, import_row),
     Row("select", 15, 3, select_row),
+    Row("plots", 20, 5, drawing_row),
 )
 
 

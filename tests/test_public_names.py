@@ -12,7 +12,7 @@ NAMES = [
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
     "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
-    "inventory", "open", "record", "select", "summary", "watch",
+    "inventory", "open", "plots", "record", "select", "summary", "watch",
 ]
 # fmt: on
 
@@ -50,6 +50,15 @@ SIGNATURES = {
     "Recording.save": "(self, folder)",
     "Recording.stack": "(self, key)",
     "Recording.calls": "(self, key)",
+    "plots.channels": "(recording, site, *, n=64, order='index', sample=0, layout=None,"
+    " shared=False)",
+    "plots.compare": "(a, b, site=None, *, n=None, order='difference', sample=0, layout=None)",
+    "plots.gradients": "(recording)",
+    "plots.histograms": "(recording, sites=None, *, bins=64, n=48, log=True)",
+    "plots.images": "(recording, site=':input', *, n=16, layout=None)",
+    "plots.statistics": "(recording, sites=None, *, what=('mean', 'std', 'min', 'max', 'zeros'))",
+    "plots.tokens": "(recording, site, *, texts=None, n=None, order='index', sample=0,"
+    " layout=None)",
     "edits.scale": "(factor)",
     "edits.add": "(offset)",
     "edits.replace": "(new)",

@@ -7,6 +7,8 @@ with hl.record(model, nn.Conv2d) as run:
 run["layer1.0.conv1"]
 """
 
+from typing import TYPE_CHECKING, Any
+
 from hookline.engine import EVERYWHERE as EVERYWHERE
 from hookline.engine import Inventory as Inventory
 from hookline.engine import Line as Line
@@ -40,6 +42,9 @@ from hookline.verbs import record as record
 from hookline.verbs import summary as summary
 from hookline.verbs import watch as watch
 
+if TYPE_CHECKING:
+    from hookline.views import plots as plots
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -47,5 +52,18 @@ __all__ = [
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
     "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
-    "inventory", "open", "record", "select", "summary", "watch",
+    "inventory", "open", "plots", "record", "select", "summary", "watch",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """`hl.plots`, imported when it is first asked for: most programs draw nothing."""
+    if name == "plots":
+        from hookline.views import plots
+
+        return plots
+    raise AttributeError(f"module 'hookline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "plots"})

@@ -196,3 +196,12 @@ def test_a_gradient_cannot_be_inspected_and_it_is_said(tmp_path):
     done = run("inspect", "demo:digits", "demo", "--at", "head:grad_output", cwd=tmp_path)
     assert "head:grad_output flows backward" in complaint(done)
     assert not (tmp_path / "hookline-run").exists()
+
+
+def test_inspect_draws_histograms_and_maps_when_asked(tmp_path):
+    plain = run("inspect", "demo:digits", "demo", "--at", "block*", cwd=tmp_path).stdout
+    drawn = run("inspect", "demo:digits", "demo", "--at", "block*", "--plot", cwd=tmp_path).stdout
+    assert "histogram" not in plain
+    assert "histogram, log counts" in drawn
+    assert "block3: 40 channels of 4x4" in drawn
+    assert sum("█" in line for line in drawn.splitlines()) >= 3

@@ -17,7 +17,7 @@ from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
-from hookline.views import inventory_table, summary_table
+from hookline.views import inventory_table, summary_table, terminal_plots
 
 app = typer.Typer(
     name="hookline",
@@ -85,6 +85,9 @@ def inspect_command(
         "hookline-run"
     ),
     weights: Weights = "default",
+    plot: Annotated[
+        bool, typer.Option("--plot", help="draw histograms and small maps in the terminal, too")
+    ] = False,
 ) -> None:
     """Run a model on an input: print the table, write a recording and a page."""
     with complaints():
@@ -97,6 +100,11 @@ def inspect_command(
         out.print(f"the first of {n_rows}:")
     for label, probability in found.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
+    if plot and len(found.recording):
+        with complaints():
+            shown = terminal_plots(found.recording)
+        out.print()
+        out.print(shown)
     _say_where(found)
     if found.summary.failure:
         say(f"the forward failed in {found.summary.failure}\nWhat ran before it was recorded.")

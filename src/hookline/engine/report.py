@@ -102,6 +102,12 @@ class Report:
         notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
         return "\n".join([head, *lines, *notes])
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from hookline.views import report_html
+
+        return report_html(self)
+
 
 def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:
     """Why a tap has not fired, as far as can be told from outside the model's code."""

@@ -92,6 +92,12 @@ class Selection:
             lines.append(f"… and {len(self) - 60} more; iterate for all")
         return "\n".join([f"{len(self)} site{'s' * (len(self) != 1)}", *lines])
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from hookline.views import selection_html
+
+        return selection_html(self.sites)
+
 
 @final
 class _Cover:

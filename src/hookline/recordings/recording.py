@@ -212,6 +212,12 @@ class Recording(Mapping[str, Any]):
         n = len(self.passes)
         return f"Recording of {len(self.sites)} sites: {n} pass{'es' * (n != 1)}, {n_values} values"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from hookline.views import recording_html
+
+        return recording_html(self)
+
     def _with(self, key: Key) -> list[PassRecord]:
         return [PassRecord(self._log, current) for current in self._log.passes_with(key)]
 

@@ -94,6 +94,12 @@ class Summary:
 
         return summary_text(self)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from hookline.views import summary_html
+
+        return summary_html(self)
+
 
 def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     """Describe every module of a model: path, type, shapes, dtype, parameters, FLOPs, memory.

@@ -95,9 +95,8 @@ def site_statistics(value: Any) -> Statistics | None:
     if tensor is None:
         return None
     moments = _Moments()
-    for part in _dense(tensor.detach()):
-        for chunk in _chunks(part):
-            moments.add(_real(chunk))
+    for piece in pieces(tensor):
+        moments.add(piece)
     return Statistics(
         mean=moments.mean,
         std=moments.std,
@@ -109,6 +108,17 @@ def site_statistics(value: Any) -> Statistics | None:
         shape=str(list(tensor.shape)) if not tensor.is_nested else "nested",
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor of any kind, in pieces of float64; of complex ones the magnitude.
+
+    Raises:
+        RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
+    """
+    for part in _dense(tensor.detach()):
+        for chunk in _chunks(part):
+            yield _real(chunk)
 
 
 @final

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from hookline.views.colours import VIRIDIS
 from hookline.views.page.extras import load
 
 if TYPE_CHECKING:
@@ -27,12 +28,6 @@ MAX_TILE_PIXELS = 48
 MAX_IMAGE_PIXELS = 192
 
 _MIN_MAP_PIXELS = 4
-
-# viridis at 0, 0.1, ..., 1; colours between these are interpolated.
-_ANCHORS = (
-    (68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140),
-    (34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
-)  # fmt: skip
 
 # NaN and infinity get a colour that viridis has not: vermilion.
 _NON_FINITE_RGB = (213, 94, 0)
@@ -132,9 +127,9 @@ def _palette() -> list[int]:
     """Red, green, blue of the 256 colours, one after the other."""
     flat: list[int] = []
     for index in range(_NON_FINITE_INDEX):
-        place = index / (_NON_FINITE_INDEX - 1) * (len(_ANCHORS) - 1)
-        left = min(int(place), len(_ANCHORS) - 2)
-        pairs = zip(_ANCHORS[left], _ANCHORS[left + 1], strict=True)
+        place = index / (_NON_FINITE_INDEX - 1) * (len(VIRIDIS) - 1)
+        left = min(int(place), len(VIRIDIS) - 2)
+        pairs = zip(VIRIDIS[left], VIRIDIS[left + 1], strict=True)
         flat += [round(a + (b - a) * (place - left)) for a, b in pairs]
     return [*flat, *_NON_FINITE_RGB]
 

@@ -1,0 +1,17 @@
+"""Figures of a recording. matplotlib is imported when the first one is made, and never pyplot.
+
+    hl.plots.channels(run, "layer1.0.conv1").savefig("channels.png")
+
+In the order in which the files build on one another: extras; values (what is drawn), reducing (how
+much of it), differences; sheet and rows (what all figures share); then a file for each figure.
+"""
+
+from hookline.views.plots.channels import channels as channels
+from hookline.views.plots.compare import compare as compare
+from hookline.views.plots.gradients import gradients as gradients
+from hookline.views.plots.histograms import histograms as histograms
+from hookline.views.plots.images import images as images
+from hookline.views.plots.statistics import statistics as statistics
+from hookline.views.plots.tokens import tokens as tokens
+
+__all__ = ["channels", "compare", "gradients", "histograms", "images", "statistics", "tokens"]

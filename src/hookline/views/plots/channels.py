@@ -1,0 +1,206 @@
+"""channels: the maps of a layer's channels, side by side. Imports sheet, reducing, values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hookline.engine import Site
+from hookline.views.plots.reducing import (
+    Array,
+    Scale,
+    order_of,
+    range_text,
+    scale_of,
+    share_text,
+    smaller,
+)
+from hookline.views.plots.sheet import BLUE, GREY, PLAIN, SMALL, TEXT, Sheet, draw_map, tidy
+from hookline.views.plots.values import Arranged, Source, Value, arrange, look_up
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_SIDE = 128
+_WIDTH = 8.8
+_LABEL = 0.15
+_GAP = 0.07
+
+
+def channels(
+    recording: Source,
+    site: str | Site,
+    *,
+    n: int | None = 64,
+    order: str | Iterable[int] = "index",
+    sample: int = 0,
+    layout: str | None = None,
+    shared: bool = False,
+) -> Figure:
+    """Draw the channels of a layer: feature maps as a grid, sequences as curves, vectors as bars.
+
+        >>> import hookline as hl
+        >>> model = nn.Conv2d(3, 16, 3)
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.rand(1, 3, 32, 32))
+        >>> figure = hl.plots.channels(run, ":output", order="std", n=9)
+        >>> figure.savefig(tmp_path / "channels.png")
+
+    Colours are viridis where all numbers have one sign, else red above and blue below zero. Maps
+    larger than 128 are made smaller by area. Of a volume the slice in the middle is drawn; of
+    complex numbers the magnitude.
+
+    Args:
+        recording: a recording, or one of its passes: `run.passes[1]`.
+        site: as in a look-up: `"layer1"`, `"h.3:output[0]"`, `"block#2"`.
+        n: at most so many channels; None is all of them.
+        order: "index", or "mean", "std" or "max" for the largest first; or the channels' numbers.
+        sample: which row of the batch.
+        layout: one letter for each dimension: N sample, C channel, T or L place in a sequence, D H
+            W. By default a value of 4 dimensions is NCHW, of 5 NCDHW, of 3 NTC (NCL at Conv1d and
+            its like), of 2 NC. Swin's maps are "NHWC"; the title says what was read.
+        shared: one scale of colours for all channels, without the outermost half percent, in place
+            of one for each.
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        InputError: the value cannot be drawn so.
+        HooklineError: matplotlib is not installed.
+    """
+    value = look_up(recording, site)
+    found = arrange(value, layout, sample)
+    chosen = order_of(found.data, order, n, value.label)
+    shown = share_text(len(chosen), found.data.shape[0], "channel")
+    by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
+    lines = [f"{value.form}, {found.text}", f"{shown}{by}; {range_text(found.data)}"]
+    if not found.space:
+        return _bars(value, found, chosen, lines)
+    if len(found.space) == 1:
+        return _curves(value, found, chosen, lines)
+    maps = smaller(found.data[chosen], MAX_SIDE).numpy()
+    if max(found.data.shape[1:]) > MAX_SIDE:
+        lines.append(f"drawn at {maps.shape[1]} x {maps.shape[2]}: each dot the mean of an area")
+    whole = scale_of(found.data, robust=shared)
+    columns, tile = tiling(len(chosen), maps.shape[1], maps.shape[2], _WIDTH)
+    n_rows = math.ceil(len(chosen) / columns)
+    width = max(columns * (tile[0] + _GAP), 4.6)
+    height = n_rows * (tile[1] + _LABEL + _GAP)
+    sheet = Sheet(width, height + 0.4, value.title, lines)
+    axes = sheet.canvas(0, 0, width, height)
+    grid(axes, maps, chosen, columns, tile, whole if shared else None, signed=whole.is_signed)
+    has_bad = not np.isfinite(maps).all()
+    if shared:
+        sheet.bar(0.1, height + 0.08, whole, "value, one scale for all", has_bad=has_bad)
+    else:
+        ends = ("-largest", "+largest") if whole.is_signed else ("least", "greatest")
+        sheet.bar(0.2, height + 0.08, Scale(-1 if whole.is_signed else 0, 1, whole.is_signed),
+                  "value, each map on its own scale", ends, has_bad=has_bad)  # fmt: skip
+    return sheet.figure
+
+
+def tiling(n: int, height: int, width: int, across: float) -> tuple[int, tuple[float, float]]:
+    """How many columns a grid of maps has, and the size of a tile in inches."""
+    aspect = min(max(height / width, 0.125), 8.0)
+    square = math.sqrt(n * aspect)
+    # A number of columns that leaves no row short, if there is one.
+    about = range(max(1, math.floor(square)), math.ceil(square) + 2)
+    even = [columns for columns in about if n % columns == 0]
+    columns = min(n, even[-1] if even else math.ceil(square))
+    wide = min((across - columns * _GAP) / columns, 1.9, 1.9 / aspect)
+    return columns, (wide, wide * aspect)
+
+
+def grid(
+    axes: Axes,
+    maps: Array,
+    numbers: list[int],
+    columns: int,
+    tile: tuple[float, float],
+    scale: Scale | None,
+    *,
+    signed: bool,
+) -> None:
+    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its number."""
+    wide, high = tile
+    for k, (number, drawn) in enumerate(zip(numbers, maps, strict=True)):
+        left = (k % columns) * (wide + _GAP)
+        top = (k // columns) * (high + _LABEL + _GAP)
+        axes.text(left, top + _LABEL - 0.03, label_of(number, drawn), fontsize=SMALL, va="bottom")
+        own = scale_of_map(drawn, signed) if scale is None else scale
+        draw_map(axes, drawn, own, (left, top + _LABEL, wide, high))
+
+
+def scale_of_map(drawn: Array, signed: bool) -> Scale:
+    """The scale of one map alone."""
+    finite = drawn[np.isfinite(drawn)]
+    if not finite.size:
+        return Scale(0.0, 1.0, signed)
+    low, high = float(finite.min()), float(finite.max())
+    if signed:
+        reach = max(abs(low), abs(high)) or 1.0
+        return Scale(-reach, reach, True)
+    return Scale(low, high, False) if low < high else Scale(low - 0.5, high + 0.5, False)
+
+
+def label_of(number: int, drawn: Array) -> str:
+    """A channel's number, and what is wrong with it."""
+    if not np.isfinite(drawn).all():
+        return f"{number} NaN"
+    return f"{number} const" if drawn.min() == drawn.max() else f"{number}"
+
+
+def _curves(value: Value, found: Arranged, chosen: list[int], lines: list[str]) -> Figure:
+    """Sequences: a curve for each channel, each on its own scale."""
+    curves = smaller(found.data[chosen], 4 * MAX_SIDE).numpy()
+    length = found.data.shape[1]
+    if length > curves.shape[1]:
+        lines.append(f"drawn at {curves.shape[1]} points: each the mean of a stretch")
+    columns = min(len(chosen), 8 if len(chosen) > 16 else 4)
+    n_rows = math.ceil(len(chosen) / columns)
+    wide, high = _WIDTH / columns - _GAP, 0.55
+    height = n_rows * (high + _LABEL + _GAP)
+    sheet = Sheet(_WIDTH, height + 0.2, value.title, lines)
+    axes = sheet.canvas(0, 0, _WIDTH, height)
+    for k, (number, curve) in enumerate(zip(chosen, curves, strict=True)):
+        left = (k % columns) * (wide + _GAP)
+        bottom = (k // columns) * (high + _LABEL + _GAP) + _LABEL + high
+        axes.text(left, bottom - high - 0.03, label_of(number, curve), fontsize=SMALL, va="bottom")
+        own = scale_of_map(curve, False)
+        span = own.high - own.low
+        if own.low <= 0 <= own.high:
+            zero = bottom + own.low / span * high
+            axes.plot([left, left + wide], [zero, zero], color=GREY, linewidth=0.4)
+        x = left + np.linspace(0, 1, len(curve)) * wide if len(curve) > 1 else [left + wide / 2]
+        y = bottom - (np.where(np.isfinite(curve), curve, np.nan) - own.low) / span * high
+        dot = "." if len(curve) < 3 else ""
+        axes.plot(x, y, color=BLUE, linewidth=0.8, marker=dot)
+    axes.text(0, height + 0.02, f"{found.space}: 0 to {length - 1}, left to right; each curve on"
+              " its own scale, the grey line is zero", fontsize=SMALL, va="top",
+              clip_on=False)  # fmt: skip
+    return sheet.figure
+
+
+def _bars(value: Value, found: Arranged, chosen: list[int], lines: list[str]) -> Figure:
+    """Vectors: a bar for each channel."""
+    numbers = found.data[chosen].numpy()
+    sheet = Sheet(_WIDTH, 3.0, value.title, lines)
+    axes = sheet.axes(0.6, 0.05, _WIDTH - 0.6, 2.4)
+    axes.bar(range(len(chosen)), np.where(np.isfinite(numbers), numbers, 0.0), color=BLUE)
+    for k in np.flatnonzero(~np.isfinite(numbers)):
+        axes.text(k, 0, str(numbers[k]), fontsize=SMALL, rotation=90, ha="center", va="bottom")
+    axes.axhline(0, color=GREY, linewidth=0.6)
+    step = max(1, math.ceil(len(chosen) / 32))
+    axes.set_xticks(range(0, len(chosen), step), [str(k) for k in chosen[::step]], fontsize=SMALL)
+    axes.tick_params(labelsize=SMALL)
+    axes.set_xlim(-0.8, len(chosen) - 0.2)
+    axes.set_xlabel("channel", fontsize=TEXT, **PLAIN)
+    axes.set_ylabel("value", fontsize=TEXT, **PLAIN)
+    tidy(axes)
+    return sheet.figure

@@ -1,0 +1,204 @@
+"""compare: two recordings side by side. Imports differences, channels, rows, sheet."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hookline.engine import Site, tree
+from hookline.engine.errors import InputError
+from hookline.views.plots.channels import MAX_SIDE, grid, tiling
+from hookline.views.plots.differences import Difference, difference, differences
+from hookline.views.plots.reducing import cells, scale_of, share_text, smaller
+from hookline.views.plots.rows import RowSheet
+from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
+from hookline.views.plots.values import Arranged, Source, Value, arrange, look_up
+from hookline.views.units import measure, plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST = 60
+_PANEL = 3.3  # inches
+_SPACE = 0.25
+
+
+def compare(
+    a: Source,
+    b: Source,
+    site: str | Site | None = None,
+    *,
+    n: int | None = None,
+    order: str = "difference",
+    sample: int = 0,
+    layout: str | None = None,
+) -> Figure:
+    """Draw two recordings side by side: how far each site differs, or one site's channels.
+
+        >>> import hookline as hl
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> x = torch.rand(4, 8)
+        >>> with hl.record(model, copy=True) as before:
+        ...     _ = model(x)
+        >>> with hl.edit(model, "1", hl.edits.scale(2.0)), hl.record(model, copy=True) as after:
+        ...     _ = model(x)
+        >>> figure = hl.plots.compare(after, before)
+
+    Without a site: for each site that both hold, the L2 norm of the difference over that of the
+    second, and 1 less the cosine between the two; those that differ most on top. The title names
+    the first that differs on the way through the model. With a site: its channels in the first, in
+    the second, and their difference, those that differ most first.
+
+    Args:
+        a: a recording, or one of its passes: `run.passes[1]`.
+        b: the one that it is compared with.
+        site: as in a look-up; None compares all sites.
+        n: at most so many sites (60), or so many channels (16).
+        order: "difference", the largest first; or "index", as they come: by depth, or by number.
+        sample: of a site, which row of the batch.
+        layout: of a site, as in `channels`.
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        InputError: there is nothing to compare, or the shapes differ.
+        HooklineError: matplotlib is not installed.
+    """
+    if order not in ("difference", "index"):
+        raise InputError(f"there is no order {order!r}: write 'difference' or 'index'.")
+    if n is not None and n < 1:
+        raise InputError(f"n is {n}; draw at least one.")
+    if site is None:
+        return _all_sites(a, b, n or _MOST, order)
+    return _one_site(look_up(a, site), look_up(b, site), n or 16, order, (sample, layout))
+
+
+def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:
+    found, remarks = differences(a, b)
+    differing = [one for one in found if one.differs]
+    first = differing[0] if differing else None
+    if order == "difference":
+        found.sort(key=lambda one: (not one.problem, -one.relative))
+    drawn = found[:n]
+    equal = len(found) - len(differing)
+    more = (
+        f"; {share_text(len(drawn), len(found), 'site')} shown" if len(drawn) < len(found) else ""
+    )
+    how = (first.problem or f"relative {measure(first.relative)}") if first else ""
+    rows = RowSheet(
+        "Two recordings compared",
+        [
+            f"{len(differing)} of {plural(len(found), 'site')} differ, {equal} equal to the last"
+            " bit" + more,
+            f"the first that differs on the way through the model: {first.label} ({how})"
+            if first
+            else "",
+            "; ".join(remarks),
+        ],
+        [one.label for one in drawn],
+        ["relative L2 difference", "1 - cosine"],
+        column_width=2.8,
+    )
+    _marks(rows.axes[0], drawn, [one.relative for one in drawn])
+    _marks(rows.axes[1], drawn, [abs(one.cosine) for one in drawn])
+    return rows.figure
+
+
+def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
+    """A bar for each site on a logarithmic axis; words where there is no number."""
+    sound = [n for n in numbers if 0 < n < math.inf]
+    low = 10.0 ** math.floor(math.log10(min(sound)) - 0.3) if sound else 1e-8
+    high = 10.0 ** math.ceil(math.log10(max(sound)) + 0.1) if sound else 1.0
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    powers = range(round(math.log10(low)), round(math.log10(high)) + 1)
+    powers = powers[:: max(1, math.ceil(len(powers) / 6))]
+    axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
+    axes.minorticks_off()
+    y = [k for k, number in enumerate(numbers) if 0 < number < math.inf]
+    widths = [numbers[k] - low for k in y]
+    axes.barh(y, widths, left=low, color=BLUE, height=0.6)
+    for k, (row, number) in enumerate(zip(rows, numbers, strict=True)):
+        if 0 < number < math.inf:
+            continue
+        words = row.problem or ("equal" if not row.differs else "0" if number == 0 else "no ratio:"
+                                " the second is zero")  # fmt: skip
+        colour = ORANGE if row.problem else GREY
+        axes.text(low, k, f" {words}", color=colour, fontsize=SMALL, va="center", **PLAIN)
+
+
+def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
+    if a.tensor.shape != b.tensor.shape:
+        raise InputError(
+            f"{a.label} has two shapes: {tree.shape(a.tensor)} and {tree.shape(b.tensor)}."
+            "\nCompare recordings of inputs of one shape."
+        )
+    found = arrange(a, reading[1], reading[0])
+    other = arrange(b, reading[1], reading[0])
+    gap = found.data.double() - other.data.double()
+    apart = gap.nan_to_num(math.inf).flatten(1).abs().sum(1) if gap.dim() > 1 else gap.abs()
+    ranked = apart.argsort(descending=True, stable=True).tolist()
+    chosen = (ranked if order == "difference" else list(range(len(ranked))))[:n]
+    whole = difference(a.label, a.tensor, b.tensor)
+    words = whole.problem or (
+        f"relative L2 difference {measure(whole.relative)}, 1 - cosine {measure(whole.cosine)}"
+        if whole.differs
+        else "equal to the last bit"
+    )
+    by = "; largest difference first" if order == "difference" and len(found.space) == 2 else ""
+    total = found.data.shape[0]
+    shown = share_text(len(chosen), total, "channel") if len(found.space) == 2 else ""
+    lines = [f"{a.form}, {found.text}", f"{words} (all samples)", f"{shown}{by}"]
+    if len(found.space) == 2:
+        panels = [
+            smaller(data[chosen].double(), MAX_SIDE) for data in (found.data, other.data, gap)
+        ]
+        return _panels(a, panels, chosen, lines)
+    tables = [_table(data, found) for data in (found.data, other.data, gap)]
+    return _panels(a, [table[None] for table in tables], [], lines)
+
+
+def _table(data: torch.Tensor, found: Arranged) -> torch.Tensor:
+    """A sequence as tokens x features, a vector as one row."""
+    table = data.double()[None] if not found.space else data.double().T
+    return cells(table, (256, 256))
+
+
+def _panels(
+    value: Value, panels: list[torch.Tensor], numbers: list[int], lines: list[str]
+) -> Figure:
+    """Three panels of maps, shape `(n, height, width)`: the first two on one scale."""
+    n, high, wide = panels[0].shape
+    if numbers:
+        columns, (tile_wide, tile_high) = tiling(n, high, wide, _PANEL)
+        height = math.ceil(n / columns) * (tile_high + 0.22)
+    else:
+        columns, tile_wide = 1, _PANEL
+        height = tile_high = min(max(high * 0.17, 0.5), 5.0)
+    sheet = Sheet(3 * _PANEL + 2 * _SPACE, height + 0.75, value.title, lines)
+    both = scale_of(torch.cat(panels[:2]))
+    scales = [both, both, scale_of(panels[2], signed=True)]
+    heads = ["first", "second", "first - second"]
+    for k, (maps, scale, head) in enumerate(zip(panels, scales, heads, strict=True)):
+        left = k * (_PANEL + _SPACE)
+        axes = sheet.canvas(left, 0.2, _PANEL, height)
+        axes.set_title(head, fontsize=TEXT, fontweight="bold", loc="left", pad=3, **PLAIN)
+        if numbers:
+            grid(axes, maps.numpy(), numbers, columns, (tile_wide, tile_high), scale, signed=True)
+        else:
+            box = (0.0, 0.0, tile_wide, tile_high)
+            draw_map(axes, maps[0].numpy(), scale, box, smooth=False)
+            rows = "token down" if high > 1 else "one row"
+            axes.text(0, height + 0.03, f"{rows}, feature across", fontsize=SMALL, va="top",
+                      clip_on=False)  # fmt: skip
+        if k != 1:
+            label = "value in both" if not k else "difference"
+            bad = not np.isfinite(maps.numpy()).all() or (not k and not panels[1].isfinite().all())
+            sheet.bar(left + 0.1, height + 0.45, scale, label, has_bad=bool(bad), width=1.6)
+    return sheet.figure

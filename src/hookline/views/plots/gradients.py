@@ -1,0 +1,121 @@
+"""gradients: how large they are from site to site. Imports rows, sheet, recordings."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hookline.recordings import GradientRow, Recording
+from hookline.views.plots.rows import RowSheet
+from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
+from hookline.views.units import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Each state with its colour and its marker: neither is needed to tell them apart.
+_STATES = {"": (BLUE, "o"), "dead": (PURPLE, "X"), "exploding": (ORANGE, "^")}
+
+
+def gradients(recording: Recording) -> Figure:
+    """Draw how gradients flow: each site's norm, its ratio to the weight, its zeros.
+
+        >>> import hookline as hl
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> with hl.record(model, ports="grad") as run:
+        ...     model(torch.ones(4, 2)).sum().backward()
+        >>> figure = hl.plots.gradients(run)
+
+    The numbers are those of `run.gradients()`, means over passes; what is dead or exploding there
+    is marked and named here. Norms and ratios are on a logarithmic axis: equal steps are equal
+    factors. What is zero or not finite has no place there and stands at the edge.
+
+    Args:
+        recording: one that holds gradients: ports "grad", "grad_output" or "grad_input".
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError: no gradient port was recorded.
+        HooklineError: matplotlib is not installed.
+    """
+    flow = recording.gradients()
+    found = flow.rows
+    counts = {state: sum(row.state == state for row in found) for state in ("dead", "exploding")}
+    frozen = sum(row.state == "none" for row in found)
+    has_ratio = any(row.ratio is not None for row in found)
+    headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
+    words = [
+        f"{plural(counts['exploding'], 'site')} exploding (▲)" if counts["exploding"] else "",
+        f"{plural(counts['dead'], 'site')} dead (✕)" if counts["dead"] else "",
+        f"{plural(frozen, 'site')} without a gradient" if frozen else "",
+    ]
+    rows = RowSheet(
+        "Gradient flow",
+        [
+            f"{plural(len(found), 'site')} in registration order, the first at the top; means over"
+            f" {plural(max((row.count for row in found), default=0), 'gradient')} each",
+            "; ".join(filter(None, words)) or "none is dead or exploding",
+        ],
+        [row.site for row in found],
+        headings,
+        column_width=2.6,
+    )
+    _on_logs(rows.axes[0], found, [row.norm if row.count else None for row in found])
+    if has_ratio:
+        _on_logs(rows.axes[1], found, [row.ratio for row in found])
+    zeros = rows.axes[-1]
+    for y, row in enumerate(found):
+        if row.count:
+            colour, _ = _STATES[row.state]
+            zeros.plot([0, row.zeros * 100], [y, y], color=colour, linewidth=2.5)
+    zeros.set_xlim(-2, 102)
+    return rows.figure
+
+
+def _port(row: GradientRow) -> str:
+    """What a line connects: `grad`, `grad_output` or `grad_input`."""
+    return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
+
+
+def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None]) -> None:
+    """A marker for each number on a logarithmic axis, a word at the edge for what has no place."""
+    sound = [n for n in numbers if n is not None and 0 < n < math.inf]
+    low, high = (min(sound), max(sound)) if sound else (1e-3, 1.0)
+    if high < 50 * low:  # room for a few ticks
+        low, high = low / 5, high * 5
+    span = math.log10(high / low)
+    left, right = low * 10 ** (-0.06 * span), high * 10 ** (0.06 * span)
+    axes.set_xscale("log")
+    axes.set_xlim(left, right)
+    x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
+    edge = axes.get_yaxis_transform()  # across in parts of the axes, down in rows
+    for port in dict.fromkeys(_port(row) for row in rows):
+        of_port = [y for y, row in enumerate(rows) if _port(row) == port]
+        axes.plot(x[of_port], of_port, color=GREY, linewidth=0.6, zorder=1)
+    for y, (row, number) in enumerate(zip(rows, numbers, strict=True)):
+        colour, marker = _STATES.get(row.state, (GREY, "o"))
+        if math.isfinite(x[y]):
+            size = 3 if marker == "o" else 6
+            axes.plot([x[y]], [y], color=colour, marker=marker, markersize=size, zorder=2)
+        elif number is not None:
+            at_end = number != 0  # infinite or NaN
+            words = f"{number:g}" if at_end else "0" + f", {row.state}" * bool(row.state)
+            place = 0.98 if at_end else 0.02
+            axes.plot(place, y, color=colour, marker=marker, markersize=6, transform=edge)
+            axes.text(0.95 if at_end else 0.05, y, words, color=colour, transform=edge,
+                      fontsize=SMALL, va="center", ha="right" if at_end else "left",
+                      **PLAIN)  # fmt: skip
+        elif not row.count:
+            words = "no gradient" if row.state == "none" else "none flowed: dead"
+            axes.text(0.02, y, words, color=colour, transform=edge, fontsize=SMALL, va="center",
+                      **PLAIN)  # fmt: skip
+    powers = range(math.ceil(math.log10(left)), math.floor(math.log10(right)) + 1)
+    step = max(1, math.ceil(len(powers) / 5))
+    axes.set_xticks([10.0**p for p in powers[::step]], [f"1e{p}" for p in powers[::step]])
+    axes.minorticks_off()

@@ -1,0 +1,108 @@
+"""histograms: how the values of each layer are spread. Imports sheet, reducing, values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hookline.engine import Site
+from hookline.engine.errors import InputError
+from hookline.views.plots.reducing import histogram, share_text, short, some_of
+from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
+from hookline.views.plots.values import Source, Value, chosen_values, not_drawn
+from hookline.views.units import measure, plural, share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDE, _HIGH = 1.9, 0.85  # inches, of one histogram
+_ACROSS, _DOWN = 0.35, 0.6  # between them
+_COLUMNS = 4
+
+
+def histograms(
+    recording: Source,
+    sites: str | Site | Sequence[str | Site] | None = None,
+    *,
+    bins: int = 64,
+    n: int = 48,
+    log: bool = True,
+) -> Figure:
+    """Draw a histogram of each layer's values, in the order in which they fired.
+
+        >>> import hookline as hl
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.rand(16, 8))
+        >>> figure = hl.plots.histograms(run, ["0", "1"])
+
+    Every element is counted, in pieces, so that no tensor is too large; NaN and infinity are left
+    out and counted in the title. Each histogram has an axis of its own, from the least value to
+    the greatest; a vertical line marks zero.
+
+    Args:
+        recording: a recording of one pass, or a pass: `run.passes[1]`.
+        sites: which; None is all that fired.
+        bins: into how many equal parts the range is divided.
+        n: at most so many sites, evenly spaced over the depth.
+        log: whether counts are on a logarithmic axis: after a ReLU the zeros hide the rest.
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of the named sites.
+        InputError: there is nothing to draw, or several passes.
+        HooklineError: matplotlib is not installed.
+    """
+    if bins < 1 or n < 1:
+        raise InputError(f"bins is {bins} and n is {n}; both are counts, from 1.")
+    values, skipped = chosen_values(recording, sites)
+    drawn = some_of(values, n)
+    lines = [
+        f"{share_text(len(drawn), len(values), 'site')}, {plural(bins, 'bin')} each;"
+        f" height: elements a bin{', on a log axis' if log else ''}; grey line: zero",
+        "evenly spaced over the depth; sites=[...] chooses" if len(drawn) < len(values) else "",
+        not_drawn(skipped),
+    ]
+    columns = min(_COLUMNS, len(drawn))
+    n_rows = math.ceil(len(drawn) / columns)
+    width = max(columns * (_WIDE + _ACROSS), 4.5)
+    sheet = Sheet(width, n_rows * (_HIGH + _DOWN), "Histograms of values", lines)
+    for k, value in enumerate(drawn):
+        left = (k % columns) * (_WIDE + _ACROSS) + 0.3
+        top = (k // columns) * (_HIGH + _DOWN) + 0.36
+        _one(sheet.axes(left, top, _WIDE - 0.1, _HIGH), value, bins, log)
+    return sheet.figure
+
+
+def _one(axes: Axes, value: Value, bins: int, log: bool) -> None:
+    counts, edges, found = histogram(value.tensor, bins)
+    axes.stairs(counts, edges, fill=True, color=BLUE)
+    if log and counts.any():
+        most = max(int(counts.max()), 2)
+        axes.set_yscale("log")
+        axes.set_ylim(0.7, most * 1.6)
+        top = math.floor(math.log10(most))
+        axes.set_yticks([1, *([10**top] if top else [])], ["1", *([f"1e{top}"] if top else [])])
+        axes.minorticks_off()
+    if edges[0] <= 0 <= edges[-1]:
+        axes.axvline(0, color=GREY, linewidth=0.7)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_xticks([edges[0], edges[-1]], [measure(float(end)) for end in (edges[0], edges[-1])])
+    for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+        label.set_horizontalalignment(side)
+    axes.tick_params(labelsize=SMALL, length=2, pad=1.5)
+    if not log:
+        axes.locator_params(axis="y", nbins=3)
+    axes.set_title(short(value.label or "(root)", 26), fontsize=SMALL, fontweight="bold",
+                   loc="left", pad=12, **PLAIN)  # fmt: skip
+    words = f"{found.shape} mean {measure(found.mean)}, zeros {share(found.zeros)}"
+    style: dict[str, Any] = {"alpha": 0.75}
+    if found.non_finite:
+        words, style = f"{found.shape}, {found.non_finite:,} NaN or infinite", {"color": ORANGE}
+    axes.text(0, 1.03, short(words, 44), transform=axes.transAxes, fontsize=6.2, va="bottom",
+              **style, **PLAIN)  # fmt: skip
+    tidy(axes)

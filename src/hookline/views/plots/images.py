@@ -1,0 +1,93 @@
+"""images: the pictures of a batch, as a model gets them. Imports sheet, reducing, values."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hookline.engine import Site, tree
+from hookline.engine.errors import InputError
+from hookline.views.plots.channels import tiling
+from hookline.views.plots.reducing import range_text, share_text, smaller
+from hookline.views.plots.sheet import SMALL, Sheet
+from hookline.views.plots.values import Source, arrange, drawable, look_up
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SIDE = 256
+_LABEL, _GAP = 0.15, 0.07
+
+
+def images(
+    recording: Source, site: str | Site = ":input", *, n: int = 16, layout: str | None = None
+) -> Figure:
+    """Draw the pictures of a batch: values of one channel (grey) or three (red, green, blue).
+
+        >>> import hookline as hl
+        >>> model = nn.Conv2d(3, 4, 3)
+        >>> with hl.record(model, ports="input") as run:
+        ...     _ = model(torch.rand(2, 3, 32, 32))
+        >>> figure = hl.plots.images(run)
+
+    Each picture is stretched from its least value to its greatest, all its channels alike, since
+    models get their pictures normalised. NaN and infinity are yellow.
+
+    Args:
+        recording: a recording, or one of its passes: `run.passes[1]`.
+        site: where pictures flow; by default the model's input.
+        n: at most so many rows of the batch.
+        layout: "NCHW" or "NHWC"; by default by where there are 1 or 3.
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        InputError: these are no pictures.
+        HooklineError: matplotlib is not installed.
+    """
+    value = look_up(recording, site)
+    shape = list(drawable(value).shape)
+    if layout is None and len(shape) == 4:
+        layout = "NCHW" if shape[1] in (1, 3) else "NHWC"
+    n_channels = shape[layout.index("C")] if layout and len(layout) == len(shape) == 4 else 0
+    if n_channels not in (1, 3) or n < 1:
+        raise InputError(
+            f"{value.label} holds no pictures: its shape is {tree.shape(value.tensor)}, and a batch"
+            " of pictures has 4 dimensions, with 1 or 3 channels.\nhl.plots.channels draws maps of"
+            " any number of channels."
+        )
+    n_samples = shape[layout.index("N")] if layout and "N" in layout else 1
+    drawn = [arrange(value, layout, k).data for k in range(min(n, n_samples))]
+    columns, (wide, high) = tiling(len(drawn), drawn[0].shape[1], drawn[0].shape[2], 8.8)
+    n_rows = math.ceil(len(drawn) / columns)
+    width, height = columns * (wide + _GAP), n_rows * (high + _LABEL + _GAP)
+    lines = [
+        f"{value.form}, read as {layout}; {share_text(len(drawn), n_samples, 'picture')}",
+        f"each from its least value (black) to its greatest; {range_text(torch.stack(drawn))}",
+    ]
+    sheet = Sheet(max(width, 4.6), height, value.title, lines)
+    axes = sheet.canvas(0, 0, max(width, 4.6), height)
+    for k, one in enumerate(drawn):
+        left, top = (k % columns) * (wide + _GAP), (k // columns) * (high + _LABEL + _GAP)
+        axes.text(left, top + _LABEL - 0.03, str(k), fontsize=SMALL, va="bottom")
+        box = (left, left + wide, top + _LABEL + high, top + _LABEL)
+        axes.imshow(_colours(one), extent=box, aspect="auto", interpolation="antialiased")
+        axes.set(xlim=(0, max(width, 4.6)), ylim=(height, 0))
+    return sheet.figure
+
+
+def _colours(one: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """A picture of shape `(channels, height, width)` as red, green, blue from 0 to 1."""
+    maps = smaller(one, _SIDE).double().numpy()
+    is_finite = np.isfinite(maps)
+    held = maps[is_finite]
+    low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 1.0)
+    scaled = (np.where(is_finite, maps, low) - low) / ((high - low) or 1.0)
+    colours = np.broadcast_to(scaled, (3, *scaled.shape[1:])).transpose(1, 2, 0).copy()
+    colours[~is_finite.all(0)] = (1.0, 0.83, 0.0)
+    return colours

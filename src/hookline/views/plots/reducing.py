@@ -1,0 +1,199 @@
+"""What is drawn of large values: areas, ranges, orders, counts. Imports statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import index
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
+
+from hookline.engine.errors import InputError
+from hookline.views.statistics import Statistics, pieces, site_statistics
+from hookline.views.units import measure, plural
+
+Array = npt.NDArray[Any]
+
+# Of a share this large the extremes may be cut off, where many values have one scale of colours.
+_ROBUST = 0.995
+
+
+@final
+@dataclass(frozen=True)
+class Scale:
+    """A range of colours, and whether it is centred at zero for numbers of both signs."""
+
+    low: float
+    high: float
+    is_signed: bool
+    cuts: bool = False
+
+
+def smaller(maps: Tensor, largest: int) -> Tensor:
+    """Maps of at most so many elements along each side: each new one is the mean of an area.
+
+    Args:
+        maps: shape `(channels, height, width)` or `(channels, length)`.
+        largest: the most that a side may have.
+    """
+    sides = maps.shape[1:]
+    if max(sides) <= largest:
+        return maps
+    if len(sides) == 1:
+        return adaptive_avg_pool1d(maps[None], largest)[0]
+    shrink = largest / max(sides)
+    height, width = (max(1, round(side * shrink)) for side in sides)
+    return adaptive_avg_pool2d(maps[None], (height, width))[0]
+
+
+def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
+    """A table of at most so many rows and columns: each cell is the mean of an area."""
+    height, width = (min(side, most) for side, most in zip(table.shape, largest, strict=True))
+    if (height, width) == table.shape:
+        return table
+    return adaptive_avg_pool2d(table[None, None], (height, width))[0, 0]
+
+
+def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str) -> list[int]:
+    """The numbers of the channels to draw, in order.
+
+    Args:
+        data: shape `(channels, *space)`.
+        order: "index", or "mean", "std" or "max" for the largest first; or the numbers themselves.
+        n: at most so many; None is all. Of numbers that are given, all are drawn.
+        label: the site, for messages.
+
+    Raises:
+        InputError: there is no such order, or no such channel.
+    """
+    n_channels = data.shape[0]
+    if not isinstance(order, str):
+        chosen = [index(one) for one in order]
+        for one in chosen:
+            if not -n_channels <= one < n_channels:
+                raise InputError(
+                    f"{label} has no channel {one}: it has {n_channels} (0 to {n_channels - 1})."
+                )
+        if not chosen:
+            raise InputError("the list of channels is empty; name at least one.")
+        return [one % n_channels for one in chosen]
+    if n is not None and n < 1:
+        raise InputError(f"n is {n}; draw at least one channel.")
+    if order == "index":
+        return list(range(n_channels))[:n]
+    flat = data.reshape(n_channels, -1).double()
+    finite = flat.isfinite()
+    count = finite.sum(1)
+    held = flat.where(finite, 0.0)
+    mean = held.sum(1) / count
+    if order == "mean":
+        key = mean
+    elif order == "std":
+        key = ((held - mean[:, None]).where(finite, 0.0).square().sum(1) / count).sqrt()
+    elif order == "max":
+        key = flat.where(finite, -math.inf).amax(1)
+    else:
+        raise InputError(
+            f"there is no order {order!r}: write 'index', 'mean', 'std' or 'max', or a list of"
+            " channels."
+        )
+    found: list[int] = key.nan_to_num(-math.inf).argsort(descending=True, stable=True).tolist()
+    return found[:n]
+
+
+def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) -> Scale:
+    """The range of colours for numbers; NaN and infinity are left out.
+
+    Args:
+        data: the numbers.
+        robust: cut off the outermost half percent, so that one outlier does not hide the rest.
+        signed: centre at zero; None does so where there are numbers of both signs.
+    """
+    finite = data[data.isfinite()]
+    if not finite.numel():
+        return Scale(0.0, 1.0, bool(signed))
+    low, high = float(finite.min()), float(finite.max())
+    if signed is None:
+        signed = low < 0 < high
+    cuts = False
+    if robust and finite.numel() > 1000:
+        # Of millions of numbers every k-th tells as much.
+        some = finite.flatten()[:: max(1, finite.numel() // 1_000_000)]
+        ends = np.quantile(some.numpy(), [1 - _ROBUST, _ROBUST])
+        if ends[1] > ends[0]:
+            cuts = bool(ends[0] > low or ends[1] < high)
+            low, high = float(ends[0]), float(ends[1])
+    if signed:
+        reach = max(abs(low), abs(high)) or 1.0
+        return Scale(-reach, reach, True, cuts)
+    if low == high:
+        return Scale(low - 0.5, high + 0.5, False)
+    return Scale(low, high, False, cuts)
+
+
+def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
+    """How many elements lie in each of equal bins from the least to the greatest finite one.
+
+    The same numbers as `numpy.histogram` of the finite elements in float64, read in pieces.
+
+    Returns:
+        The counts, shape `(bins,)`; the edges, shape `(bins + 1,)`; the statistics.
+    """
+    found = site_statistics(tensor)
+    if found is None:
+        raise InputError("the value has no numbers.")
+    low, high = found.min, found.max
+    if low is None or high is None:
+        return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1), found
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, bins + 1)
+    counts = torch.zeros(bins, dtype=torch.int64)
+    inner = torch.from_numpy(edges[1:-1].copy())
+    for piece in pieces(tensor):
+        flat = piece.flatten().cpu()
+        if found.non_finite:
+            flat = flat[flat.isfinite()]
+        places = torch.bucketize(flat, inner, right=True)
+        counts += torch.bincount(places, minlength=bins)
+    return counts.numpy(), edges, found
+
+
+def range_text(data: Tensor) -> str:
+    """The range of the numbers, and how many are not finite: `-1.2 to 3.4; 12 NaN or infinite`."""
+    finite = data.isfinite()
+    n_bad = data.numel() - int(finite.sum())
+    bad = f"{n_bad:,} NaN or infinite" if n_bad else ""
+    if n_bad == data.numel():
+        return f"all {bad}"
+    held = data[finite] if n_bad else data
+    low, high = float(held.min()), float(held.max())
+    text = f"all {measure(low)}" if low == high else f"{measure(low)} to {measure(high)}"
+    return "; ".join(filter(None, [text, bad]))
+
+
+def some_of(items: list[Any], n: int) -> list[Any]:
+    """At most n of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= n:
+        return items
+    return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
+
+
+def short(text: str, most: int) -> str:
+    """A text without its middle if it is longer: what tells paths apart is their end."""
+    if len(text) <= most:
+        return text
+    tail = (most - 1) * 2 // 3
+    return f"{text[: most - 1 - tail]}…{text[-tail:]}"
+
+
+def share_text(shown: int, total: int, one: str, many: str | None = None) -> str:
+    """`64 of 512 channels`, or `64 channels` where that is all."""
+    whole = plural(total, one, many)
+    return whole if shown == total else f"{shown:,} of {whole}"

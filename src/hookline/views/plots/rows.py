@@ -1,0 +1,101 @@
+"""Sites as rows, from the first at the top to the last, beside columns of numbers. Imports sheet.
+
+Rows, since paths are long: they are read level, and a figure grows downwards with the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from hookline.views.plots.reducing import short
+from hookline.views.plots.sheet import GREY, PLAIN, SMALL, TEXT, Sheet, text_width, tidy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ROW = 0.17  # inches
+_MOST = 12.0  # inches of rows; more of them stand closer together
+_LONGEST = 52
+_GAP = 0.4
+
+
+@final
+class RowSheet:
+    """A figure of rows.
+
+    Args:
+        title: as of any figure.
+        lines: as of any figure.
+        labels: one for each row, from the top.
+        columns: the heading of each column, with its unit.
+        column_width: in inches.
+        foot: room below, in inches.
+        head: room above, in inches.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        lines: Sequence[str],
+        labels: Sequence[str],
+        columns: Sequence[str],
+        column_width: float = 2.2,
+        foot: float = 0.0,
+        head: float = 0.0,
+    ) -> None:
+        n = len(labels)
+        height = min(max(n * _ROW, 0.6), _MOST)
+        texts = [short(label or "(root)", _LONGEST) for label in labels]
+        # Where rows stand closer than text is high, every k-th is named.
+        step = max(1, math.ceil(n * 0.125 / height))
+        left = text_width(texts) + 0.15
+        width = max(left + len(columns) * (column_width + _GAP), 4.5)
+        self.sheet = Sheet(width, height + 0.5 + foot + head, title, lines)
+        self.height, self.left = height, left
+        self.axes: list[Axes] = []
+        for k, heading in enumerate(columns):
+            place = (left + k * (column_width + _GAP), 0.05 + head, column_width, height)
+            axes = self.sheet.axes(*place)
+            axes.set_ylim(n - 0.5, -0.5)
+            axes.set_yticks(range(0, n, step))
+            if k:
+                axes.set_yticklabels([])
+            else:
+                axes.set_yticklabels(texts[::step], fontsize=SMALL, **PLAIN)
+            axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.5)
+            axes.set_axisbelow(True)
+            axes.tick_params(axis="y", length=0)
+            axes.tick_params(axis="x", labelsize=SMALL)
+            axes.set_xlabel(heading, fontsize=TEXT, **PLAIN)
+            tidy(axes, ("bottom",))
+            self.axes.append(axes)
+
+    @property
+    def figure(self) -> Figure:
+        """The figure."""
+        return self.sheet.figure
+
+
+def stretch(axes: Axes, numbers: Sequence[float]) -> None:
+    """A scale that shows numbers of very different size: linear near zero, logarithmic beyond."""
+    sizes = np.abs([number for number in numbers if math.isfinite(number) and number])
+    if not sizes.size:
+        return
+    usual, largest = float(np.median(sizes)), float(sizes.max())
+    if largest > 300 * usual:
+        axes.set_xscale("symlog", linthresh=usual)
+        axes.set_xlabel(f"{axes.get_xlabel()} (log)", fontsize=TEXT, **PLAIN)
+        reach = math.log10(largest / usual)
+        powers = [usual * 10**k for k in range(1, math.ceil(reach) + 1, max(1, round(reach / 2)))]
+        low = min((number for number in numbers if math.isfinite(number)), default=0.0)
+        signs = [-power for power in powers] if low < -usual else []
+        places = [*signs, 0.0, *powers]
+        axes.set_xticks(places, [f"{place:.0e}" if place else "0" for place in places])
+        axes.minorticks_off()
+    if axes.get_xscale() == "linear":
+        axes.locator_params(axis="x", nbins=5)

@@ -1,0 +1,187 @@
+"""What all figures share: a sheet laid out in inches, its header, its colours. Imports extras.
+
+Figures are made without pyplot: no window, no backend and no setting of matplotlib is touched, and
+a figure is freed with its last reference. Colours of text and ground are those of the user's own
+style. viridis and RdBu read the same to colour-blind people; viridis in black and white, too.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from hookline.views.plots.extras import load
+from hookline.views.plots.reducing import Array, Scale
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A path may hold any character, `$` and `_` too: text is drawn as it stands.
+PLAIN = {"parse_math": False, "usetex": False}
+
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # Okabe and Ito's
+GREY = "#808080"
+TITLE, TEXT, SMALL = 11.0, 8.5, 7.0  # points
+DPI = 110
+
+# NaN and infinity get a colour that the map has not.
+_MAPS = {False: ("viridis", ORANGE), True: ("RdBu_r", "#ffd500")}
+_MARGIN, _LINE = 0.2, 0.165  # inches
+_INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06}
+
+
+@cache
+def colour_map(is_signed: bool) -> Any:
+    """The map of colours: viridis, or RdBu centred at zero for numbers of both signs."""
+    name, bad = _MAPS[is_signed]
+    return load("matplotlib").colormaps[name].with_extremes(bad=bad)
+
+
+def text_width(texts: Sequence[str], size: float = SMALL) -> float:
+    """About how wide the widest of these texts is, in inches."""
+    return max((len(text) for text in texts), default=0) * _INCH_A_CHARACTER[size]
+
+
+@final
+class Sheet:
+    """A figure under a header, laid out in inches from its top left corner.
+
+    Args:
+        width: of what is drawn, in inches; the margins come to it.
+        height: the same.
+        title: what is shown: the site, or the kind of figure.
+        lines: what else there is to know; empty ones are left out.
+    """
+
+    def __init__(self, width: float, height: float, title: str, lines: Sequence[str]) -> None:
+        heading = textwrap.wrap(title, max(20, int(width / _INCH_A_CHARACTER[TITLE]))) or ["(root)"]
+        most = max(30, int(width / _INCH_A_CHARACTER[TEXT]))
+        below = [part for line in lines if line for part in textwrap.wrap(line, most)]
+        head = 0.2 * len(heading) + _LINE * len(below) + 0.12
+        self.width, self.height = width + 2 * _MARGIN, height + head + 2 * _MARGIN
+        self.figure: Figure = _figure_class()(figsize=(self.width, self.height), dpi=DPI)
+        load("matplotlib.backends.backend_agg").FigureCanvasAgg(self.figure)
+        self._top = _MARGIN + head
+        self._line(_MARGIN, "\n".join(heading), fontsize=TITLE, fontweight="bold")
+        if below:
+            at = _MARGIN + 0.2 * len(heading) + 0.02
+            self._line(at, "\n".join(below), fontsize=TEXT, alpha=0.75, linespacing=1.25)
+
+    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes at a place below the header, in inches."""
+        left, top = left + _MARGIN, top + self._top
+        return self.figure.add_axes((
+            left / self.width, 1 - (top + height) / self.height,
+            width / self.width, height / self.height,
+        ))  # fmt: skip
+
+    def canvas(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Bare axes whose units are inches, from their top left corner."""
+        axes = self.axes(left, top, width, height)
+        axes.set_axis_off()
+        axes.set_autoscale_on(False)
+        axes.set(xlim=(0, width), ylim=(height, 0))
+        return axes
+
+    def bar(
+        self,
+        left: float,
+        top: float,
+        scale: Scale,
+        label: str,
+        ends: tuple[str, str] | None = None,
+        *,
+        has_bad: bool = False,
+        width: float = 2.2,
+    ) -> None:
+        """A horizontal bar of colours, its label, and what NaN looks like where there is one.
+
+        Args:
+            left: its place in inches.
+            top: the same.
+            scale: what the colours mean.
+            label: what is measured.
+            ends: what stands at the ends in place of numbers.
+            has_bad: whether NaN or infinity was drawn.
+            width: its width in inches.
+        """
+        axes = self.axes(left, top, width, 0.1)
+        ramp = np.linspace(scale.low, scale.high, 256)[None]
+        extent = (scale.low, scale.high, 0, 1)
+        axes.imshow(ramp, cmap=colour_map(scale.is_signed), aspect="auto", extent=extent)
+        middle = [0.0] if scale.is_signed else [] if ends else [(scale.low + scale.high) / 2]
+        places = [scale.low, *middle, scale.high]
+        numbers = [f"{place:.3g}" for place in places]
+        if scale.cuts:
+            numbers[-1] = f"≥ {numbers[-1]}"
+            numbers[0] = f"≤ {numbers[0]}"
+        if ends:
+            numbers = [ends[0], *(["0"] if middle else []), ends[1]]
+        axes.set_yticks([])
+        axes.set_xticks(places, numbers, fontsize=SMALL, **PLAIN)
+        axes.tick_params(length=2)
+        tidy(axes, ())
+        axes.text(1.06, 0.5, label, transform=axes.transAxes, fontsize=SMALL, va="center", **PLAIN)
+        if has_bad:
+            patch = self.axes(left + width + 0.15 + text_width([label]) + 0.1, top, 0.14, 0.1)
+            patch.set(xticks=[], yticks=[])
+            patch.set_facecolor(_MAPS[scale.is_signed][1])
+            patch.text(1.4, 0.5, "NaN or infinite", transform=patch.transAxes, fontsize=SMALL,
+                       va="center")  # fmt: skip
+
+    def _line(self, top: float, text: str, **style: Any) -> None:
+        at = (_MARGIN / self.width, 1 - top / self.height)
+        self.figure.text(*at, text, va="top", ha="left", **style, **PLAIN)
+
+
+def draw_map(
+    axes: Axes, numbers: Array, scale: Scale, box: tuple[float, ...], *, smooth: bool = True
+) -> None:
+    """A map in a box of a canvas: left, top, width, height. NaN and infinity stand out."""
+    left, top, width, height = box
+    # Not by imshow, which sets the limits and the aspect of the axes anew for each of 64 maps.
+    image = load("matplotlib.image").AxesImage(
+        axes,
+        cmap=colour_map(scale.is_signed),
+        norm=load("matplotlib.colors").Normalize(scale.low, scale.high),
+        extent=(left, left + width, top + height, top),
+        interpolation="antialiased" if smooth else "nearest",
+        interpolation_stage="rgba",  # or NaN would bleed into its neighbours as a number
+    )
+    image.set_data(np.ma.masked_invalid(numbers))
+    axes.add_image(image)
+
+
+def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
+    """Leave only these lines around the axes."""
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in keep)
+        spine.set_linewidth(0.6)
+
+
+@cache
+def _figure_class() -> Any:
+    """matplotlib's figure, which shows itself where a notebook's cell ends with it."""
+
+    class HooklineFigure(load("matplotlib.figure").Figure):  # type: ignore[misc]
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            self.savefig(out, format="png", pil_kwargs={"compress_level": 3})
+            return out.getvalue()
+
+        def __reduce__(self) -> Any:
+            make, arguments, *state = super().__reduce__()
+            # The class is made when it is first needed, so pickle cannot find it by its name.
+            return (_rebuild, (), *state) if state else (make, arguments)
+
+    return HooklineFigure
+
+
+def _rebuild() -> Any:
+    return _figure_class().__new__(_figure_class())

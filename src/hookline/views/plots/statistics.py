@@ -1,0 +1,282 @@
+"""statistics: over the depth of one pass, or over passes. Imports rows, sheet, reducing, values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hookline.engine import Site
+from hookline.engine.errors import InputError
+from hookline.recordings import PassRecord
+from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of
+from hookline.views.plots.rows import RowSheet, stretch
+from hookline.views.plots.sheet import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PLAIN,
+    PURPLE,
+    SMALL,
+    TEXT,
+    Sheet,
+    colour_map,
+    text_width,
+    tidy,
+)
+from hookline.views.plots.values import (
+    Skipped,
+    Source,
+    Value,
+    chosen_values,
+    look_up,
+    not_drawn,
+    walk,
+)
+from hookline.views.statistics import Statistics, site_statistics
+from hookline.views.units import plural
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Each statistic with its heading and unit.
+HEADINGS = {
+    "mean": "mean",
+    "std": "standard deviation",
+    "min": "least",
+    "max": "greatest",
+    "zeros": "zeros, %",
+    "non_finite": "NaN or infinite, count",
+}
+MOST_LINES = 6
+MOST_PASSES = 400
+
+_STYLES = [
+    (BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, "-.", "^"), (PURPLE, ":", "D"),
+    ("#56b4e9", "-", "v"), ("#e69f00", "--", "x"),
+]  # fmt: skip
+
+
+def statistics(
+    recording: Source,
+    sites: str | Site | Sequence[str | Site] | None = None,
+    *,
+    what: Sequence[str] = ("mean", "std", "min", "max", "zeros"),
+) -> Figure:
+    """Draw statistics over the depth of a model, or, of several passes, over the passes.
+
+        >>> import hookline as hl
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.rand(16, 8))
+        >>> figure = hl.plots.statistics(run, what=("mean", "std"))
+
+    One pass gives a row for each site, in the order in which they fired. Several passes (the steps
+    of a training run) give a curve for each site, or of more than 6 sites a row of colours each.
+    NaN and infinity are left out of the numbers; where there are some, the site is marked.
+
+    Args:
+        recording: a recording, or one of its passes: `run.passes[1]`.
+        sites: which; None is all that fired.
+        what: of "mean", "std", "min", "max", "zeros" (in percent) and "non_finite" (a count).
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of the named sites.
+        InputError: there is no such statistic, or nothing to draw.
+        HooklineError: matplotlib is not installed.
+    """
+    names = [what] if isinstance(what, str) else list(what)
+    unknown = [name for name in names if name not in HEADINGS]
+    if unknown or not names:
+        raise InputError(
+            f"there is no statistic {unknown[0]!r}; there are {', '.join(HEADINGS)}."
+            if unknown
+            else "no statistic is named; what=('mean', 'std') draws two."
+        )
+    if isinstance(recording, PassRecord):
+        return _over_depth(recording, sites, names)
+    filled = [one for one in recording.passes if len(one)]
+    if len(filled) > 1:
+        return _over_passes(filled, sites, names)
+    return _over_depth(recording, sites, names)
+
+
+def number_of(found: Statistics | None, name: str) -> float:
+    """A statistic as a number to draw; NaN where there is none."""
+    number = None if found is None else getattr(found, name)
+    if number is None:
+        return math.nan
+    return number * 100 if name == "zeros" else float(number)
+
+
+def _over_depth(
+    source: Source, sites: str | Site | Sequence[str | Site] | None, names: list[str]
+) -> Figure:
+    values, skipped = chosen_values(source, sites)
+    measured = [site_statistics(value.tensor) for value in values]
+    order = "as they fired, the first at the top" if sites is None else "as they were named"
+    n_bad = sum(1 for found in measured if found and found.non_finite)
+    rows = RowSheet(
+        "Statistics over depth",
+        [
+            f"{plural(len(values), 'value')}, {order}"
+            + (f"; pass {source.number}" if isinstance(source, PassRecord) else ""),
+            f"{n_bad} with NaN or infinite elements, marked x; of these the finite ones are shown"
+            if n_bad
+            else "",
+            not_drawn(skipped),
+        ],
+        [value.label for value in values],
+        [HEADINGS[name] for name in names],
+        column_width=max(1.25, min(2.4, 7.0 / len(names))),
+    )
+    y = np.arange(len(values))
+    bad = np.array([bool(found and found.non_finite) for found in measured])
+    for axes, name in zip(rows.axes, names, strict=True):
+        x = np.array([number_of(found, name) for found in measured])
+        axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6)
+        axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
+                  markersize=6, linestyle="")  # fmt: skip
+        if name == "zeros":
+            axes.set_xlim(-4, 104)
+        elif np.isfinite(x).any():
+            axes.axvline(0, color=GREY, linewidth=0.6, zorder=0)
+            stretch(axes, x.tolist())
+    return rows.figure
+
+
+def _over_passes(
+    passes: list[PassRecord], sites: str | Site | Sequence[str | Site] | None, names: list[str]
+) -> Figure:
+    drawn = some_of(passes, MOST_PASSES)
+    tables, labels, skipped, bad = _measure(drawn, sites, names)
+    lines = [
+        share_text(len(drawn), len(passes), "pass", "passes")
+        + (", evenly spaced" if len(drawn) < len(passes) else "")
+        + f"; {plural(len(labels), 'site')}",
+        f"NaN or infinite elements in pass {bad[0]} at {bad[1]} first: of these the finite ones"
+        " are shown"
+        if bad
+        else "",
+        not_drawn(skipped),
+    ]
+    numbers = [one.number for one in drawn]
+    if len(labels) <= MOST_LINES:
+        return _curves(tables, labels, numbers, names, lines)
+    return _carpets(tables, labels, numbers, names, lines)
+
+
+def _measure(
+    passes: list[PassRecord],
+    sites: str | Site | Sequence[str | Site] | None,
+    names: list[str],
+) -> tuple[dict[str, Array], list[str], list[Skipped], tuple[int, str] | None]:
+    """Tables of shape `(sites, passes)`, one for each statistic; NaN where a site did not fire."""
+    named = [sites] if isinstance(sites, str | Site) else sites
+    wanted = None if named is None else [str(site) for site in named]
+    found: dict[str, dict[int, Statistics | None]] = {key: {} for key in wanted or ()}
+    skipped: dict[str, Skipped] = {}
+    bad: tuple[int, str] | None = None
+    for k, one in enumerate(passes):
+        pairs: list[tuple[str, Value | Skipped]]
+        if wanted is None:
+            pairs = list(walk(one))
+        else:
+            pairs = [(key, look_up(one, key)) for key in wanted if key in one]
+        for key, value in pairs:
+            if isinstance(value, Skipped):
+                skipped.setdefault(key, value)
+                continue
+            measured = site_statistics(value.tensor)
+            found.setdefault(key, {})[k] = measured
+            if bad is None and measured is not None and measured.non_finite:
+                bad = (one.number, key)
+    labels = [key for key, row in found.items() if row]
+    for key in wanted or ():
+        if key not in labels:
+            look_up(passes[0], key)  # raises, and says why
+    if not labels:
+        raise InputError(f"there is no value that can be drawn: {not_drawn([*skipped.values()])}.")
+    tables = {name: np.full((len(labels), len(passes)), np.nan) for name in names}
+    for row, key in enumerate(labels):
+        for k, measured in found[key].items():
+            for name in names:
+                tables[name][row, k] = number_of(measured, name)
+    return tables, labels, list(skipped.values()), bad
+
+
+def _curves(
+    tables: dict[str, Array], labels: list[str], passes: list[int], names: list[str],
+    lines: list[str],
+) -> Figure:  # fmt: skip
+    """A curve for each site; told apart by colour, dash and marker."""
+    wide, high = 6.0, 1.3
+    right = text_width(labels) + 0.5
+    sheet = Sheet(0.7 + wide + right, len(names) * (high + 0.25) + 0.35,
+                  "Statistics over passes", lines)  # fmt: skip
+    for k, name in enumerate(names):
+        axes = sheet.axes(0.7, 0.05 + k * (high + 0.25), wide, high)
+        for row, label in enumerate(labels):
+            colour, dash, marker = _STYLES[row]
+            axes.plot(passes, tables[name][row], color=colour, linestyle=dash, marker=marker,
+                      linewidth=1, markersize=3, markevery=max(1, len(passes) // 12),
+                      label=short(label or "(root)", 52))  # fmt: skip
+        axes.set_ylabel(HEADINGS[name], fontsize=TEXT, **PLAIN)
+        if name == "zeros":
+            axes.set_ylim(-4, 104)
+        axes.tick_params(labelsize=SMALL, labelbottom=k == len(names) - 1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(color=GREY, alpha=0.2, linewidth=0.5)
+        tidy(axes)
+        if not k:
+            legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.03), fontsize=SMALL,
+                                 frameon=False, borderaxespad=0, handlelength=3)  # fmt: skip
+            for text in legend.get_texts():
+                text.set(**PLAIN)
+    axes.set_xlabel("pass", fontsize=TEXT, **PLAIN)
+    return sheet.figure
+
+
+def _compressed(table: Array) -> tuple[Array, float | None]:
+    """Numbers of very different size as asinh(number / usual size): else the small look alike."""
+    sizes = np.abs(table[np.isfinite(table) & (table != 0)])
+    usual = float(np.median(sizes)) if sizes.size else 0.0
+    if not usual or sizes.max() < 30 * usual:
+        return table, None
+    return np.arcsinh(table / usual), usual
+
+
+def _carpets(
+    tables: dict[str, Array], labels: list[str], passes: list[int], names: list[str],
+    lines: list[str],
+) -> Figure:  # fmt: skip
+    """A row of colours for each site, a column of the figure for each statistic."""
+    width = max(1.5, min(2.6, 8.0 / len(names)))
+    rows = RowSheet("Statistics over passes", lines, labels, ["pass"] * len(names), width,
+                    foot=0.45, head=0.18)  # fmt: skip
+    for k, (axes, name) in enumerate(zip(rows.axes, names, strict=True)):
+        table, usual = _compressed(tables[name])
+        scale = scale_of(torch.from_numpy(table), robust=True)
+        # A site that did not fire in a pass leaves its place empty.
+        colours = colour_map(scale.is_signed).with_extremes(bad=(0, 0, 0, 0))
+        axes.imshow(np.ma.masked_invalid(table), cmap=colours, vmin=scale.low,
+                    vmax=scale.high, aspect="auto", interpolation="nearest",
+                    extent=(-0.5, len(passes) - 0.5, len(labels) - 0.5, -0.5))  # fmt: skip
+        heading = HEADINGS[name] + " (log)" * (usual is not None)
+        axes.set_title(heading, fontsize=TEXT, loc="left", **PLAIN)
+        step = max(1, math.ceil(len(passes) / 4))
+        axes.set_xticks(range(0, len(passes), step), [str(one) for one in passes[::step]])
+        axes.grid(visible=False)
+        left = rows.left + k * (width + 0.4) + 0.1
+        ends = None
+        if usual is not None:
+            ends = (f"{np.sinh(scale.low) * usual:.3g}", f"{np.sinh(scale.high) * usual:.3g}")
+        rows.sheet.bar(left, rows.height + 0.78, scale, "", ends, width=width * 0.75)
+    return rows.figure

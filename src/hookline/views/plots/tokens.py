@@ -1,0 +1,141 @@
+"""tokens: a sequence's features, token by token. Imports sheet, reducing, values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hookline.engine import Site
+from hookline.engine.errors import InputError
+from hookline.views.plots.reducing import (
+    cells,
+    order_of,
+    range_text,
+    scale_of,
+    share_text,
+    short,
+)
+from hookline.views.plots.sheet import PLAIN, SMALL, TEXT, Sheet, colour_map, text_width, tidy
+from hookline.views.plots.values import Source, arrange, look_up
+from hookline.views.units import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST = (512, 800)  # fewer than pixels, so that none is left out
+_WIDTH = 8.0
+_LONGEST = 24
+
+
+def tokens(
+    recording: Source,
+    site: str | Site,
+    *,
+    texts: Sequence[str] | None = None,
+    n: int | None = None,
+    order: str | Iterable[int] = "index",
+    sample: int = 0,
+    layout: str | None = None,
+) -> Figure:
+    """Draw a token x feature map: a row for each token, a column for each feature.
+
+        >>> import hookline as hl
+        >>> model = nn.Embedding(10, 32)
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.tensor([[3, 1, 4]]))
+        >>> figure = hl.plots.tokens(run, ":output", texts=["the", "cat", "sat"])
+
+    One scale of colours for all, without the outermost half percent of values: a few features of
+    most transformers are a hundred times the others. Places of maps (vision transformers) are rows,
+    too. More than 512 tokens or 800 features are made fewer by area.
+
+    Args:
+        recording: a recording, or one of its passes: `run.passes[1]`.
+        site: as in a look-up: `"h.3:output[0]"`.
+        texts: what stands beside the rows: one for each token.
+        n: at most so many features; None is all of them.
+        order: "index", or "mean", "std" or "max" for the largest first; or the features' numbers.
+        sample: which row of the batch.
+        layout: one letter for each dimension; by default NTC, TC of two, NCL at Conv1d and its
+            like, NCHW of four. Swin's maps are "NHWC".
+
+    Returns:
+        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        InputError: the value cannot be drawn so, or there are not as many texts as tokens.
+        HooklineError: matplotlib is not installed.
+    """
+    value = look_up(recording, site)
+    found = arrange(value, layout, sample, usual="TC")
+    if not found.space:
+        raise InputError(
+            f"{value.label} has no tokens: it was {found.text}.\nhl.plots.channels draws vectors;"
+            " if its rows are tokens, layout='TC'."
+        )
+    chosen = order_of(found.data, order, n, value.label)
+    table = found.data[chosen].flatten(1).T
+    n_tokens, n_features = table.shape
+    if texts is not None and len(texts) != n_tokens:
+        raise InputError(
+            f"there are {plural(len(texts), 'text')} for {plural(n_tokens, 'token')}"
+            f" of {value.label}.\nGive one for each, or texts=None."
+        )
+    shown = share_text(len(chosen), found.data.shape[0], "feature")
+    by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
+    lines = [
+        f"{value.form}, {found.text}",
+        f"{plural(n_tokens, 'token')}, {shown}{by}; {range_text(table)}",
+    ]
+    drawn = cells(table, _MOST)
+    if drawn.shape != table.shape:
+        lines.append(f"drawn as {drawn.shape[0]} x {drawn.shape[1]}: each cell the mean of an area")
+    scale = scale_of(table, robust=True)
+    labels = [_printable(text) for text in texts] if texts is not None else None
+    left = (text_width(labels) if labels else 0.35) + 0.35
+    height = min(max(n_tokens * 0.17, 1.0), 8.0)
+    sheet = Sheet(_WIDTH + left, height + 0.85, value.title, lines)
+    axes = sheet.axes(left, 0.05, _WIDTH, height)
+    axes.imshow(
+        drawn.masked_fill(~drawn.isfinite(), math.nan).numpy(),
+        cmap=colour_map(scale.is_signed),
+        vmin=scale.low,
+        vmax=scale.high,
+        aspect="auto",
+        extent=(-0.5, n_features - 0.5, n_tokens - 0.5, -0.5),
+        interpolation="nearest",
+    )
+    _label(axes, found.space, labels, height, chosen)
+    has_bad = not bool(drawn.isfinite().all())
+    sheet.bar(left, height + 0.6, scale, "value", has_bad=has_bad)
+    return sheet.figure
+
+
+def _label(
+    axes: Axes, space: str, labels: list[str] | None, height: float, chosen: list[int]
+) -> None:
+    axes.tick_params(labelsize=SMALL, length=2)
+    if labels is not None:
+        step = max(1, math.ceil(len(labels) * 0.125 / height))
+        axes.set_yticks(range(0, len(labels), step), labels[::step], fontsize=SMALL, **PLAIN)
+    else:
+        place = "token" if len(space) == 1 else f"place ({' x '.join(space)}, row by row)"
+        axes.set_ylabel(place, fontsize=TEXT, **PLAIN)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    n = len(chosen)
+    is_whole = chosen == list(range(n))
+    axes.set_xlabel("feature" if is_whole else "feature, in this order", fontsize=TEXT, **PLAIN)
+    if not is_whole:
+        step = max(1, math.ceil(n / 16))
+        axes.set_xticks(range(0, n, step), [str(k) for k in chosen[::step]])
+    tidy(axes, ())
+
+
+def _printable(text: str) -> str:
+    """A token as it can be seen: spaces and line breaks shown, long ones cut."""
+    seen = text.replace(" ", "␣") if text != text.strip() else text
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in seen)
+    return short(shown, _LONGEST) or "''"

@@ -1,0 +1,296 @@
+"""Values of a recording, as what can be drawn. Imports recordings, statistics, engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Site, tree
+from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
+from hookline.recordings import PassRecord, Recording
+from hookline.views.statistics import main_tensor
+from hookline.views.units import plural
+
+Source = Recording | PassRecord
+
+_LETTERS = "NCTLDHW"
+_USUAL = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
+
+
+@final
+@dataclass(frozen=True)
+class Value:
+    """A tensor of a recording, and what it is called.
+
+    Args:
+        label: the site as it is looked up, with the leaf of the tensor that was taken.
+        module_type: the class of the site's module; empty if unknown.
+        tensor: the tensor.
+        where: the pass, where the recording has several: `pass 1`.
+    """
+
+    label: str
+    module_type: str
+    tensor: Tensor
+    where: str = ""
+
+    @property
+    def title(self) -> str:
+        """The site and its type: `layer1.0.conv1 (Conv2d)`."""
+        return f"{self.label} ({self.module_type})" if self.module_type else self.label
+
+    @property
+    def form(self) -> str:
+        """Its shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{tree.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
+
+
+@final
+@dataclass(frozen=True)
+class Skipped:
+    """A value that cannot be drawn, and why."""
+
+    label: str
+    why: str
+
+
+@final
+@dataclass(frozen=True)
+class Arranged:
+    """One sample of a value, its channels first.
+
+    Args:
+        data: shape `(channels, *space)`, of float32 or float64, on the CPU.
+        space: the letters of the other dimensions.
+        text: how the value was read: `read as NCHW, sample 0 of 8`.
+    """
+
+    data: Tensor
+    space: str
+    text: str
+
+
+def look_up(source: Source, key: str | Site) -> Value:
+    """The one value of a site, with the recording's own errors where there are none or several.
+
+    Raises:
+        InputError: it holds no tensor.
+    """
+    value = source[key]
+    where = ""
+    if isinstance(source, PassRecord):
+        where = f"pass {source.number}"
+    elif len(source.passes) > 1:
+        where = f"pass {next(one.number for one in source.passes if key in one)}"
+    site = key if isinstance(key, Site) else None
+    module_type = (site.module_type if site else "") or _type_of(source, str(key))
+    return _valued(str(key), module_type, value, where)
+
+
+def one_pass(source: Source) -> PassRecord:
+    """The pass that is meant: the only one, if it is not named.
+
+    Raises:
+        NotRecordedError: the model has not run. InputError: there are several passes.
+    """
+    if isinstance(source, PassRecord):
+        return source
+    filled = [one for one in source.passes if len(one)]
+    if not filled:
+        raise NotRecordedError(
+            "this recording holds no values: the model has not run.\nprint(run.report()) says more."
+        )
+    if len(filled) > 1:
+        raise InputError(
+            f"the recording has {len(filled)} passes, and this figure shows one."
+            f"\nGive it one of them: run.passes[{filled[0].number}]."
+        )
+    return filled[0]
+
+
+def walk(one: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
+    """Every value of a pass under the key that it is looked up with, in the order of firing."""
+    runs = one.backwards if len(one.backwards) > 1 else []
+    for (site, call), key in zip(one.fired(), one.order, strict=True):
+        if not (runs and site.is_gradient):
+            yield key, _read(one, key, site, call)
+    for number, run in enumerate(runs):
+        for (site, call), key in zip(run.fired(), run.order, strict=True):
+            label = f"{key}, backward {number}"
+            found = _read(run, key, site, call)
+            yield label, replace(found, label=label)
+
+
+def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
+    """The values to draw and those that cannot be: all of a pass, or those of the named sites.
+
+    Raises:
+        NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of a named site.
+        InputError: no value can be drawn.
+    """
+    if sites is not None:
+        keys = [sites] if isinstance(sites, str | Site) else list(sites)
+        found: list[Value | Skipped] = [look_up(source, key) for key in keys]
+    else:
+        found = [value for _, value in walk(one_pass(source))]
+    values = [value for value in found if isinstance(value, Value)]
+    skipped = [value for value in found if isinstance(value, Skipped)]
+    if not values:
+        why = f" ({skipped[0].label}: {skipped[0].why})" if skipped else ""
+        raise InputError(f"there is no value that can be drawn{why}.\nRecord sites with tensors.")
+    return values, skipped
+
+
+def not_drawn(skipped: list[Skipped]) -> str:
+    """What a figure says about the values that are not in it; empty if all are."""
+    if not skipped:
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for one in skipped:
+        reasons.setdefault(one.why, []).append(one.label)
+    texts = [
+        f"{plural(len(labels), 'value')} {why} ({labels[0]}{', …' if len(labels) > 1 else ''})"
+        for why, labels in reasons.items()
+    ]
+    return "not drawn: " + "; ".join(texts)
+
+
+def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> Arranged:
+    """One sample of a value with its channels first.
+
+    Args:
+        value: the value.
+        layout: one letter a dimension: N sample, C channel, T or L place in a sequence, D H W.
+        sample: which sample is taken.
+        usual: the layout of a value of as many dimensions, where it differs from the usual one.
+
+    Raises:
+        InputError: the layout does not fit, there is no such sample, or the tensor is empty,
+            sparse, nested or without data.
+    """
+    tensor = drawable(value)
+    letters = layout or _guess(value, usual)
+    _check_layout(value, letters)
+    text = f"read as {letters}"
+    if "N" in letters:
+        at = letters.index("N")
+        n_samples = tensor.shape[at]
+        if not -n_samples <= sample < n_samples:
+            raise InputError(
+                f"{value.label} has no sample {sample}: it holds {n_samples}"
+                f" (0 to {n_samples - 1}).\nGive sample=0."
+            )
+        tensor = tensor.select(at, sample)
+        text += f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
+    space = letters.replace("N", "")
+    tensor = tensor.movedim(space.index("C"), 0)
+    space = space.replace("C", "")
+    while len(space) > 2:  # of a volume, the slice in its middle
+        middle = tensor.shape[1] // 2
+        text += f", slice {space[0]} = {middle} of {tensor.shape[1]}"
+        tensor, space = tensor.select(1, middle), space[1:]
+    if letters == "NCHW" and layout is None and value.tensor.dim() == 4:
+        _, first, second, last = value.tensor.shape
+        if first == second != last:
+            text += "; if its channels are last, layout='NHWC'"
+    return Arranged(_plain(tensor), space, text)
+
+
+def drawable(value: Value) -> Tensor:
+    """The value's tensor, detached, if it is a plain one with data.
+
+    Raises:
+        InputError: it is empty, sparse, nested, or without data.
+    """
+    tensor = value.tensor.detach()
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        how = "to_padded_tensor(0.0)" if tensor.is_nested else "to_dense()"
+        raise InputError(
+            f"{value.label} is a {kind} tensor, which has no maps to draw."
+            f"\nRecord it plain: hl.record(model, ..., keep=lambda t: t.{how})."
+        )
+    if tensor.is_meta:
+        raise InputError(f"{value.label} is on the meta device: it has a shape and no numbers.")
+    if not tensor.numel():
+        raise InputError(f"{value.label} is empty: its shape is {tree.shape(tensor)}.")
+    if not tensor.dim():
+        raise InputError(
+            f"{value.label} is a single number, {tensor.item()}.\nhl.plots.statistics draws numbers"
+            " over passes."
+        )
+    return tensor.dequantize() if tensor.is_quantized else tensor
+
+
+def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
+    tensor = main_tensor(value)
+    if tensor is None:
+        raise InputError(
+            f"{label} holds no tensor that can be drawn: it is {tree.describe(value)}."
+            "\nName a site that does, or a leaf of it."
+        )
+    if not isinstance(value, Tensor):
+        leaf = next(leaf for leaf, part in tree.tensors(value) if part is tensor)
+        # A leaf goes behind the port, and before the call.
+        head, sign, call = label.rpartition("#") if re.search(r"#\d+$", label) else (label, "", "")
+        head += "" if ":" in head else ":output"
+        label = f"{head}{tree.leaf_text(leaf)}{sign}{call}"
+    return Value(label, module_type, tensor, where)
+
+
+def _read(one: PassRecord, key: str, site: Site, call: int) -> Value | Skipped:
+    try:
+        value = one[site if site.call is not None else replace(site, call=call)]
+        return _valued(key, site.module_type, value, "")
+    except OverwrittenError:
+        return Skipped(key, "overwritten in place after recording, for want of copy=True")
+    except InputError:
+        return Skipped(key, "without a tensor")
+
+
+def _type_of(source: Source, key: str) -> str:
+    sites = source.sites if isinstance(source, Recording) else [site for site, _ in source.fired()]
+    path = re.split(r"[:#\[]", key)[0]
+    return next((site.module_type for site in sites if path in (site.path, *site.aliases)), "")
+
+
+def _guess(value: Value, usual: str) -> str:
+    n_dims = value.tensor.dim()
+    if len(usual) == n_dims:
+        return usual
+    if n_dims == 3 and value.module_type.endswith("1d"):
+        return "NCL"
+    return _USUAL.get(n_dims, "?" * n_dims)
+
+
+def _check_layout(value: Value, letters: str) -> None:
+    is_sound = (
+        len(letters) == value.tensor.dim()
+        and len(set(letters)) == len(letters)
+        and set(letters) <= set(_LETTERS)
+        and "C" in letters
+    )
+    if not is_sound:
+        n_dims = value.tensor.dim()
+        asked = "needs a layout" if "?" in letters else f"cannot be read as {letters!r}"
+        raise InputError(
+            f"{value.label} {asked}: its shape is {tree.shape(value.tensor)}."
+            f"\nGive layout= with one letter for each of its {n_dims} dimensions, C among them:"
+            " N sample, C channel, T or L place in a sequence, D H W."
+        )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Real numbers of at least float32, on the CPU; of complex ones the magnitude."""
+    tensor = tensor.cpu()
+    if tensor.is_complex():
+        return tensor.abs()
+    if tensor.dtype in (torch.float64, torch.int64, torch.int32):
+        return tensor.resolve_neg().double()
+    return tensor.resolve_neg().float()

@@ -1,0 +1,173 @@
+"""A recording drawn in a terminal: a histogram for each site, and small maps. Imports plots, rich.
+
+Needs rich alone: no matplotlib. Where the terminal has no colours, or the output is a file, maps
+are drawn in shades of dots.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+import numpy as np
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from hookline.engine.errors import InputError
+from hookline.recordings import PassRecord, Recording
+from hookline.views.colours import BLUE_RED, VIRIDIS, colour
+from hookline.views.plots.reducing import Array, histogram, short, smaller, some_of
+from hookline.views.plots.values import Value, arrange, chosen_values, drawable, not_drawn
+from hookline.views.units import measure, share
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_SHADES = " ░▒▓█"
+_BINS = 32
+_SIDE = 24  # cells, of a map
+_MOST_MAPS = 3
+_MOST_SITES = 200
+_BAD = (213, 94, 0)
+
+
+def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
+    """Draw a recording for a terminal: a histogram for each site, then the maps of a few.
+
+        >>> import hookline as hl
+        >>> model = nn.Conv2d(1, 4, 3)
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.rand(1, 1, 16, 16))
+        >>> shown = terminal_plots(run)
+
+    The height of a bar is the logarithm of a count; the axis goes from the least value to the
+    greatest. Maps are the first channels of the first sample at the first, the middle and the last
+    site that has some, each on its own scale.
+
+    Args:
+        recording: a recording of one pass, or a pass.
+
+    Returns:
+        A renderable: print it with `rich.console.Console().print`.
+
+    Raises:
+        InputError: there is nothing to draw, or several passes.
+    """
+    values, skipped = chosen_values(recording, None)
+    parts: list[RenderableType] = [_table(values[:_MOST_SITES])]
+    if len(values) > _MOST_SITES:
+        parts.append(Text(f"… and {len(values) - _MOST_SITES} more sites"))
+    if skipped:
+        parts.append(Text(not_drawn(skipped), style="yellow"))
+    with_maps = [value for value in values if _has_maps(value)]
+    for value in some_of(with_maps, _MOST_MAPS):
+        parts += [Text(), _maps(value)]
+    return Group(*parts)
+
+
+def spark(counts: Array) -> str:
+    """Counts as bars of a line of text, on a logarithmic scale.
+
+    >>> spark(np.array([0, 1, 10, 1000]))
+    ' ▁▃█'
+    """
+    heights = np.log1p(np.asarray(counts, float))
+    top = heights.max() or 1.0
+    return "".join(_BARS[math.ceil(h / top * (len(_BARS) - 1))] for h in heights)
+
+
+@final
+class Maps:
+    """Maps side by side, as many as fit; each character holds two cells, one above the other.
+
+    Args:
+        title: what they are.
+        maps: shape `(n, height, width)`.
+    """
+
+    def __init__(self, title: str, maps: Array) -> None:
+        self._title = title
+        self._maps = maps
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        n, height, width = self._maps.shape
+        fit = min(n, max(1, (options.max_width + 1) // (width + 1)))
+        yield Text(f"{self._title}, the first {fit}", style="bold")
+        has_colours = console.color_system is not None
+        signed = bool((self._maps < 0).any() and (self._maps > 0).any())
+        shares = [_shares(one, signed) for one in self._maps[:fit]]
+        anchors = BLUE_RED if signed else VIRIDIS
+        for row in range(0, height, 2):
+            for k, one in enumerate(shares):
+                lower = one[row + 1] if row + 1 < height else one[row] * math.nan
+                pairs = list(zip(one[row], lower, strict=True))
+                if has_colours:
+                    is_last = row + 1 >= height
+                    yield from (Segment("▀", _style(*pair, anchors, is_last)) for pair in pairs)
+                else:
+                    yield Segment("".join(_shade(upper, low) for upper, low in pairs))
+                yield Segment(" " if k < fit - 1 else "")
+            yield Segment.line()
+
+
+def _table(values: list[Value]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in ("site", "histogram, log counts", "least", "greatest", "mean", "zeros", ""):
+        is_number = name in ("least", "greatest", "mean", "zeros")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for value in values:
+        counts, _, found = histogram(value.tensor, _BINS)
+        bad = f"{found.non_finite:,} NaN or infinite" if found.non_finite else ""
+        table.add_row(
+            Text(short(value.label or "(root)", 48)),
+            Text(spark(counts), style="cyan"),
+            *(Text(measure(number)) for number in (found.min, found.max, found.mean)),
+            Text(share(found.zeros)),
+            Text(bad, style="bold red"),
+        )
+    return table
+
+
+def _has_maps(value: Value) -> bool:
+    try:
+        tensor = drawable(value)
+    except InputError:
+        return False
+    return tensor.dim() == 4 and min(tensor.shape[2:]) >= 4
+
+
+def _maps(value: Value) -> Maps:
+    found = arrange(value, None, 0)
+    drawn = smaller(found.data[:16], _SIDE).numpy()
+    form = "x".join(map(str, found.data.shape[1:]))
+    return Maps(f"{value.label}: {found.data.shape[0]} channels of {form}", drawn)
+
+
+def _shares(numbers: Array, signed: bool) -> Array:
+    """Numbers as places from 0 to 1 of a map of colours; NaN stays."""
+    finite = numbers[np.isfinite(numbers)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    if signed:
+        high = max(abs(low), abs(high))
+        low = -high
+    span = (high - low) or 1.0
+    held: Any = np.where(np.isfinite(numbers), numbers, np.nan)
+    shares: Array = (held - low) / span
+    return shares
+
+
+def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
+    """The upper half of a block in one colour, the lower half in another."""
+    front = _BAD if math.isnan(upper) else colour(upper, anchors)
+    back = _BAD if math.isnan(lower) else colour(lower, anchors)
+    names = [f"rgb({rgb[0]},{rgb[1]},{rgb[2]})" for rgb in (front, back)]
+    return Style(color=names[0], bgcolor=None if is_last else names[1])
+
+
+def _shade(upper: float, lower: float) -> str:
+    if math.isnan(upper):
+        return "?"
+    mean = upper if math.isnan(lower) else (upper + lower) / 2
+    return _SHADES[min(int(mean * len(_SHADES)), len(_SHADES) - 1)]

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import hookline as hl
+from hookline.views import terminal_plots
+from hookline.views.colours import BLUE_RED, VIRIDIS, colour
+from hookline.views.terminal_plots import spark
+
+
+def printed(run, width=120, **options) -> str:
+    console = Console(file=io.StringIO(), width=width, **options)
+    console.print(terminal_plots(run))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def ramp():
+    """A model that lets through maps that rise from 0 to 1 along each row."""
+    model = nn.Identity()
+    with hl.record(model) as run:
+        model(torch.linspace(0, 1, 4).expand(1, 2, 4, 4).clone())
+    return run
+
+
+def test_the_bars_are_the_histogram_of_all_elements():
+    model = nn.Identity()
+    value = torch.cat([torch.zeros(1000), torch.ones(10), torch.full((1,), 2.0)])
+    with hl.record(model) as run:
+        model(value)
+    counts, _ = np.histogram(value.numpy(), 32)
+    row = next(line for line in printed(run).splitlines() if line.startswith(":output"))
+    assert spark(counts) in row
+    assert row.split()[-3:] == ["0.01187", "98.9", "%"]
+    assert (spark(counts)[0], spark(counts)[1], len(spark(counts))) == ("█", " ", 32)
+
+
+def test_without_colours_maps_are_shades(ramp):
+    text = printed(ramp, color_system=None)
+    assert ":output: 2 channels of 4x4, the first 2" in text
+    assert text.splitlines()[-2:] == [" ░▓█  ░▓█"] * 2
+
+
+def test_with_colours_each_character_is_two_cells(ramp):
+    text = printed(ramp, color_system="truecolor", force_terminal=True)
+    assert text.count("▀") == 2 * 2 * 4
+    for share in (0, 1 / 3, 2 / 3, 1):
+        red, green, blue = colour(share, VIRIDIS)
+        cell = f"38;2;{red};{green};{blue};48;2;{red};{green};{blue}m▀"
+        assert text.count(cell) == 4
+
+
+def test_signed_maps_are_white_at_zero():
+    model = nn.Identity()
+    with hl.record(model) as run:
+        model(torch.tensor([-1.0, 0.0, 2.0, 0.0]).expand(1, 1, 4, 4).clone())
+    text = printed(run, color_system="truecolor", force_terminal=True)
+    assert "38;2;247;247;247" in text
+    assert "38;2;{};{};{}".format(*BLUE_RED[-1]) in text
+
+
+def test_nan_is_counted_and_has_its_own_colour(ramp):
+    model = nn.Identity()
+    value = torch.rand(1, 1, 4, 4)
+    value[0, 0, 0, 0] = math.nan
+    with hl.record(model) as run:
+        model(value)
+    assert "1 NaN or infinite" in printed(run)
+    assert "38;2;213;94;0" in printed(run, color_system="truecolor", force_terminal=True)
+    assert "?" in printed(run, color_system=None)
+
+
+def test_as_many_maps_as_fit_are_drawn():
+    model = nn.Identity()
+    with hl.record(model) as run:
+        model(torch.rand(1, 9, 20, 20))
+    text = printed(run, width=80)
+    assert "9 channels of 20x20, the first 3" in text
+    assert max(map(len, text.splitlines()[-10:])) <= 80
+
+
+def test_names_are_no_markup_and_overwritten_values_are_said(net, image):
+    model = nn.Sequential()
+    model.add_module("[bold]x", nn.Linear(2, 2))
+    with hl.record(model) as run:
+        model(torch.ones(1, 2))
+    assert "[bold]x" in printed(run)
+    with torch.no_grad(), hl.record(net) as run:
+        net(image)
+    assert "not drawn: 4 values overwritten in place" in printed(run)
+
+
+def test_matplotlib_is_not_needed(ramp, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert ":output" in printed(ramp)
