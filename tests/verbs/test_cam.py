@@ -190,7 +190,8 @@ class Answers(nn.Module):
         self.wrap = wrap
 
     def forward(self, x, scale=None):
-        return self.wrap(self.net(x))
+        y = self.net(x)
+        return self.wrap(y if scale is None else y * scale[:, None])
 
 
 class Output:
@@ -210,13 +211,21 @@ def test_the_scores_are_found_in_any_output(small, x, wrap):
 
 
 def test_inputs_are_a_tensor_a_tuple_or_names(small, x):
-    model = Answers(small, Output)
+    model, scale = Answers(small, Output), torch.tensor([1.0, 2.0, 3.0])
     expected = hl.cam(small, x, "bn")
-    for inputs in ((x, 2.0), {"x": x, "scale": torch.ones(3)}):
-        for method in ("gradcam", "scorecam"):
-            found = hl.cam(model, inputs, "net.bn", method=method)
-            if method == "gradcam":
-                assert torch.equal(found.maps, expected.maps)
+    for inputs in ((x,), (x, scale), {"x": x, "scale": scale}):
+        found = hl.cam(model, inputs, "net.bn")
+        torch.testing.assert_close(found.maps, expected.maps)
+
+
+def test_what_goes_with_an_image_goes_with_its_masked_versions(small, x):
+    model, scale = Answers(small, Output), torch.tensor([1.0, 20.0, 300.0])
+    together = hl.cam(model, (x, scale), "net.bn", method="scorecam", batch_size=4)
+    for k in range(3):
+        alone = hl.cam(model, (x[[k]], scale[[k]]), "net.bn", method="scorecam")
+        torch.testing.assert_close(together.maps[k], alone.maps[0])
+    plain = hl.cam(small, x, "bn", method="scorecam")
+    assert not torch.allclose(together.maps[2], plain.maps[2])
 
 
 def test_images_of_a_batch_do_not_depend_on_one_another(small, x):

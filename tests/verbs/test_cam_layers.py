@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from PIL import Image
 from skimage import data
 from torch import nn
@@ -244,3 +245,24 @@ def test_a_compiled_model_gives_the_same_map(how, x):
             torch.testing.assert_close(found.maps, expected.maps)
     torch.testing.assert_close(compiled(x), model(x))
     torch.compiler.reset()
+
+
+def test_a_checkpointed_layer_gives_the_same_map():
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3))
+
+    class Net(nn.Module):
+        def __init__(self, run):
+            super().__init__()
+            self.inner, self.run = inner, run
+
+        def forward(self, x):
+            return self.run(self.inner, x).square().mean((2, 3))
+
+    x = torch.randn(2, 3, 12, 12)
+    plain = Net(lambda layer, x: layer(x))
+    again = Net(lambda layer, x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
+    for layer in (None, "inner.0"):
+        expected, found = hl.cam(plain, x, layer, 1), hl.cam(again, x, layer, 1)
+        assert found.layers == expected.layers
+        assert torch.equal(found.maps, expected.maps)

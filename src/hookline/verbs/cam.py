@@ -163,7 +163,7 @@ class _Camera:
             targets=(None,) * self._n if classes is None else tuple(classes.tolist()),
             scores=shot.scores,
             raw=raw,
-            images=self._images.detach(),
+            images=self._images.detach().clone(),
         )
 
     # -- running ---------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class _Camera:
         """The score of one image, masked by each channel: shape `(channels,)`."""
         scores = []
         for some in torch.split(channels, batch_size):
-            masks = scaled(self._enlarged(some[:, None])[:, 0])[:, None].to(self._images.dtype)
+            masks = scaled(self._enlarged(some[:, None])[:, 0])[:, None].to(self._images)
             output = self._run(self._images[image] * masks, slice(image, image + 1))
             one = aim.scores(output, len(masks), image)
             if one.dim() == 0 and len(masks) > 1:
