@@ -205,6 +205,18 @@ def test_frozen_layers():
     assert flowing == ["body.weight", "body.bias", "head.weight", "head.bias"]
 
 
+def test_class_map():
+    out = run("class_map")
+    assert out.startswith("ClassMaps of 8 images 8 x 8, by layercam at block2: classes 0, 1, 2, 3,")
+    pictures = re.findall(r"^  (.{16})    (.{16})$", out, re.M)
+    assert len(pictures) == 16
+    assert "@@" in "".join(map_ for _, map_ in pictures[:8])  # the highest place of each map is 1
+    (whole,) = numbers("mean score N", out)
+    (pointed,) = numbers("points at N", out)
+    (at_random,) = numbers("20 times N", out)
+    assert whole - pointed > 1.2 * (whole - at_random) > 0
+
+
 def test_the_table_names_every_script_once():
     listed = re.findall(
         r"^\| \[(\w+)\.py\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text(), re.M

@@ -8,16 +8,18 @@ import hookline as hl
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
-    "inventory", "open", "plots", "record", "select", "summary", "watch",
+    "SiteError", "StructureError", "Summary", "attach", "cam", "clip", "edit", "edits",
+    "features", "inventory", "open", "plots", "record", "select", "summary", "watch",
 ]
 # fmt: on
 
 SIGNATURES = {
     "attach": "(model=None)",
+    "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
+    " batch_size=32)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', **others)",
     "edit": "(model, selector, change, *, ports='output')",
@@ -29,6 +31,8 @@ SIGNATURES = {
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
     "watch": "(model, selector=None, *, ports=None, file=None)",
+    "ClassMaps.overlay": "(self, image=None, alpha=0.5)",
+    "ClassMaps.save": "(self, path, image=None, alpha=0.5)",
     "Line.remove": "(self)",
     "Line.report": "(self)",
     "RawLine.forward": "(self, selector, hook, *, with_kwargs=False, prepend=False,"
@@ -88,8 +92,8 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "clip", "edit", "features", "inventory", "open", "record", "select",
-                 "summary", "watch"):  # fmt: skip
+    for name in ("attach", "cam", "clip", "edit", "features", "inventory", "open", "record",
+                 "select", "summary", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {

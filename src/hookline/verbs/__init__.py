@@ -2,6 +2,8 @@
 
 from hookline.verbs import edits as edits
 from hookline.verbs.calling import Inputs as Inputs
+from hookline.verbs.cam import cam as cam
+from hookline.verbs.class_maps import ClassMaps as ClassMaps
 from hookline.verbs.clip import ClipLine as ClipLine
 from hookline.verbs.clip import ClipReport as ClipReport
 from hookline.verbs.clip import clip as clip
@@ -15,6 +17,6 @@ from hookline.verbs.watch import Watch as Watch
 from hookline.verbs.watch import watch as watch
 
 __all__ = [
-    "ClipLine", "ClipReport", "Inputs", "RecordLine", "Summary", "Watch", "clip", "edit", "edits",
-    "features", "record", "summary", "watch",
+    "ClassMaps", "ClipLine", "ClipReport", "Inputs", "RecordLine", "Summary", "Watch", "cam",
+    "clip", "edit", "edits", "features", "record", "summary", "watch",
 ]  # fmt: skip

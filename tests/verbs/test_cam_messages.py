@@ -1,0 +1,194 @@
+"""What cam says of what it cannot map: each message names the thing and says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.models import load_demo_digits, load_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("demo:digits").model
+
+
+@pytest.fixture(scope="module")
+def x():
+    return load_demo_digits()[0]
+
+
+def said(error, action) -> str:
+    with pytest.raises(error) as caught:
+        action()
+    message = str(caught.value)
+    assert 2 <= len(message.splitlines()) <= 3
+    return message
+
+
+def test_a_method_that_there_is_not(model, x):
+    assert said(hl.InputError, lambda: hl.cam(model, x, method="Grad-CAM")) == (
+        "method='Grad-CAM' is none. Did you mean 'gradcam' or 'gradcam++'?"
+        "\nThe methods: gradcam, gradcam++, layercam, hirescam, eigencam, scorecam."
+    )
+    assert "'scorecam' or" in said(hl.InputError, lambda: hl.cam(model, x, method="score_cam"))
+    assert "is none.\n" in said(hl.InputError, lambda: hl.cam(model, x, method=3))
+
+
+def test_a_layer_without_maps(model, x):
+    assert said(hl.SelectionError, lambda: hl.cam(model, x, ["block3", "pool2"])) == (
+        "pool2 (AdaptiveAvgPool2d) returns Tensor[8, 40, 1, 1]: no maps of 8 images of 8 x 8."
+        "\nName a layer that returns (batch, channels, height, width), or give reshape=, from its"
+        " output to that; without layer= the last one is found."
+    )
+    assert "'block3'" in said(hl.SelectionError, lambda: hl.cam(model, x, "blok3"))
+    assert said(hl.SelectionError, lambda: hl.cam(model, x, "block3:input")) == (
+        "a class map is made of what a layer returns, and block3:input is its input."
+        "\nName the layer alone: 'block3'."
+    )
+
+
+def test_a_model_without_maps(x):
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    assert said(hl.SelectionError, lambda: hl.cam(flat, x)) == (
+        "no layer of Sequential returns maps of its 8 x 8 images: (batch, channels, height, width),"
+        " channels last, or tokens of square patches."
+        "\nName one with layer=, and with reshape= a function from its output to such maps."
+    )
+
+
+def test_a_reshape_that_gives_no_maps(model, x):
+    message = said(hl.InputError, lambda: hl.cam(model, x, reshape=lambda t: t.flatten(2)))
+    assert message == (
+        "reshape= got Tensor[8, 40, 4, 4] from block3, and returned Tensor[8, 40, 16]: no maps."
+        "\nReturn a tensor of shape (8, channels, height, width)."
+    )
+    assert "no function" in said(hl.InputError, lambda: hl.cam(model, x, reshape=3))
+
+
+@pytest.mark.parametrize("method", ["gradcam", "eigencam", "scorecam"])
+@pytest.mark.parametrize("target", [10, -1, [0, 1, 2, 3, 4, 5, 6, 10]])
+def test_a_class_out_of_range(model, x, target, method):
+    message = said(hl.InputError, lambda: hl.cam(model, x, target=target, method=method))
+    wrong = target if isinstance(target, int) else 10
+    assert message == (
+        f"target={wrong} is no class of this model: it has 10, from 0 to 9."
+        "\nGive one of these, or None for each image's highest."
+    )
+
+
+@pytest.mark.parametrize("target", [[1, 2], torch.tensor([3]), []])
+def test_classes_that_are_not_one_for_each_image(model, x, target):
+    assert said(hl.InputError, lambda: hl.cam(model, x, target=target)) == (
+        f"target= names {len(target)} classes, and there are 8 images."
+        "\nGive one class for each image, or a single number for all."
+    )
+
+
+@pytest.mark.parametrize("target", ["cat", True, 1.5, [1.0] * 8, torch.ones(8)])
+def test_a_target_that_is_no_class(model, x, target):
+    assert "is no class.\nGive" in said(hl.InputError, lambda: hl.cam(model, x, target=target))
+
+
+def test_a_function_that_returns_something_else(model, x):
+    for function, text in (
+        (lambda out: out, "Tensor[8, 10]"),
+        (lambda out: out.argmax(1), "Tensor[8]"),
+        (lambda out: 3, "3"),
+    ):
+        message = said(hl.InputError, lambda f=function: hl.cam(model, x, target=f))
+        assert message == (
+            f"target= got the model's output, Tensor[8, 10], and returned {text}."
+            "\nReturn one floating number for each image, shape (8,), or a single one, shape ()."
+        )
+    total = lambda out: out[:, 0].sum()  # noqa: E731
+    message = said(hl.InputError, lambda: hl.cam(model, x, target=total, method="scorecam"))
+    assert "scorecam needs the score of each masked image" in message
+    one = hl.cam(model, x, target=total, method="scorecam", batch_size=1)
+    together = hl.cam(model, x, target=0, method="scorecam")
+    torch.testing.assert_close(one.maps, together.maps, atol=1e-5, rtol=0)
+    assert "batch_size=0" in said(
+        hl.InputError, lambda: hl.cam(model, x, method="scorecam", batch_size=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "remedy"),
+    [
+        (torch.zeros(1, 8, 8), "Of a single image make a batch: x[None]."),
+        (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), "Prepare the images as in training"),
+        (torch.zeros(2, 64), "Give the images as the model wants them"),
+        (torch.zeros(0, 1, 8, 8), "Give the images as the model wants them"),
+        ("cat.png", "Give the images as the model wants them"),
+    ],
+)
+def test_inputs_without_images(model, inputs, remedy):
+    message = said(hl.InputError, lambda: hl.cam(model, inputs))
+    assert message.startswith("cam needs images, a floating tensor of shape (batch, channels,")
+    assert f"\n{remedy}" in message
+
+
+class Net(nn.Module):
+    def __init__(self, answer):
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(1, 3, 3), nn.Conv2d(1, 3, 3)
+        self.answer = answer
+
+    def forward(self, x):
+        return self.answer(self.conv(x), self.other(x).mean((2, 3)))
+
+
+def test_an_output_without_class_scores(x):
+    boxes = Net(lambda maps, other: {"boxes": maps})
+    assert said(hl.InputError, lambda: hl.cam(boxes, x)) == (
+        "the model returns dict(boxes=Tensor[8, 3, 6, 6]), in which there are no class scores of"
+        " shape (batch, classes).\nGive a function of its output that returns one number for each"
+        " image: target=lambda out: ..."
+    )
+    found = hl.cam(boxes, x, "conv", lambda out: out["boxes"].square().sum((1, 2, 3)))
+    assert found.scores.shape == (8,)
+    eigen = hl.cam(boxes, x, "conv", method="eigencam")  # needs no class
+    assert eigen.targets == (None,) * 8
+    assert eigen.scores is None
+
+
+def test_a_score_without_a_gradient(x):
+    detached = Net(lambda maps, other: maps.mean((2, 3)).detach())
+    assert said(hl.InputError, lambda: hl.cam(detached, x, "conv")).startswith(
+        "the score has no gradient: the model, or target=, runs under no_grad() or detaches it."
+    )
+    cut = Net(lambda maps, other: maps.mean((2, 3)).detach() + other)
+    assert said(hl.InputError, lambda: hl.cam(cut, x, "conv")).startswith(
+        "no gradient of the score came back to conv: the score does not depend on it, or a detach()"
+    )
+
+
+def test_numbers_that_are_not_finite(x):
+    bad = Net(lambda maps, other: maps.mean((2, 3)) * float("nan"))
+    assert "the score is not finite" in said(hl.InputError, lambda: hl.cam(bad, x, "conv"))
+    hidden = Net(lambda maps, other: (maps * 1e38 * 1e38).clamp(-1, 1).mean((2, 3)))
+    with pytest.raises(hl.InputError, match="the map at conv is not finite"):
+        hl.cam(hidden, x, "conv", 0, reshape=lambda t: t * float("inf"))
+
+
+def test_a_map_of_nothing_is_warned_of(x):
+    against = Net(lambda maps, other: -maps.square().mean((2, 3)))
+    with pytest.warns(hl.HooklineWarning, match="hirescam at conv finds nothing that speaks for"):
+        found = hl.cam(against, x, "conv", 0, method="hirescam")
+    assert found.maps.abs().max() == 0
+    with pytest.warns(hl.HooklineWarning, match="all that is there speaks against it"):
+        hl.cam(against, x, "conv", 0, method="hirescam")
+    none = Net(lambda maps, other: maps.mean((2, 3)) * 0)
+    with pytest.warns(hl.HooklineWarning, match="nothing of it reaches the score"):
+        hl.cam(none, x, "conv", 0)
+
+
+def test_models_in_which_no_hook_fires(model, x):
+    traced = torch.jit.trace(model, x)
+    assert "scripted or traced" in said(hl.AttachError, lambda: hl.cam(traced, x))
+    with pytest.raises(hl.AttachError, match=r"needs a model \(an nn.Module\), got function"):
+        hl.cam(lambda x: x, x)
+    lazy = nn.Sequential(nn.LazyConv2d(3, 3), nn.Flatten())
+    assert "lazy" in said(hl.InputError, lambda: hl.cam(lazy, x))
