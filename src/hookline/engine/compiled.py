@@ -113,29 +113,38 @@ class Compiled:
         self.is_on = False
 
 
+# Guards look at hooks; and what a hook keeps in a checkpointed stretch is kept in its first run.
+_SETTINGS = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+}
+
+
 @final
 class _Guards:
-    """Dynamo's setting that has guards look at hooks; on while any line needs it."""
+    """Settings of dynamo's, as long as any line needs them."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holders: set[int] = set()
-        self._before: Any = None
+        self._before: dict[str, Any] = {}
 
     def hold(self, holder: object) -> None:
         with self._lock:
             config = dynamo_config()
             if not self._holders:
-                self._before = config.skip_nnmodule_hook_guards
+                self._before = {name: getattr(config, name) for name in _SETTINGS}
             self._holders.add(id(holder))
-            config.skip_nnmodule_hook_guards = False
+            for name, value in _SETTINGS.items():
+                setattr(config, name, value)
 
     def release(self, holder: object) -> None:
         with self._lock:
             if id(holder) not in self._holders:
                 return
             if len(self._holders) == 1:
-                dynamo_config().skip_nnmodule_hook_guards = self._before
+                for name, value in self._before.items():
+                    setattr(dynamo_config(), name, value)
             self._holders.discard(id(holder))
 
 

@@ -23,6 +23,7 @@ from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
+from hookline.engine.recompute import forget_checkpoints, watch_checkpoints
 from hookline.engine.report import Report, explain
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selection, Selector, check_ports, select_in
@@ -187,6 +188,7 @@ class Line:
             del self.taps[n_taps:]
             if not placed:
                 self._compiled.end()
+                forget_checkpoints(self.passes)
             raise
 
     def _start(self) -> None:
@@ -194,6 +196,7 @@ class Line:
         so that a selector that matches nothing leaves nothing behind."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        watch_checkpoints(self.passes)
         if self.is_everywhere and not self.passes.bound:
             self.passes.enter()  # with or without a block, it sees the context it was made in
         if self.root is not None and not len(self._placements):
@@ -244,6 +247,7 @@ class Line:
     def _end(self) -> None:
         _take_off(self._placements, self._catch, self.taps)
         self._compiled.end()
+        forget_checkpoints(self.passes)
         try:
             if self._why is None:
                 self._why = self._explain()
@@ -308,6 +312,7 @@ def _dropped(
     had_hooks = len(placements) > 0 or bool(catch.groups)
     _take_off(placements, catch, taps)
     compiled.end()
+    forget_checkpoints(passes)
     passes.leave()
     if had_hooks:
         warn(

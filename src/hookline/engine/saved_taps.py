@@ -16,7 +16,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from hookline.engine.errors import StructureError
-from hookline.engine.passes import Passes, call_frame, drop_dead
+from hookline.engine.passes import Pass, Passes, call_frame, drop_dead
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
@@ -46,12 +46,16 @@ class SavedTap(Tap):
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """The last forward-pre hook."""
-        if (self.lane.current or self._outside(module)) is None:
+        current = self.lane.current or self._outside(module)
+        if current is None:
             return
+        if current.stretch is not None:
+            current.stretch.changed(str(self.site), None, None)
         frames = self._pushed.frames
         for _ in range(drop_dead(frames)):
             pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(self.pack, self._unpacked)
+        is_for_nothing = current.again is not None and not current.again.has_gradients
+        push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
         frames.append(call_frame(sys._getframe(1)))
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -63,6 +67,10 @@ class SavedTap(Tap):
             frames.pop()
             pop_saved_tensors_hooks()
 
+    def _again(self, current: Pass) -> Pass:
+        # Where torch packs itself what is saved in the second run, it counts on the same as before.
+        return current
+
     def release(self) -> None:
         """The line ends: undo, in this thread, what is still pushed."""
         while self._pushed.frames:
@@ -72,6 +80,9 @@ class SavedTap(Tap):
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of a tensor, and what it has to become again."""
         self.fired += 1
+        return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
         try:
             return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
         except Exception as error:

@@ -115,7 +115,15 @@ class Tap:
         if self.passes is _INERT:
             discard_hooks_of(module, self, _is_inert)
             return None
-        return self.passes.outside()
+        current = self.passes.outside()
+        return current if current is None or current.again is None else self._again(current)
+
+    def _again(self, current: Pass) -> Pass | None:
+        """A checkpointed stretch is computed again: only what changes values has a part in it."""
+        if self.rank not in (Rank.EDIT, Rank.HOOK):
+            return None
+        self.fired -= 1  # it counted the first time
+        return current
 
     def _note(self, error: Exception) -> None:
         error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
@@ -266,7 +274,11 @@ class RawTap(Tap):
 
     def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
         result = self.function(*values)
-        return None if result is None else self.check(result, values)
+        if result is None:
+            return None
+        if current.stretch is not None:
+            current.stretch.changed(str(self.site), values[1:], result)
+        return self.check(result, values)
 
 
 def _at_leaf(see: See, site: Site) -> See:
@@ -286,7 +298,7 @@ def _at_call(see: See, call: int, tap: Tap) -> See:
         tap.ran = max(tap.ran, count + 1)
         if count == call:
             return see(current, value)
-        tap.fired -= 1
+        tap.fired -= current.again is None
         return None
 
     return at_call
