@@ -16,7 +16,8 @@ ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
     "errors", "torch_internals", "compile_internals", "checkpoint_internals", "tree", "site",
-    "modules", "globs", "select", "passes", "recompute", "arguments", "traced", "taps", "returns", "values", "flow", "graph_gradients",
+    "modules", "globs", "select", "passes", "recompute", "arguments", "traced", "taps", "returns",
+    "values", "flow", "graph_gradients",
     "gradient_tap", "gradient_taps", "backward_taps", "saved_taps", "placing", "compiled",
     "everywhere", "report", "inventory", "blame", "line",
     "hooks_on_modules", "hooks_on_tensors", "hooks_on_events", "attach", "__init__",

@@ -8,13 +8,8 @@ from io import StringIO
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import (
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
@@ -224,25 +219,28 @@ def test_an_edit_that_ended_before_backward_is_refused_where_it_mattered(way):
     loss.backward()
 
 
+def with_gradient_hooks(model):
+    got = []
+    with (
+        hl.edit(model, "**.up:grad_output", lambda g: g * 2),
+        hl.edit(model, "shared:grad_input", lambda g: g + 1),
+        hl.attach(model) as line,
+    ):
+        line.backward("shared.down", lambda m, gi, go: got.append((*gi, *go)))
+        line.backward_pre("**.up", lambda m, go: got.append(go))
+        line.accumulated("first.up.weight", lambda p: got.append((p.grad.clone(),)))
+        line.grad("first.down.bias", lambda g: got.append((g,)))
+        step(model)
+    return got
+
+
 @every_way
 @pytest.mark.cell("checkpointing", "edit gradients", "raw hooks")
 def test_gradients_are_changed_as_without_checkpointing(way):
     plain, model = Net(), Net(way)
-    seen = {}
-    for one in (plain, model):
-        got = seen[one] = []
-        with (
-            hl.edit(one, "**.up:grad_output", lambda g: g * 2),
-            hl.edit(one, "shared:grad_input", lambda g: g + 1),
-            hl.attach(one) as line,
-        ):
-            line.backward("shared.down", lambda m, gi, go: got.append((*gi, *go)))
-            line.backward_pre("**.up", lambda m, go: got.append(go))
-            line.accumulated("first.up.weight", lambda p: got.append((p.grad.clone(),)))
-            line.grad("first.down.bias", lambda g: got.append((g,)))
-            step(one)
-    assert len(seen[plain]) == len(seen[model]) == 7
-    for one, other in zip(seen[plain], seen[model], strict=True):
+    expected, found = with_gradient_hooks(plain), with_gradient_hooks(model)
+    assert len(expected) == len(found) == 7
+    for one, other in zip(expected, found, strict=True):
         assert all(map(torch.equal, one, other))
     assert_same(gradients(plain), gradients(model))
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing inside compiled code: the same records, gradients and edits as in eager."""
+"""Activation checkpointing inside compiled code: records, gradients and edits as in eager."""
 
 from __future__ import annotations
 

@@ -84,17 +84,16 @@ def test_lines_made_between_forward_and_backward_see_and_change_nothing(reentran
     loss = model(X).sum()
     line = hl.edit(model, "block.0", hl.edits.scale(3))
     ports = ("output", "grad_output")
-    with (
-        pytest.warns(HooklineWarning, match="8 of 9 sites never fired"),
-        hl.record(model, ["block.*", "stem.weight:grad"], ports=ports) as run,
-    ):
-        run_line = hl.attach(model)
-        run_line.forward("block.0", lambda m, args, out: out * 0)
-        run_line.saved("block.2", lambda t: t * 0, lambda t: t)
-        loss.backward()
+    recorder = hl.record(model, ["block.*", "stem.weight:grad"], ports=ports)
+    raw = hl.attach(model)
+    raw.forward("block.0", lambda m, args, out: out * 0)
+    raw.saved("block.2", lambda t: t * 0, lambda t: t)
+    loss.backward()
+    with pytest.warns(HooklineWarning, match="8 of 9 sites never fired"):
+        recorder.remove()
     assert torch.equal(gradients(plain), gradients(model))
-    assert [p.order for p in run.passes] == [["stem.weight:grad"]]
-    for one in (line, run_line):
+    assert [p.order for p in recorder.recording.passes] == [["stem.weight:grad"]]
+    for one in (line, raw):
         with pytest.warns(HooklineWarning, match="saw nothing: the model did not run"):
             one.remove()
 
@@ -116,7 +115,7 @@ def test_a_gradient_that_was_to_be_changed_and_was_not_is_warned_of(reentrant):
     model = Net(reentrant)
     line = hl.edit(model, "block.0:grad_output", lambda g: g * 0)
     loss = model(X).sum()
-    with pytest.warns(HooklineWarning, match=r"block\.0:grad_output: no gradient flowed back|never"):
+    with pytest.warns(HooklineWarning, match="no gradient flowed back to it"):
         line.remove()
     with pytest.warns(HooklineWarning, match=r"block\.0:grad_output was to be changed, but its li"):
         loss.backward()

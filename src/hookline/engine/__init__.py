@@ -2,9 +2,9 @@
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
 errors, torch_internals, compile_internals, checkpoint_internals, tree, site, modules, globs,
-select, passes, recompute, arguments, traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
-saved_taps, placing, compiled, everywhere, report, inventory, blame, line, hooks_on_modules,
-hooks_on_tensors, hooks_on_events, attach.
+select, passes, recompute, arguments, traced, taps, returns, values, flow, graph_gradients,
+gradient_tap, gradient_taps, backward_taps, saved_taps, placing, compiled, everywhere, report,
+inventory, blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -54,7 +54,7 @@ __all__ = [
     "EVERYWHERE", "PORTS", "Arrival", "Blame", "Bound", "Crossing", "Everywhere", "GradOutputTap",
     "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass",
     "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site",
-    "aside", "at_end_of_backward", "attach", "backward_number", "blame", "check_ports", "graph_snapshot",
-    "guarded", "hook_value", "inventory", "outer_backward", "parse_site", "ports_for", "same_draws",
-    "select", "snapshot", "stop_all",
+    "aside", "at_end_of_backward", "attach", "backward_number", "blame", "check_ports",
+    "graph_snapshot", "guarded", "hook_value", "inventory", "outer_backward", "parse_site",
+    "ports_for", "same_draws", "select", "snapshot", "stop_all",
 ]  # fmt: skip

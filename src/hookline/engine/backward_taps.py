@@ -54,15 +54,8 @@ class _Call:
     """
 
     __slots__ = (
-        "flow",
-        "frame",
-        "grad_output",
-        "has_inputs",
-        "inputs",
-        "module",
-        "outputs",
-        "waits",
-    )
+        "flow", "frame", "grad_output", "has_inputs", "inputs", "module", "outputs", "waits",
+    )  # fmt: skip
 
     def __init__(self, module: Callable[[], nn.Module | None], frame: int = 0) -> None:
         self.module = module

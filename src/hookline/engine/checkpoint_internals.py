@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils import checkpoint as checkpointing
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hookline.engine.torch_internals import OUTER, at_end_of_backward, backward_number
+
+checkpointing: Any = checkpoint  # untyped, and written to
 
 # How a checkpoint is told of: given the function that computes it again and whether that is
 # reentrant, gives the function to take in its place, and one to call when the first run is over.
@@ -29,7 +31,7 @@ def tell_of_checkpoints(begin: Begin) -> Callable[[], None]:
     function, hooks = checkpointing.CheckpointFunction, checkpointing._checkpoint_hook
     backward = function.__dict__["backward"]
     told_hooks, told_apply, told_backward = _told(begin)
-    checkpointing._checkpoint_hook = told_hooks  # type: ignore[misc]
+    checkpointing._checkpoint_hook = told_hooks
     function.apply, function.backward = told_apply, told_backward
 
     def put_back() -> None:
@@ -61,7 +63,7 @@ def _told(begin: Begin) -> tuple[Any, Any, Any]:
         again, end = begin(run, True)
         runs = iter((run,))
         try:
-            return original_apply(lambda *inputs: next(runs, again)(*inputs), *args)
+            return original_apply(lambda *inputs: next(runs, again)(*inputs), *args)  # noqa: PLW0108
         finally:
             end()
 

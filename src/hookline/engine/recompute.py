@@ -3,7 +3,7 @@
 Imports passes, tree, checkpoint_internals. The first run is the one that counts: what only looks is
 left out of the second. What changes values has to change them in both, and alike, or the gradients
 would be those of neither; it finds its pass, the numbers of the calls and the random draws as they
-were. Where the first run had no gradients (`use_reentrant=True`), they are waited for in the second.
+were. Where the first run had no gradients (`use_reentrant=True`), the second one's are waited for.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _is_other(first: Change, second: Change) -> bool:
 def _gist(value: Any) -> list[Tensor]:
     """Some elements and partial sums of each tensor, without making the device wait."""
     found = []
-    with torch.no_grad(), aside(value):
+    with torch.no_grad(), aside(True):
         for _, tensor in tree.tensors(value):
             if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
                 continue
@@ -234,8 +234,8 @@ class _Checkpoint:
         """The first run is over."""
         THREAD.checkpoints = tuple(one for one in THREAD.checkpoints if one is not self)
         while self._running:
-            current, stretch, current.note = self._running.pop()
-            current.stretch = stretch.outer
+            current, stretch, note = self._running.pop()
+            current.stretch, current.note = stretch.outer, note
 
     def draws(self, generator: torch.Generator) -> None:
         """Somebody is about to draw from a generator."""
@@ -259,8 +259,8 @@ class _Checkpoint:
             return self._recompute(*args)
         finally:
             THREAD.checkpoints, THREAD.draws = checkpoints, draws
-            for lane, *passes in before:
-                lane.current, lane.outside = passes
+            for lane, inside, outside in before:
+                lane.current, lane.outside = inside, outside
             for one in made:
                 one.close()
 
@@ -295,7 +295,7 @@ def _refuse_late(stretches: list[Stretch]) -> None:
 
 
 def first_of(current: Pass) -> Pass:
-    """The pass that gradients belong to: where they flow in a second run only, that of the first."""
+    """The pass that gradients belong to: if they flow in a second run only, that of the first."""
     again = current.again
     return current if again is None or not again.has_gradients else again.first() or current
 
