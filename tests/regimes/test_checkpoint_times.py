@@ -295,3 +295,18 @@ def test_what_was_recorded_is_freed_with_the_recording_and_the_graph(reentrant, 
         assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
+
+
+@both
+def test_hooks_on_everything_change_both_runs_and_count_once(reentrant):
+    plain, model = Net(), Net(reentrant)
+    grads = []
+    for one in (plain, model):
+        with hl.attach(hl.EVERYWHERE) as line:
+            line.forward(nn.Tanh, lambda m, args, out: out * 2)
+            line.backward(nn.Sigmoid, lambda m, gi, go: grads.append((*gi, *go)))
+            one(X).sum().backward()
+        assert [count for _, count in line.report().fired] == [1, 1]
+    assert len(grads) == 2
+    assert all(map(torch.equal, *grads))
+    assert torch.equal(gradients(plain), gradients(model))
