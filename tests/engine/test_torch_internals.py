@@ -7,7 +7,9 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint as checkpointing
 
+from hookline.engine import checkpoint_internals
 from hookline.engine import torch_internals as internals
 
 
@@ -243,3 +245,82 @@ def test_tracing_by_fx_is_noticed():
     torch.fx.symbolic_trace(model)
     assert seen == [False, True]
     assert not internals.is_fx_tracing()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
+    """If torch builds them in another way, what it computes again is taken for calls of its own."""
+    told = []
+
+    def begin(recompute, is_reentrant):
+        def again(*args):
+            told.append(("again", checkpoint_internals.is_recomputing(), internals.OUTER.number))
+            return recompute(*args)
+
+        told.append(is_reentrant)
+        return again, lambda: told.append("end")
+
+    inner = nn.Linear(1, 1)
+    hook = inner.register_forward_hook(
+        lambda *_: told.append(("runs", checkpoint_internals.is_recomputing()))
+    )
+    put_back = checkpoint_internals.tell_of_checkpoints(begin)
+    try:
+        y = checkpointing.checkpoint(
+            nn.Sequential(inner, nn.Tanh()), torch.ones(1, requires_grad=True),
+            use_reentrant=reentrant,
+        )  # fmt: skip
+        numbers = []
+        y.register_hook(lambda _: numbers.append(internals.backward_number()))
+        y.sum().backward()
+    finally:
+        put_back()
+        hook.remove()
+    second = ("again", True, numbers[0] if reentrant else None)
+    if not reentrant:  # seen from the frame in which torch unpacks, it has not begun
+        second = ("again", False, None)
+    assert told == [reentrant, ("runs", False), "end", second, ("runs", True)]
+    assert "apply" not in vars(checkpointing.CheckpointFunction)
+
+
+def test_the_end_of_a_backward_is_that_of_the_users_own():
+    """If it were that of one inside a checkpoint, clipping would come before the sum is there."""
+    put_back = checkpoint_internals.tell_of_checkpoints(lambda run, _: (run, lambda: None))
+    weight, seen = torch.ones(1, requires_grad=True), []
+
+    def at_end():
+        seen.append((weight.grad.clone(), internals.outer_backward()))
+
+    def arrived(_):
+        inside = internals.outer_backward() != internals.backward_number()
+        internals.at_end_of_backward(at_end) if inside else None
+
+    weight.register_post_accumulate_grad_hook(arrived)
+    try:
+        x = torch.ones(1, requires_grad=True)
+        for _ in range(2):
+            x = checkpointing.checkpoint(lambda t: t * weight, x, use_reentrant=True)
+        x.sum().backward()
+    finally:
+        put_back()
+    assert [grad.item() for grad, _ in seen] == [2.0, 2.0]
+
+
+def test_what_is_done_aside_is_not_counted():
+    """If torch renames it, a selective checkpoint takes one operation for another."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Counts():
+        with checkpoint_internals.aside(True):
+            torch.ones(1) + 1
+        assert not seen
+        with checkpoint_internals.aside(None):
+            torch.ones(1)
+    assert len(seen) == 1

@@ -1,16 +1,18 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, locks, torch_internals, compile_internals, tree, site, modules, globs, select, passes,
-arguments, traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps,
-backward_taps, saved_taps, fast_paths, placing, compiled, everywhere, report, inventory, blame,
-line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
+errors, locks, torch_internals, compile_internals, checkpoint_internals, tree, site, modules, globs,
+select, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow,
+graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing,
+compiled, everywhere, report, inventory, blame, line, hooks_on_modules, hooks_on_tensors,
+hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
 from hookline.engine.attach import attach as attach
 from hookline.engine.blame import Blame as Blame
 from hookline.engine.blame import blame as blame
+from hookline.engine.checkpoint_internals import aside as aside
 from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
 from hookline.engine.everywhere import Everywhere as Everywhere
 from hookline.engine.gradient_tap import Crossing as Crossing
@@ -28,6 +30,7 @@ from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
 from hookline.engine.passes import stop_all as stop_all
+from hookline.engine.recompute import same_draws as same_draws
 from hookline.engine.report import Report as Report
 from hookline.engine.select import Selection as Selection
 from hookline.engine.select import Selector as Selector
@@ -40,6 +43,7 @@ from hookline.engine.taps import OutputTap as OutputTap
 from hookline.engine.taps import Rank as Rank
 from hookline.engine.torch_internals import at_end_of_backward as at_end_of_backward
 from hookline.engine.torch_internals import backward_number as backward_number
+from hookline.engine.torch_internals import outer_backward as outer_backward
 from hookline.engine.traced import Halves as Halves
 from hookline.engine.traced import See as See
 from hookline.engine.traced import graph_snapshot as graph_snapshot
@@ -51,7 +55,7 @@ __all__ = [
     "EVERYWHERE", "PORTS", "Arrival", "Blame", "Bound", "Crossing", "Everywhere", "GradOutputTap",
     "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass",
     "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site",
-    "at_end_of_backward", "attach", "backward_number", "blame", "check_ports", "graph_snapshot",
-    "guarded", "hook_value", "inventory", "parse_site", "ports_for", "select", "snapshot",
-    "stop_all",
+    "aside", "at_end_of_backward", "attach", "backward_number", "blame", "check_ports",
+    "graph_snapshot", "guarded", "hook_value", "inventory", "outer_backward", "parse_site",
+    "ports_for", "same_draws", "select", "snapshot", "stop_all",
 ]  # fmt: skip

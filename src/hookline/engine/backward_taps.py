@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import flow, tree
+from hookline.engine.checkpoint_internals import aside
 from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError, StructureError
 from hookline.engine.flow import Flow, off_leaves, off_saved
@@ -53,15 +54,8 @@ class _Call:
     """
 
     __slots__ = (
-        "flow",
-        "frame",
-        "grad_output",
-        "has_inputs",
-        "inputs",
-        "module",
-        "outputs",
-        "waits",
-    )
+        "flow", "frame", "grad_output", "has_inputs", "inputs", "module", "outputs", "waits",
+    )  # fmt: skip
 
     def __init__(self, module: Callable[[], nn.Module | None], frame: int = 0) -> None:
         self.module = module
@@ -109,7 +103,8 @@ class _RawBackwardTap(GradientTap):
         return Rank.EVERYWHERE if self.is_everywhere else rank
 
     def _hook(self, current: Pass, tensor: Tensor, hook: Arrival, module: nn.Module) -> None:
-        view = hook_value(tensor, hook, Arrival(flow.refuse, self._name), id(module))
+        with aside(current.stretch):
+            view = hook_value(tensor, hook, Arrival(flow.refuse, self._name), id(module))
         if view is not None:
             self.note_view(current, view)
 
@@ -151,7 +146,8 @@ class BackwardPreTap(_RawBackwardTap):
         current = self.lane.current or self._outside(module)
         if current is None or not torch.is_grad_enabled():
             return None
-        output, meeting = flow.leave(key, self._name, off_saved(key, output))
+        with aside(current.stretch):
+            output, meeting = flow.leave(key, self._name, off_saved(key, output))
         if meeting is None:
             return output
         call = self._begin(module)
@@ -177,8 +173,9 @@ class BackwardPreTap(_RawBackwardTap):
         current = self.lane.current or self._outside(module)
         if current is None:
             return None
-        value = off_leaves(output)
-        self._count(value)
+        with aside(current.stretch):
+            value = off_leaves(output)
+        self._count(current, value)
         found = _needing(value)
         if len(found) != 1 or not torch.is_grad_enabled():
             return None
@@ -191,9 +188,9 @@ class BackwardPreTap(_RawBackwardTap):
         new = self._ask(call, tree.fill(call.outputs, {0: grad}))
         return None if new is None else _numbered(call.outputs, new, [grad])[0]
 
-    def _count(self, output: Any) -> None:
+    def _count(self, current: Pass, output: Any) -> None:
         if not torch.is_grad_enabled():
-            self.off += 1
+            self._comes_later(current)
         elif _needing(output):
             self.placed += 1
         else:
@@ -229,9 +226,10 @@ class BackwardTap(_RawBackwardTap):
         call = self._begin(module, id(call_frame(frame)))
         current.opened.setdefault(self, []).append(call)
         if not torch.is_grad_enabled():
-            self.off += 1
+            self._comes_later(current)
             return None
-        args, kwargs, call.flow = flow.enter(id(frame), self._name, args, kwargs)
+        with aside(current.stretch):
+            args, kwargs, call.flow = flow.enter(id(frame), self._name, args, kwargs)
         entered = call.flow
         call.has_inputs = entered is not None
         for view in () if entered is None else entered.views():
@@ -259,10 +257,10 @@ class BackwardTap(_RawBackwardTap):
         call = self._open_call()
         if call is None or not torch.is_grad_enabled():
             return None
-        output = off_saved(key, output)
-        if call.flow is not None:
-            return output
-        output, meeting = flow.leave(key, self._name, output)
+        with aside(call):
+            output, meeting = off_saved(key, output), None
+            if call.flow is None:
+                output, meeting = flow.leave(key, self._name, output)
         if meeting is None:
             return output
         call.outputs = _form(output, meeting.index)
@@ -290,7 +288,8 @@ class BackwardTap(_RawBackwardTap):
         current = self.lane.current or self.lane.outside
         if call is None or current is None or not torch.is_grad_enabled():
             return None
-        value = off_leaves(output)
+        with aside(current.stretch):
+            value = off_leaves(output)
         found = _needing(value)
         if found:
             self.placed += 1

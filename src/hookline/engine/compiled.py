@@ -34,6 +34,7 @@ from hookline.engine.errors import AttachError
 from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
+from hookline.engine.recompute import first_of
 from hookline.engine.site import Site
 from hookline.engine.taps import RootTap, Tap
 from hookline.engine.traced import Run
@@ -257,7 +258,7 @@ class Compiled:
         return self._passes.lane.current or self._passes.outside()
 
     def _begin_run(self, current: Pass, taps: list[Tap]) -> Run:
-        run = Run(current)
+        run = Run(first_of(current), is_again=current.again is not None)
         for tap in taps:
             tap.meet_run(current)
         self._passes.switch.number = run.number
@@ -312,29 +313,38 @@ def _keep_hooks_whole(kind: type) -> None:
         _keep_hooks_whole(one)
 
 
+# Guards look at hooks; and what a hook keeps in a checkpointed stretch is kept in its first run.
+_SETTINGS = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+}
+
+
 @final
 class _Guards:
-    """Dynamo's setting that has guards look at hooks; on while any line needs it."""
+    """Settings of dynamo's, as long as any line needs them."""
 
     def __init__(self) -> None:
         self._lock = lock()
         self._holders: set[int] = set()
-        self._before: Any = None
+        self._before: dict[str, Any] = {}
 
     def hold(self, holder: object) -> None:
         with self._lock:
             config = dynamo_config()
             if not self._holders:
-                self._before = config.skip_nnmodule_hook_guards
+                self._before = {name: getattr(config, name) for name in _SETTINGS}
             self._holders.add(id(holder))
-            config.skip_nnmodule_hook_guards = False
+            for name, value in _SETTINGS.items():
+                setattr(config, name, value)
 
     def release(self, holder: object) -> None:
         with self._lock:
             if id(holder) not in self._holders:
                 return
             if len(self._holders) == 1:
-                dynamo_config().skip_nnmodule_hook_guards = self._before
+                for name, value in self._before.items():
+                    setattr(dynamo_config(), name, value)
             self._holders.discard(id(holder))
 
 

@@ -18,8 +18,8 @@ from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import SelectionError
 from hookline.engine.locks import lock
 from hookline.engine.placing import register_everywhere
+from hookline.engine.raw_taps import EventTap, RawTap
 from hookline.engine.select import Selector
-from hookline.engine.taps import EventTap, RawTap
 from hookline.engine.torch_internals import forget_global_hook, hook_dict, runs_fused
 
 

@@ -22,9 +22,10 @@ from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow
 from hookline.engine.graph_gradients import number_of, sender
 from hookline.engine.passes import Pass, Passes
+from hookline.engine.recompute import first_of
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import backward_number
+from hookline.engine.torch_internals import outer_backward
 from hookline.engine.traced import NO_PASS, Run, run_of
 from hookline.engine.values import Arrival, View, hook_value
 
@@ -145,8 +146,12 @@ class GradientTap(Tap):
             crossing = run.crossings[self, call] = Crossing(n_before + call)
             if form is not None:
                 crossing.form = _outline(form, slots)
+            if run.is_again:
+                continue
             if max(slots, default=-1) >= 0:
                 self.placed += 1
+            elif not torch.is_grad_enabled():
+                self._comes_later(current)
             else:
                 self.needless += 1
                 self.on.missing(current, crossing)
@@ -164,7 +169,7 @@ class GradientTap(Tap):
         if self.on.inside is None:
             self.arrive(current, crossing, slot, grad)
         else:
-            self._count(crossing)
+            self._arrives(crossing)
 
     def wait(
         self,
@@ -180,16 +185,20 @@ class GradientTap(Tap):
         Those that meet in a flow have it there; `owner` says whose the others are, and `origin`
         what a tensor is an alias of.
         """
-        if not torch.is_grad_enabled():
-            self.off += 1
+        is_off = not torch.is_grad_enabled()
+        if is_off and not self._comes_later(current):
             return
         if self.site.leaf:
             value = tree.get(value, self.site.leaf, str(self.site))
+        if is_off and not self._is_early(current, call, value):
+            return
+        if current.again is not None and (self, call) in current.again.stretch.waiting:
+            return  # since the first run
         crossing = Crossing(call)
         arrive: Any = self.arrive
-        whose: Any = current
+        whose: Any = first_of(current)
         if self.on.keeps_graph:
-            arrive, whose = self._arrive_weakly, weakref.ref(current)
+            arrive, whose = self._arrive_weakly, weakref.ref(whose)
         numbers: dict[int, int] = {}
         for _, tensor in tree.tensors(value):
             if tensor.requires_grad and id(tensor) not in numbers:
@@ -208,10 +217,34 @@ class GradientTap(Tap):
         if not isinstance(value, Tensor):
             crossing.form = tree.outline(value, lambda tensor: numbers.get(id(tensor)))
         if numbers:
-            self.placed += 1
+            self.placed += current.again is None
         else:
+            self.placed -= current.again is not None
             self.needless += 1
-            self.on.missing(current, crossing)
+            self.on.missing(first_of(current), crossing)
+
+    def _comes_later(self, current: Pass) -> bool:
+        """Gradients are off: for good, or until a checkpointed stretch is computed again?"""
+        if current.stretch is None or not current.stretch.is_reentrant:
+            self.off += 1
+            return False
+        self.placed += 1
+        if self.on.changes:
+            current.stretch.at_late.add(self._late)
+        return True
+
+    def _is_early(self, current: Pass, call: int, value: Any) -> bool:
+        """Whether all of a value came into the stretch from outside: then the gradient of that is
+        meant, and not the part that comes back through the stretch."""
+        found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
+        if not found or any(tensor.grad_fn is None for tensor in found):
+            return False
+        current.stretch.waiting.add((self, call))
+        self.placed -= 1
+        return True
+
+    def _again(self, current: Pass) -> Pass | None:
+        return current if current.again.has_gradients else None
 
     def lose(self) -> None:
         """A gradient came back that cannot be told from others.
@@ -227,9 +260,8 @@ class GradientTap(Tap):
 
     def note_view(self, current: Pass, view: View) -> None:
         """Have it settled when the pass ends, and at the border if it shows what came in there."""
-        if current.roots or current.opened.get(
-            self
-        ):  # the base is held until then, or the write could not be found
+        lasts = current.roots or current.again is not None or current.opened.get(self)
+        if lasts:  # the base is held until then, or the write could not be found
             current.at_end.append(partial(_settle, view, view.base()))
         for base, views in current.opened.get(BORDER, ()):
             if (outside := base()) is not None and view.is_of(outside):
@@ -240,18 +272,18 @@ class GradientTap(Tap):
         if self.passes.closed:
             self._late()
             return None
-        self._count(crossing)
+        self._arrives(crossing)
         try:
             return self.on.arrived(current, crossing, slot, grad)
         except Exception as error:
             self._note_backward(error)
             raise
 
-    def _count(self, crossing: Crossing) -> None:
+    def _arrives(self, crossing: Crossing) -> None:
         if crossing.form is None:
             self.fired += 1
             return
-        run = backward_number()
+        run = outer_backward()
         if run not in crossing.gathered:  # one value, however many tensors it holds
             crossing.gathered[run] = None
             self.fired += 1

@@ -15,11 +15,13 @@ from torch.utils.hooks import unserializable_hook
 
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
+from hookline.engine.checkpoint_internals import aside
+from hookline.engine.errors import warn
 from hookline.engine.gradient_tap import BORDER, NO_BACKWARD, Crossing, GradientTap, OnGradient
-from hookline.engine.passes import Passes
+from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import backward_number, base_of_view
+from hookline.engine.torch_internals import base_of_view, outer_backward
 
 
 class GradOutputTap(GradientTap):
@@ -43,9 +45,10 @@ class GradOutputTap(GradientTap):
         call = self._call(current)
         if call < 0:
             return None
-        value = flow.off_leaves(output)
-        meeting = flow.left(key)
-        self.wait(current, call, value, meeting, id(module), _itself)
+        with aside(current.stretch):
+            value = flow.off_leaves(output)
+            meeting = flow.left(key)
+            self.wait(current, call, value, meeting, id(module), _itself)
         return None if value is output else value
 
 
@@ -69,18 +72,25 @@ class GradInputTap(GradientTap):
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
-        current = self.lane.current
-        is_first = current is None  # called by hand: the pass begins and ends here
-        current = current or self._outside(module)
+        current = self.lane.current or self._outside(module)
         if current is None:
             return None
+        # Called by hand: the pass begins and ends here.
+        is_first = self.lane.current is None and current.again is None
         call = self._call(current)
         if call < 0:
             return None
+        with aside(current.stretch):
+            return self._look(module, current, call, args, kwargs, is_first, id(sys._getframe(1)))
+
+    def _look(
+        self, module: nn.Module, current: Pass, call: int, args: tuple[Any, ...],
+        kwargs: dict[str, Any], is_first: bool, key: int,
+    ) -> Any:  # fmt: skip
         new = flow.apart(args, kwargs, leaves_only=not is_first)
         args, kwargs = new or (args, kwargs)
         # A raw backward hook may have aliased the inputs by now; what came in is meant.
-        entered = flow.entered(id(sys._getframe(1)))
+        entered = flow.entered(key)
         origin = _itself if entered is None else entered.origin
         try:
             value = self.arguments.bind(module, args, kwargs)
@@ -108,8 +118,11 @@ class BorderTap(Tap):
         if is_dynamo_compiling():
             return None
         current = self.lane.current or self._outside(module)
-        new = None if current is None else flow.apart(args, kwargs, leaves_only=False)
-        if current is None or new is None:
+        if current is None:
+            return None
+        with aside(current.stretch):
+            new = flow.apart(args, kwargs, leaves_only=False)
+        if new is None:
             return None
         # What outlives the pass, and the views of it that the pass has hooks on.
         current.opened.setdefault(BORDER, []).extend(
@@ -118,6 +131,9 @@ class BorderTap(Tap):
             if (base := base_of_view(alias)) is not None
         )
         return new
+
+    def _again(self, current: Pass) -> Pass | None:
+        return current if current.again.has_gradients else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook on the root, always called."""
@@ -145,17 +161,30 @@ _REPLACED = "torch.func.functional_call, a parametrization or pruning made after
 class ParameterTap(GradientTap):
     """Sees the gradient of a parameter, or of a tensor: a hook on it."""
 
-    __slots__ = ()
+    __slots__ = ("_n_parts", "_run")
+
+    def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
+        super().__init__(site, passes, on, rank)
+        self._run, self._n_parts = -1, 0
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def fire(self, grad: Tensor) -> Tensor | None:
         """The hook itself. Pickling the tensor leaves it behind, and need not say so."""
-        number = backward_number()
+        number = outer_backward()
         current = self.passes.at_parameter(number)
         if current is None:
             return None
         self.ran += 1
-        return self.arrive(current, Crossing(0), 0, grad)
+        self._n_parts = self._n_parts + 1 if number == self._run else 1
+        self._run = number
+        if self._n_parts > 1 and not self.told:
+            self.told = True
+            warn(
+                f"{self.site} comes in parts: several reentrant checkpoints use the parameter, and"
+                " each has a backward of its own.\nCheckpoint with use_reentrant=False, which gives"
+                " the whole gradient at once."
+            )
+        return self.arrive(current, Crossing(self._n_parts - 1), 0, grad)
 
     def why_silent(self) -> str | None:
         """Why no gradient arrived."""

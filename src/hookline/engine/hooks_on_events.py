@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from hookline.engine import returns
 from hookline.engine.errors import AttachError
 from hookline.engine.hooks_on_modules import ModuleHooks, check_callable
+from hookline.engine.raw_taps import EventTap
 from hookline.engine.select import Selector
 from hookline.engine.site import Site
-from hookline.engine.taps import EventTap, Rank
+from hookline.engine.taps import Rank
 
 Hook = Callable[..., Any]
 

@@ -17,10 +17,11 @@ from hookline.engine.errors import AttachError, SelectionError
 from hookline.engine.everywhere import everywhere_matcher
 from hookline.engine.line import Line
 from hookline.engine.modules import Node
+from hookline.engine.raw_taps import RawTap
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selector
 from hookline.engine.site import Site
-from hookline.engine.taps import Rank, RawTap
+from hookline.engine.taps import Rank
 
 Hook = Callable[..., Any]
 

@@ -18,9 +18,10 @@ from hookline.engine.hooks_on_modules import check_callable
 from hookline.engine.line import Line
 from hookline.engine.modules import TensorNode
 from hookline.engine.passes import Pass
+from hookline.engine.raw_taps import EventTap
 from hookline.engine.select import Selector
 from hookline.engine.site import Site
-from hookline.engine.taps import EventTap, Rank
+from hookline.engine.taps import Rank
 
 Hook = Callable[..., Any]
 

@@ -24,11 +24,13 @@ from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
+from hookline.engine.raw_taps import EventTap
+from hookline.engine.recompute import forget_checkpoints, watch_checkpoints
 from hookline.engine.report import Report, explain
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
-from hookline.engine.taps import GRADIENT_RANKS, EventTap, InputTap, OutputTap, Rank, RootTap, Tap
+from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
 from hookline.engine.torch_internals import is_scripted
 from hookline.engine.traced import Halves, See
 
@@ -200,6 +202,7 @@ class Line:
             self._fused.clear()
             if not placed:
                 self._compiled.end()
+                forget_checkpoints(self.passes)
             raise
 
     def _start(self) -> None:
@@ -207,6 +210,7 @@ class Line:
         so that a selector that matches nothing leaves nothing behind."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        watch_checkpoints(self.passes)
         if self.is_everywhere and not self.passes.bound:
             self.passes.enter()  # with or without a block, it sees the context it was made in
         if self.root is not None and not len(self._placements):
@@ -258,6 +262,7 @@ class Line:
     def _end(self) -> None:
         _take_off(self._placements, self._catch, self.taps)
         self._compiled.end()
+        forget_checkpoints(self.passes)
         try:
             if self._why is None:
                 self._why = self._explain()
@@ -333,6 +338,7 @@ def _dropped(
     had_hooks = len(placements) > 0 or bool(catch.groups)
     _take_off(placements, catch, taps)
     compiled.end()
+    forget_checkpoints(passes)
     passes.leave()
     if had_hooks:
         warn(

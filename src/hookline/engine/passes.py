@@ -1,4 +1,4 @@
-"""Passes: which run of the root model a value belongs to. Imports locks, errors.
+"""Passes: which run of the root model a value belongs to. Imports locks, internals.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -7,6 +7,9 @@ is gathered in a pass of its own, which lasts until the root runs next.
 What flows back through a value belongs to the pass in which the value flowed forward, whichever
 thread autograd uses: the hook on the value carries its pass. A parameter's gradient comes from all
 the passes of a graph, and belongs to the latest.
+
+What torch computes a second time, for a checkpoint, is no pass: it belongs to the one in which it
+ran first (`recompute.py`).
 
 A line that was entered with `with` sees only its own context: its thread, its async task. A line
 that was not entered sees every thread, each thread's passes apart.
@@ -17,11 +20,12 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
 
+from hookline.engine.checkpoint_internals import is_recomputing
 from hookline.engine.locks import lock
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
@@ -44,11 +48,13 @@ class Pass:
         backward: the run of autograd that began the pass, if no run of the root did.
         failed: whether the run ended by an exception; None while it runs.
         roots: the frames of the root's calls that are under way: several where it calls itself.
+        stretch: the innermost checkpointed stretch that runs, if one does.
+        again: the recomputation that this is, of a stretch of another pass; None for true passes.
     """
 
     __slots__ = (
-        "__weakref__", "at_end", "backward", "calls", "failed", "handled", "log", "note", "number",
-        "opened", "roots",
+        "__weakref__", "again", "at_end", "backward", "calls", "failed", "handled", "log", "note",
+        "number", "opened", "roots", "stretch",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -62,6 +68,8 @@ class Pass:
         self.opened: dict[Any, list[Any]] = {}
         self.roots: list[FrameType] = []
         self.handled = sys.exception()
+        self.stretch: Any = None
+        self.again: Any = None
 
     def close(self) -> None:
         """Do what is to be done at the end: of the pass, or of what is called outside of one."""
@@ -125,6 +133,16 @@ class _Lane(threading.local):
 
     current: Pass | None = None
     outside: Pass | None = None
+
+
+class _Thread(threading.local):
+    checkpoints: tuple[Any, ...] = ()
+    draws: Iterator[Any] | None = None
+
+
+# The checkpointed stretches that each thread runs for the first time, and what was drawn in the one
+# that it runs again; of both, `recompute` takes care.
+THREAD = _Thread()
 
 
 @final
@@ -202,16 +220,23 @@ class Passes:
     def begin(self, frame: FrameType | None = None) -> None:
         """The root is about to run. Only to be called by the tap on the root, or with the frame of
         its call by what stands around a compiled one."""
+        lane = self.lane
+        if lane.outside is not None and lane.outside.again is not None:
+            again = lane.outside.again.root_begins()
+            again.roots.append(call_frame(sys._getframe(2)) if frame is None else frame)
+            lane.outside = again
+            return
         if not self.is_here():
             self.elsewhere += not self.closed
             return
-        lane = self.lane
         current = lane.current
         if current is not None:
             current.drop_dead_roots()
             if not current.roots:
                 self._finish(current, failed=True)
                 current = None
+        if current is None and is_recomputing():
+            return  # of a forward that ran before the line was there
         if lane.outside is not None:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
@@ -220,6 +245,8 @@ class Passes:
                 if not self.is_here():  # it was entered, elsewhere, since we asked
                     return
                 current = lane.current = self._start()
+            for one in THREAD.checkpoints:
+                one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
                 self.compiler.begin_pass(current)
         # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
@@ -228,9 +255,14 @@ class Passes:
     def end(self, frame: FrameType | None = None) -> None:
         """The root has run, or failed. Only to be called by those who call `begin`."""
         current = self.lane.current
-        if current is None or not self.is_here():
-            return
         frame = call_frame(sys._getframe(2)) if frame is None else frame
+        if current is None:
+            again = self.lane.outside
+            while again is not None and again.again is not None and frame in again.roots:
+                again.roots.pop()
+            return
+        if not self.is_here():
+            return
         while current.roots and current.roots.pop() is not frame:
             pass
         if not current.roots:
@@ -249,15 +281,22 @@ class Passes:
 
     def outside(self) -> Pass | None:
         """The pass for a hook that fires while the root does not run; None if not ours to see."""
+        known = self.lane.outside
+        if known is not None and known.again is not None:
+            return known
         if not self.is_here():
             if not self.closed:
                 self.elsewhere = max(self.elsewhere, 1)
             return None
+        if is_recomputing():
+            return None  # of a forward that ran before the line was there
         lane = self.lane
         if lane.outside is None:
             with self._lock:
                 lane.outside = self._start() if self.is_here() else None
                 self.beside += lane.outside is not None
+            for one in THREAD.checkpoints if lane.outside is not None else ():
+                one.pass_begins(self, lane.outside, by_root=False)
         return lane.outside
 
     def at_parameter(self, backward: int) -> Pass | None:

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError, StructureError
-from hookline.engine.passes import Passes, call_frame, drop_dead
+from hookline.engine.passes import Pass, Passes, call_frame, drop_dead
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
@@ -50,12 +50,16 @@ class SavedTap(Tap):
         """The last forward-pre hook."""
         if is_dynamo_compiling():
             self.refuse_graphs()
-        if (self.lane.current or self._outside(module)) is None:
+        current = self.lane.current or self._outside(module)
+        if current is None:
             return
+        if current.stretch is not None:
+            current.stretch.changed(str(self.site), None, None)
         frames = self._pushed.frames
         for _ in range(drop_dead(frames)):
             pop_saved_tensors_hooks()
-        push_saved_tensors_hooks(self.pack, self._unpacked)
+        is_for_nothing = current.again is not None and not current.again.has_gradients
+        push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
         frames.append(call_frame(sys._getframe(1)))
 
     @while_tracing
@@ -81,6 +85,10 @@ class SavedTap(Tap):
             frames.pop()
             pop_saved_tensors_hooks()
 
+    def _again(self, current: Pass) -> Pass:
+        # Where torch packs itself what is saved in the second run, it counts on the same as before.
+        return current
+
     def release(self) -> None:
         """The line ends: undo, in this thread, what is still pushed."""
         while self._pushed.frames:
@@ -90,6 +98,9 @@ class SavedTap(Tap):
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of a tensor, and what it has to become again."""
         self.fired += 1
+        return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
         try:
             return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
         except Exception as error:

@@ -9,7 +9,6 @@ that a copy of a hooked model never writes into the original's recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -116,6 +115,8 @@ class Tap:
         if self.traced is None:
             return
         caught = self.traced.taken()
+        if run.is_again:
+            return
         if self.traced.alter is None:
             for value in caught:
                 self.fired += 1
@@ -138,7 +139,15 @@ class Tap:
             discard_hooks_of(module, self, is_inert)
             return None
         refuse_fx()
-        return self.passes.outside()
+        current = self.passes.outside()
+        return current if current is None or current.again is None else self._again(current)
+
+    def _again(self, current: Pass) -> Pass | None:
+        """A checkpointed stretch is computed again: only what changes values has a part in it."""
+        if self.rank not in (Rank.EDIT, Rank.HOOK):
+            return None
+        self.fired -= 1  # it counted the first time
+        return current
 
     def _note(self, error: Exception) -> None:
         error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
@@ -149,54 +158,6 @@ class Tap:
             runs = "once" if self.ran == 1 else f"{self.ran} times"
             return f"the module ran {runs} in a pass, so there is no call #{self.site.call}"
         return None
-
-
-class EventTap(Tap):
-    """Passes torch's arguments to a user's function, at what is no value and belongs to no pass.
-
-    A step of an optimizer, a state dict, a registration, a parameter whose gradient is complete.
-    """
-
-    __slots__ = ("check", "function")
-
-    def __init__(
-        self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]
-    ) -> None:
-        super().__init__(site, passes, unused, Rank.HOOK)
-        self.function = function
-        self.check = check
-
-    def fire(self, *values: Any) -> Any:
-        """The hook itself."""
-        if self.passes is _INERT:
-            if isinstance(values[0], nn.Module):
-                discard_hooks_of(values[0], self, is_inert)
-            return None
-        if not self.passes.is_ours():
-            return None
-        self.fired += 1
-        try:
-            result = self.function(*values)
-            return None if result is None else self.check(result, values)
-        except Exception as error:
-            self._note(error)
-            raise
-
-    def why_silent(self) -> str:
-        """What did not happen."""
-        return _NEVER.get(self.site.port.partition(" ")[0], "nothing of the kind happened")
-
-
-_NEVER = {
-    "grad": (
-        "no gradient was accumulated while the line lasted; call backward() inside the block, on a"
-        " loss that depends on it (autograd.grad accumulates none, nor backward(inputs=...) for"
-        " others, nor torch.func.functional_call)"
-    ),
-    "registered": "nothing of the kind was registered while the line lasted",
-    "step_pre": "the optimizer made no step while the line lasted",
-    "step_post": "the optimizer made no step while the line lasted",
-}
 
 
 def unused(current: Pass, value: Any) -> None:
@@ -259,43 +220,6 @@ class InputTap(Tap):
             raise
 
 
-class RawTap(Tap):
-    """Passes torch's own arguments to a user's function and checks what comes back."""
-
-    __slots__ = ("check", "function")
-
-    def __init__(
-        self,
-        site: Site,
-        passes: Passes,
-        function: Callable[..., Any],
-        check: Callable[..., Any],
-    ) -> None:
-        self.function = function
-        self.check = check
-        super().__init__(site, passes, self._call, Rank.HOOK)
-
-    def fire(self, module: nn.Module, *values: Any) -> Any:
-        """The hook itself."""
-        if is_dynamo_compiling():
-            return self.trace((module, *values))
-        current = self.lane.current
-        if current is None:
-            current = self._outside(module)
-            if current is None:
-                return None
-        self.fired += 1
-        try:
-            return self.see(current, (module, *values))
-        except Exception as error:
-            self._note(error)
-            raise
-
-    def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
-        result = self.function(*values)
-        return None if result is None else self.check(result, values)
-
-
 def _at_leaf(see: See, site: Site) -> See:
     leaf, where = site.leaf, str(site)
 
@@ -313,7 +237,7 @@ def _at_call(see: See, call: int, tap: Tap) -> See:
         tap.ran = max(tap.ran, count + 1)
         if count == call:
             return see(current, value)
-        tap.fired -= 1
+        tap.fired -= current.again is None
         return None
 
     return at_call

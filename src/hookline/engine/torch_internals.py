@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -133,6 +134,19 @@ def backward_number() -> int:
     Without torch's counter all runs look like one: several over one forward are then ambiguous.
     """
     return _current_task()
+
+
+class _Outer(threading.local):
+    number: int | None = None  # of the backward in which a checkpoint runs another
+    at_end: tuple[Callable[[], None], ...] = ()
+
+
+OUTER = _Outer()
+
+
+def outer_backward() -> int:
+    """`backward_number` of the run that the user began: a reentrant checkpoint has runs inside."""
+    return _current_task() if OUTER.number is None else OUTER.number
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0) -> Any:
@@ -267,7 +281,10 @@ def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the present run of autograd is over; from within a hook only."""
+    """Call a function when the user's run of autograd is over; from within a hook only."""
+    if OUTER.number is not None:
+        OUTER.at_end = (*OUTER.at_end, function)
+        return
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

@@ -102,7 +102,9 @@ class Run:
     """One run of compiled code, in a pass: what comes back from its graph later belongs to that.
 
     Args:
-        current: the pass. It keeps the run, and is not kept by it.
+        current: the pass. It keeps the run, and is not kept by it. Of a checkpointed stretch that
+            is computed again it is that of the first run, if gradients flow in the second only.
+        is_again: whether a stretch is computed again.
 
     Attributes:
         number: the run's, as a tensor.
@@ -110,9 +112,10 @@ class Run:
         crossings: by tap and call, values whose gradients arrive in several parts.
     """
 
-    __slots__ = ("__weakref__", "_current", "crossings", "n_before", "number")
+    __slots__ = ("__weakref__", "_current", "crossings", "is_again", "n_before", "number")
 
-    def __init__(self, current: Pass) -> None:
+    def __init__(self, current: Pass, *, is_again: bool = False) -> None:
+        self.is_again = is_again
         number = next(_numbers)
         self._current = weakref.ref(current)
         self.number = torch.tensor(number, device="cpu")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Never, Self, final
 
 import torch
@@ -23,6 +24,7 @@ from hookline.engine import (
     at_end_of_backward,
     backward_number,
     check_ports,
+    outer_backward,
 )
 from hookline.engine.errors import AttachError, warn
 from hookline.verbs.verb_line import VerbLine
@@ -197,7 +199,7 @@ class ClipLine(VerbLine[RawLine]):
         tallies = {id(node.tensor): self._tally(site) for site, node in selection.places()}  # type: ignore[union-attr]
         limit = self._limit
 
-        def accumulated(parameter: Tensor) -> None:
+        def clip_one(parameter: Tensor) -> None:
             holder = _dense(parameter)
             if limit.kind == "value":
                 tallies[id(parameter)].add(_largest(holder.grad), limit.bound)
@@ -206,7 +208,7 @@ class ClipLine(VerbLine[RawLine]):
                 norm = clip_grad_norm_([holder], limit.bound, limit.norm_type)
                 tallies[id(parameter)].add(norm, limit.bound)
 
-        self._line.accumulated(selection, accumulated)
+        self._line.accumulated(selection, _when_whole(clip_one))
 
     def _clip_total(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places()]  # type: ignore[union-attr]
@@ -219,12 +221,38 @@ class ClipLine(VerbLine[RawLine]):
             tally.add(clip_grad_norm_(held, limit.bound, limit.norm_type), limit.bound)
 
         def accumulated(parameter: Tensor) -> None:
-            run = backward_number()
+            run = outer_backward()
             if run not in queued:
                 queued[:] = [run]  # of a run that raised, torch never calls the end
                 at_end_of_backward(at_end)
 
         self._line.accumulated(selection, accumulated)
+
+
+def _when_whole(clip_one: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Clip a gradient when it has been accumulated. Inside a reentrant checkpoint other parts of it
+    may follow, so there it is when the whole backward is over."""
+    clipped: dict[int, int] = {}  # in which run each parameter was, or is to be
+    queued: dict[int, int] = {}
+
+    def accumulated(parameter: Tensor) -> None:
+        run, key = outer_backward(), id(parameter)
+        if queued.get(key) == run:
+            return
+        if run == backward_number():
+            clipped[key] = run
+            clip_one(parameter)
+            return
+        if clipped.get(key) == run:
+            warn(
+                f"hl.clip: the gradient of a parameter of shape {list(parameter.shape)} came in"
+                " parts, since a reentrant checkpoint uses it and something outside of that; one"
+                " part was clipped before the sum was.\nCheckpoint with use_reentrant=False."
+            )
+        queued[key] = run
+        at_end_of_backward(partial(clip_one, parameter))
+
+    return accumulated
 
 
 @final

@@ -123,6 +123,8 @@ def _checked(change: Callable[[Any], Any], site: Site) -> Callable[[Pass, Any], 
                 "\nReturn a value of the same form (for a part of it, select a leaf such as"
                 " ':output[0]'), or use a raw hook: hl.attach(model), line.forward(...)."
             )
+        if current.stretch is not None:
+            current.stretch.changed(where, value, new)
         return new
 
     return see

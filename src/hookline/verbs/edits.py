@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import tree
+from hookline.engine import same_draws, tree
 from hookline.engine.errors import StructureError
 
 Edit = Callable[[Tensor], Tensor]
@@ -89,7 +89,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
             generator.seed() if seed is None else generator.manual_seed(seed)
         drawn = torch.randn(
-            tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device
+            tensor.shape, generator=same_draws(generator), dtype=tensor.dtype, device=tensor.device
         )
         return tensor + std * drawn
 

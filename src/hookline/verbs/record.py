@@ -24,6 +24,7 @@ from hookline.engine import (
     See,
     Selector,
     Site,
+    aside,
     graph_snapshot,
     ports_for,
     snapshot,
@@ -218,7 +219,11 @@ class _PlainTap(OutputTap):
 
 def _keep(number: int, kept: Callable[[Any], Any]) -> See:
     def see(current: Pass, value: Any) -> None:
-        found = kept(value)
+        if current.stretch is None:
+            found = kept(value)
+        else:
+            with aside(current.stretch):
+                found = kept(value)
         current.note((number, found, stamp(found)))
 
     return see

@@ -22,6 +22,7 @@ from hookline.engine import (
     Site,
     backward_number,
     hook_value,
+    outer_backward,
     tree,
 )
 from hookline.recordings import Gathered, stamp
@@ -57,7 +58,7 @@ class KeepGradient(OnGradient):
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
         kept = self._kept(grad)
-        run = backward_number()
+        run = outer_backward()
         if crossing.form is None:
             current.note((self._number, kept, stamp(kept), crossing.call, run, self._weight()))
             return
@@ -103,7 +104,8 @@ class PlainGradTap(GradOutputTap):
             self.trace(output)
             return None
         current = self.lane.current
-        if current is None or type(output) is not Tensor or output.grad_fn is None:
+        is_plain = type(output) is Tensor and output.grad_fn is not None
+        if current is None or not is_plain or current.stretch is not None:
             return self.look(module, output, id(sys._getframe(1)))
         calls = current.calls
         call = calls.get(self, 0)

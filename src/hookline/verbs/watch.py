@@ -22,6 +22,7 @@ from hookline.engine import (
     Selection,
     Selector,
     Site,
+    aside,
     blame,
     check_ports,
     snapshot,
@@ -112,8 +113,10 @@ class _Printer:
                 stack.pop()  # a module that raised, and whose caller went on
             _, began, got = stack.pop() if stack else (None, now, "?")
             label = "  " * len(stack) + name
+            with aside(current.stretch):
+                shown = _shown(value)
             self.say(
-                f"{label:{width}}  {site.module_type:18} {got} -> {_shown(value)}"
+                f"{label:{width}}  {site.module_type:18} {got} -> {shown}"
                 f"  {(now - began) * 1e3:.2f} ms"
             )
 

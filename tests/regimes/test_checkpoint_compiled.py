@@ -1,0 +1,116 @@
+"""Activation checkpointing inside compiled code: records, gradients and edits as in eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+# Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.stem = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(1)
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+X = torch.linspace(-1, 1, 15).view(5, 3)
+backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def close(one, other):
+    assert list(one) == list(other)
+    for key in one:
+        torch.testing.assert_close(one[key], other[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.trap(12)
+@backends
+@pytest.mark.cell("checkpointing, compiled", "record", "gradients", "edit", "edit gradients")
+def test_compiled_stretches_are_recorded_and_edited_as_in_eager(backend):
+    config = torch._dynamo.config
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    plain, model = Net(), Net(False)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    runs = []
+    for one, call in ((plain, plain), (model, compiled)):
+        for factor in (1.0, 3.0) if backend == "aot_eager" else (3.0,):
+            with (
+                hl.edit(one, "blocks.0.0", hl.edits.scale(factor)),
+                hl.edit(one, "blocks.0.0:grad_output", lambda g: g * 2),
+                hl.record(one, "blocks.*.*", ports=("output", "grad_output")) as run,
+            ):
+                call(X).square().sum().backward()
+            assert len(run.passes) == 1
+            runs.append((dict(run.items()), gradients(one)))
+            one.zero_grad()
+    half = len(runs) // 2
+    for expected, found in zip(runs[:half], runs[half:], strict=True):
+        close(expected[0], found[0])
+        close(expected[1], found[1])
+    assert before == config.skip_fwd_side_effects_in_bwd_under_checkpoint
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_stretches_whose_parts_are_compiled_are_recorded_once_and_edited_twice(reentrant):
+    plain, model, found = Net(), Net(reentrant), []
+    model.blocks[0].compile(fullgraph=True, backend="aot_eager")
+    for one in (plain, model):
+        for _ in range(2):
+            one.zero_grad()
+            with (
+                hl.edit(one, "blocks.0.0", hl.edits.scale(3.0)) as edit,
+                hl.edit(one, "blocks.0.0:grad_output", lambda g: g * 2),
+                hl.record(one, "blocks.*.*", ports=("output", "grad_output")) as run,
+            ):
+                for factor in (1, 2):
+                    one(X * factor).square().sum().backward()
+            assert [count for _, count in edit.report().fired] == [2]
+        assert [len(one) for one in run.passes] == [6, 6]
+        values = {f"{k}/{site}": v for k in (0, 1) for site, v in run.passes[k].items()}
+        found.append((values, gradients(one)))
+    close(found[0][0], found[1][0])
+    close(found[0][1], found[1][1])
+
+
+def test_a_raw_hook_that_keeps_a_value_there_is_refused_by_dynamo():
+    class Keep:
+        value = None
+
+    model, keep = Net(False), Keep()
+    model.blocks[0][0].register_forward_hook(lambda m, args, out: setattr(keep, "value", out))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"(?i)side.effect"):
+        compiled(X)
+    assert keep.value is None
