@@ -8,11 +8,11 @@ import hookline as hl
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "Diagnosis", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
-    "inventory", "open", "record", "select", "summary", "watch",
+    "SiteError", "StructureError", "Summary", "attach", "clip", "doctor", "edit", "edits",
+    "features", "inventory", "open", "record", "select", "summary", "watch",
 ]
 # fmt: on
 
@@ -20,6 +20,7 @@ SIGNATURES = {
     "attach": "(model=None)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad')",
+    "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change, *, ports='output')",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",
@@ -79,8 +80,8 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "clip", "edit", "features", "inventory", "open", "record", "select",
-                 "summary", "watch"):  # fmt: skip
+    for name in ("attach", "clip", "doctor", "edit", "features", "inventory", "open", "record",
+                 "select", "summary", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {

@@ -31,8 +31,10 @@ from hookline.engine.errors import SiteError as SiteError
 from hookline.engine.errors import StructureError as StructureError
 from hookline.recordings import Recording as Recording
 from hookline.recordings import open_recording as open
+from hookline.verbs import Diagnosis as Diagnosis
 from hookline.verbs import Summary as Summary
 from hookline.verbs import clip as clip
+from hookline.verbs import doctor as doctor
 from hookline.verbs import edit as edit
 from hookline.verbs import edits as edits
 from hookline.verbs import features as features
@@ -43,9 +45,9 @@ from hookline.verbs import watch as watch
 __version__ = "0.1.0"
 
 __all__ = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "Diagnosis", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
     "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
-    "inventory", "open", "record", "select", "summary", "watch",
+    "SiteError", "StructureError", "Summary", "attach", "clip", "doctor", "edit", "edits",
+    "features", "inventory", "open", "record", "select", "summary", "watch",
 ]  # fmt: skip

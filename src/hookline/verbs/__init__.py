@@ -5,6 +5,8 @@ from hookline.verbs.calling import Inputs as Inputs
 from hookline.verbs.clip import ClipLine as ClipLine
 from hookline.verbs.clip import ClipReport as ClipReport
 from hookline.verbs.clip import clip as clip
+from hookline.verbs.diagnosis import Diagnosis as Diagnosis
+from hookline.verbs.doctor import doctor as doctor
 from hookline.verbs.edit import edit as edit
 from hookline.verbs.features import features as features
 from hookline.verbs.record import RecordLine as RecordLine
@@ -15,6 +17,6 @@ from hookline.verbs.watch import Watch as Watch
 from hookline.verbs.watch import watch as watch
 
 __all__ = [
-    "ClipLine", "ClipReport", "Inputs", "RecordLine", "Summary", "Watch", "clip", "edit", "edits",
-    "features", "record", "summary", "watch",
+    "ClipLine", "ClipReport", "Diagnosis", "Inputs", "RecordLine", "Summary", "Watch", "clip",
+    "doctor", "edit", "edits", "features", "record", "summary", "watch",
 ]  # fmt: skip

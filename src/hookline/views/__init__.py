@@ -3,6 +3,9 @@
 Nothing of the extras (jinja2, pillow) is imported before a page is written.
 """
 
+from hookline.views.diagnosis import diagnosis_data as diagnosis_data
+from hookline.views.diagnosis import diagnosis_table as diagnosis_table
+from hookline.views.diagnosis import diagnosis_text as diagnosis_text
 from hookline.views.page import write_page as write_page
 from hookline.views.statistics import Statistics as Statistics
 from hookline.views.statistics import site_statistics as site_statistics
@@ -12,6 +15,6 @@ from hookline.views.tables import summary_table as summary_table
 from hookline.views.tables import summary_text as summary_text
 
 __all__ = [
-    "Statistics", "inventory_table", "report_table", "site_statistics", "summary_table",
-    "summary_text", "write_page",
+    "Statistics", "diagnosis_data", "diagnosis_table", "diagnosis_text", "inventory_table",
+    "report_table", "site_statistics", "summary_table", "summary_text", "write_page",
 ]  # fmt: skip
