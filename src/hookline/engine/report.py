@@ -18,6 +18,10 @@ from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import is_compiled, is_scripted
 
 _NOT_RUN = "the model has not run"
+_BYPASSED = (
+    "not reached in this forward, or its .forward was called directly;"
+    " hl.doctor(model, inputs) tells which"
+)
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
     " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
@@ -113,4 +117,4 @@ def _explain_module(node: Node, root: Any) -> str:
         if isinstance(above.module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
             return "not called; torch's fast path runs a whole encoder layer as one operation"
         above = above.parent
-    return "not reached in this forward, or its .forward was called directly"
+    return _BYPASSED

@@ -7,6 +7,7 @@ what their own run will do.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,7 +131,8 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
             "run the model once yourself, then ask again",
         )
         return
-    can_look = not any(is_compiled(module) for module in model.modules())
+    is_eager = not any(is_compiled(module) for module in model.modules())
+    can_look = is_eager and sys.getprofile() is None  # only one profiling function can be there
     if can_look:
         facts.look = _look(model, inputs, facts.nodes)
     facts.run = hooked_run(model, selection, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 
 from torch import nn
@@ -11,7 +12,7 @@ from hookline.engine.modules import walk
 from hookline.verbs.diagnosis import Note
 from hookline.verbs.doctor_look import foreign_hooks
 
-_VIEW_OF_A_HOOK = "BackwardHookFunctionBackward is a view and is being modified inplace"
+_VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
 
 
 def raised(model: nn.Module, error: Exception) -> Note:
@@ -19,7 +20,7 @@ def raised(model: nn.Module, error: Exception) -> Note:
     found = blame(model, error)
     first = (str(error).strip().splitlines() or [""])[0]
     what = f"{found or 'the call'}: {type(error).__name__}: {first}"
-    if _VIEW_OF_A_HOOK in str(error):
+    if _VIEW_OF_A_HOOK.search(str(error)):
         return Note(
             "failure",
             f"{what}: a full backward hook stands before an operation in place",

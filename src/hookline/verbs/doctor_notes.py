@@ -145,8 +145,8 @@ def _fast_path(facts: Facts) -> Iterator[Note]:
     if fast:
         yield Note(
             "fast path",
-            f"by itself {_list(fast)} runs as one operation of torch; a line on anything inside"
-            " switches that off while it lasts, so the last bits of its numbers may differ",
+            f"torch runs each of {_list(fast)} as one operation; a line on anything inside switches"
+            " that off while it lasts, so the last bits of the numbers may differ",
             "torch.backends.mha.set_fastpath_enabled(False) gives the same numbers with and without"
             " a line",
         )

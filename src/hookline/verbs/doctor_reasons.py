@@ -18,7 +18,7 @@ from hookline.engine.modules import Node, TensorNode
 from hookline.engine.torch_internals import is_scripted
 from hookline.verbs.diagnosis import Finding
 from hookline.verbs.doctor_look import Look, Use
-from hookline.verbs.doctor_run import Run, Seen
+from hookline.verbs.doctor_run import Run, Seen, halves
 
 
 class Why(NamedTuple):
@@ -66,8 +66,7 @@ def finding(site: Site, node: Node | TensorNode, facts: Facts) -> Finding:
     if run is None:
         return Finding(site, None, *facts.no_run)
     if site in run.refused:
-        what, _, remedy = str(run.refused[site]).partition("\n")
-        return Finding(site, 0, what, remedy)
+        return Finding(site, 0, *halves(run.refused[site]))
     calls = run.fired.get(site, 0)
     if calls:
         return Finding(site, calls, *(_to_mind(site, run) or ("", "")))
@@ -76,7 +75,9 @@ def finding(site: Site, node: Node | TensorNode, facts: Facts) -> Finding:
         found = cause(site, node, facts)
         if found is not None:
             return Finding(site, 0, *found)
-    return Finding(site, 0, run.why.get(site, "what it waits for did not happen"), "")
+    why = run.why.get(site, "what it waits for did not happen")
+    blind = "ask the uncompiled model, and without a profiler, to be told more"
+    return Finding(site, 0, why.partition("; hl.doctor")[0], "" if facts.look.called else blind)
 
 
 # -- what is so whatever the model is given ------------------------------------------------------
@@ -160,6 +161,20 @@ def _weights_used(site: Site, node: Any, facts: Facts) -> Why | None:
         f"not called: its weights were used without it, by {use.by}{_by(use)}",
         "call the module there: module(x); or select the module around it"
         + (f", {use.within!r}" if use.within else ""),
+    )
+
+
+def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
+    """transformers' attention without its parts: what would see the pattern is not called."""
+    parent = node.parent if isinstance(node, Node) else None
+    if parent is None or id(parent.module) not in facts.look.called:
+        return None
+    kind = getattr(getattr(parent.module, "config", None), "_attn_implementation", None)
+    if kind in (None, "eager") or "att" not in parent.path.rpartition(".")[2].lower():
+        return None
+    return Why(
+        f"{kind} attention computes the pattern and its dropout inside one operation",
+        'model.set_attn_implementation("eager")',
     )
 
 
@@ -340,7 +355,8 @@ def _name(dtype: torch.dtype) -> str:
 
 Cause = Callable[[Site, Any, Facts], Why | None]
 _OF_VALUES: tuple[Cause, ...] = (
-    _no_such_call, _called_past, _weights_used, _raised_before, _other_mode, _not_reached,
+    _no_such_call, _called_past, _weights_used, _raised_before, _other_mode,
+    _inside_attention, _not_reached,
 )  # fmt: skip
 _OF_GRADIENTS: tuple[Cause, ...] = (
     _switched_off, _no_such_call, _not_called, _no_gradient_there, _no_backward, _not_in_the_loss,

@@ -159,7 +159,11 @@ def copied(inputs: Any) -> Any:
     run's."""
 
     def copy(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if tensor.grad_fn is None:
+            return new
+        with torch.enable_grad():
+            return new.clone()  # no leaf either: it may be written to
 
     if isinstance(inputs, Mapping):
         return {key: tree.map_tensors(copy, part) for key, part in inputs.items()}
@@ -184,18 +188,26 @@ def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> Run:
             return run
         at = next((site for site, _ in left if _is_at(site, error)), None)
         if at is None:
-            run.failure = Note("hookline", *_halves(error))
+            run.failure = Note("hookline", *halves(error))
             return run
         refused[at] = error
 
 
 def _is_at(site: Site, error: HooklineError) -> bool:
     notes = getattr(error, "__notes__", ())
-    return str(error).startswith(f"{site}:") or any(f"the hook at {site} (" in n for n in notes)
+    return str(error).startswith(f"{site}: ") or any(f"the hook at {site} (" in n for n in notes)
 
 
-def _halves(error: HooklineError) -> tuple[str, str]:
-    what, _, remedy = str(error).partition("\n")
+def _ours_behind(error: BaseException | None) -> HooklineError | None:
+    """The line's own error, where dynamo has wrapped it in one of its own."""
+    while error is not None and not isinstance(error, HooklineError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def halves(error: HooklineError) -> tuple[str, str]:
+    """What is wrong, and what to do: the first two lines, as dynamo adds more below."""
+    what, remedy, *_ = [*str(error).split("\n"), ""]
     return what, remedy
 
 
@@ -219,6 +231,9 @@ def _run(model: nn.Module, places: list[Place], inputs: Any, run: Run) -> Hookli
             except HooklineError:
                 raise
             except Exception as error:
+                ours = _ours_behind(error)
+                if ours is not None:
+                    raise ours from None
                 run.failure = raised(model, error)
             run.overwritten = {place for place, seen in run.seen.items() if seen.is_overwritten}
             _count_fired(line, run)
