@@ -1,4 +1,4 @@
-"""Each cause for which a site stays silent: it is named, and the remedy that is told makes it fire."""
+"""Each cause for which a site stays silent: it is named, and the remedy makes it fire."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_holder_that_is_named_is_told_and_what_it_holds_fires():
 
 
 def test_a_script_module_is_told():
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     model = nn.Sequential(scripted, nn.ReLU())
     why, remedy = never(hl.doctor(model, X), "0")

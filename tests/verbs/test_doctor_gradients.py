@@ -109,12 +109,15 @@ def test_what_is_detached_behind_a_layer_is_told_of_the_layer_and_of_its_paramet
 def test_a_loss_that_leaves_a_part_out_is_told():
     model = nn.Sequential(nn.Linear(2, 2))
     model.heads = nn.ModuleDict({"one": nn.Linear(2, 1), "two": nn.Linear(2, 1)})
-    both = lambda: [head(model[0](X)) for head in model.heads.values()]  # noqa: E731
-    found = hl.doctor(model, lambda: both()[0].sum(), "heads.*", ports=("grad_output", "grad"))
+
+    def both():
+        return [head(model[0](X)).sum() for head in model.heads.values()]
+
+    found = hl.doctor(model, lambda: both()[0] * 2, "heads.*", ports=("grad_output", "grad"))
     assert found["heads.one:grad_output"].verdict == "fires"
     assert never(found, "heads.two:grad_output")[0].endswith("what came out does not depend on it")
     assert never(found, "heads.two.weight:grad")[0].startswith("unused: what came out does not")
-    found = hl.doctor(model, lambda: sum(both()).sum(), "heads.*", ports=("grad_output", "grad"))
+    found = hl.doctor(model, lambda: sum(both()), "heads.*", ports=("grad_output", "grad"))
     assert found.ok
 
 

@@ -18,10 +18,8 @@ from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import is_compiled, is_scripted
 
 _NOT_RUN = "the model has not run"
-_BYPASSED = (
-    "not reached in this forward, or its .forward was called directly;"
-    " hl.doctor(model, inputs) tells which"
-)
+_BYPASSED = "not reached in this forward, or its .forward was called directly"
+_ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
     " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
@@ -69,7 +67,7 @@ class Report:
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {len(self.fired)} sites never fired"
-        return f"hl.{self.name}: {share}: {shown}{more}."
+        return f"hl.{self.name}: {share}: {shown}{more}." + f"\n{_ASK}" * self._is_vague
 
     def __str__(self) -> str:
         state = "ended" if self.ended else "attached"
@@ -87,7 +85,11 @@ class Report:
             + (f"  never: {self.why[site]}" if site in self.why else "")
             for site, count in self.fired
         ]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, *[_ASK] * self._is_vague])
+
+    @property
+    def _is_vague(self) -> bool:
+        return _BYPASSED in self.why.values()
 
 
 def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:

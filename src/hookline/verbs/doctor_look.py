@@ -17,7 +17,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -32,7 +31,7 @@ _FAST = {
     "_transformer_encoder_layer_fwd": "TransformerEncoderLayer",
     "_native_multi_head_attention": "MultiheadAttention",
 }
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(nn.__file__).parent.parent)
 _OURS = str(Path(__file__).parent.parent)
 _HIGHEST = 25  # frames between a module's call and its forward: decorators, no more
 

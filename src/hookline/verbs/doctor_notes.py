@@ -25,8 +25,10 @@ from hookline.verbs.doctor_reasons import Facts
 
 _OLDEST_TORCH = (2, 11)  # as pyproject.toml says; older ones are not tested
 _N_SHOWN = 3
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
 # Wrappers by the name of their class: to import them would take a second.
 _WRAPPED = {
     "DataParallel": Note(

@@ -77,7 +77,7 @@ def finding(site: Site, node: Node | TensorNode, facts: Facts) -> Finding:
             return Finding(site, 0, *found)
     why = run.why.get(site, "what it waits for did not happen")
     blind = "ask the uncompiled model, and without a profiler, to be told more"
-    return Finding(site, 0, why.partition("; hl.doctor")[0], "" if facts.look.called else blind)
+    return Finding(site, 0, why, "" if facts.look.called else blind)
 
 
 # -- what is so whatever the model is given ------------------------------------------------------
