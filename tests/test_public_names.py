@@ -8,11 +8,12 @@ import hookline as hl
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "FolderError", "HooklineError",
-    "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
-    "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError", "StructureError", "Summary", "attach", "cam", "clip", "edit", "edits",
-    "features", "inventory", "open", "plots", "record", "select", "summary", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
+    "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
+    "NotRecordedError", "OverwrittenError", "RawLine", "Recording", "Report", "Selection",
+    "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach", "cam", "clip",
+    "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record", "select",
+    "summary", "watch",
 ]
 # fmt: on
 
@@ -22,6 +23,7 @@ SIGNATURES = {
     " batch_size=32)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', **others)",
+    "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change, *, ports='output')",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",
@@ -92,8 +94,8 @@ def test_the_signatures():
 
 
 def test_everything_public_is_documented_with_an_example():
-    for name in ("attach", "cam", "clip", "edit", "features", "inventory", "open", "record",
-                 "select", "summary", "watch"):  # fmt: skip
+    for name in ("attach", "cam", "clip", "doctor", "edit", "features", "inventory", "open",
+                 "record", "select", "summary", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {

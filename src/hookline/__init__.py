@@ -34,9 +34,11 @@ from hookline.engine.errors import StructureError as StructureError
 from hookline.recordings import Recording as Recording
 from hookline.recordings import open_recording as open
 from hookline.verbs import ClassMaps as ClassMaps
+from hookline.verbs import Diagnosis as Diagnosis
 from hookline.verbs import Summary as Summary
 from hookline.verbs import cam as cam
 from hookline.verbs import clip as clip
+from hookline.verbs import doctor as doctor
 from hookline.verbs import edit as edit
 from hookline.verbs import edits as edits
 from hookline.verbs import features as features
@@ -50,11 +52,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "FolderError", "HooklineError",
-    "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
-    "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError", "StructureError", "Summary", "attach", "cam", "clip", "edit", "edits",
-    "features", "inventory", "open", "plots", "record", "select", "summary", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
+    "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
+    "NotRecordedError", "OverwrittenError", "RawLine", "Recording", "Report", "Selection",
+    "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach", "cam", "clip",
+    "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record", "select",
+    "summary", "watch",
 ]  # fmt: skip
 
 

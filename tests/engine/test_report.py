@@ -77,3 +77,19 @@ def test_what_a_failed_forward_left_out_is_explained(net):
         net(torch.zeros(1, 7, 8, 8))
     with pytest.raises(hl.NotRecordedError, match="the forward raised before this had finished"):
         run["fc"]
+
+
+def test_where_two_reasons_are_possible_the_report_says_who_can_tell(net, image):
+    net.unused = nn.Linear(1, 1)
+    line = hl.record(net, ["unused", "fc"])
+    with pytest.warns(
+        hl.HooklineWarning, match=r"hl\.doctor\(model, inputs, selector\) tells which"
+    ):
+        with line:
+            net(image)
+    assert str(line.report()).endswith(
+        "\nhl.doctor(model, inputs, selector) tells which it was, and what to do."
+    )
+    with hl.record(net, "fc") as run:
+        net(image)
+    assert "hl.doctor" not in str(run.report())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -13,11 +14,18 @@ import torch
 import typer
 
 import hookline as hl
+from hookline.cli.diagnosing import diagnose
 from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
-from hookline.views import inventory_table, summary_table, terminal_plots
+from hookline.views import (
+    diagnosis_data,
+    diagnosis_table,
+    inventory_table,
+    summary_table,
+    terminal_plots,
+)
 
 app = typer.Typer(
     name="hookline",
@@ -144,6 +152,35 @@ def hooks(model: ModelName, weights: Weights = "none") -> None:
             loaded = load_model(model, weights=weights)
         found = hl.inventory(loaded.model)
     out.print(inventory_table(found))
+
+
+@app.command("doctor")
+def doctor_command(
+    model: ModelName,
+    select: Annotated[
+        str | None, typer.Argument(metavar="[SELECT]", help="which sites; none: every module")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--input", metavar="INPUT", help="as for inspect; none: a guess")
+    ] = None,
+    ports: Annotated[
+        str, typer.Option(help="output, input, grad_output, grad_input, grad; several by commas")
+    ] = "output",
+    weights: Weights = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False,
+) -> None:
+    """Say which of the selected sites would fire, and why the others would not."""
+    with complaints():
+        with Busy(f"loading {model}"):
+            loaded = load_model(model, weights=weights)
+        found, said = diagnose(loaded, select, source, ports)
+    if as_json:
+        typer.echo(json.dumps({**diagnosis_data(found), "input": said}, indent=2))
+    else:
+        out.print(diagnosis_table(found))
+        out.print(f"\ninput: {said}", markup=False)
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 def _load(model: str, source: str, weights: str) -> tuple[Loaded, Batch]:

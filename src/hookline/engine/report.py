@@ -22,6 +22,8 @@ _NOTHING_RAN = (
     "the model did not run while it lasted (what other processes run, such as the workers of a"
     " DataLoader, it does not see)"
 )
+_BYPASSED = "not reached in this forward, or its .forward was called directly"
+_ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 _OTHER_CONTEXT = (
     "the model ran in another thread or async task, and a line in a `with` block sees its own;"
     " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
@@ -79,7 +81,7 @@ class Report:
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {len(self.fired)} sites never fired"
-        return f"hl.{self.name}: {share}: {shown}{more}."
+        return f"hl.{self.name}: {share}: {shown}{more}." + f"\n{_ASK}" * self._is_vague
 
     def __str__(self) -> str:
         state = "ended" if self.ended else "attached"
@@ -100,13 +102,17 @@ class Report:
             for site, count in self.fired
         ]
         notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
-        return "\n".join([head, *lines, *notes])
+        return "\n".join([head, *lines, *notes, *[_ASK] * self._is_vague])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from hookline.views import report_html
 
         return report_html(self)
+
+    @property
+    def _is_vague(self) -> bool:
+        return _BYPASSED in self.why.values()
 
 
 def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:
@@ -145,4 +151,4 @@ def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:
         return "a quantised module holds its weights there, and does not call it; select its parent"
     if is_beside:
         return _NOT_ITSELF if node.parent is None else f"not called; {_NOT_ITSELF}"
-    return "not reached in this forward, or its .forward was called directly"
+    return _BYPASSED

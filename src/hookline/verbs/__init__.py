@@ -7,6 +7,8 @@ from hookline.verbs.class_maps import ClassMaps as ClassMaps
 from hookline.verbs.clip import ClipLine as ClipLine
 from hookline.verbs.clip import ClipReport as ClipReport
 from hookline.verbs.clip import clip as clip
+from hookline.verbs.diagnosis import Diagnosis as Diagnosis
+from hookline.verbs.doctor import doctor as doctor
 from hookline.verbs.edit import edit as edit
 from hookline.verbs.features import features as features
 from hookline.verbs.record import RecordLine as RecordLine
@@ -17,6 +19,6 @@ from hookline.verbs.watch import Watch as Watch
 from hookline.verbs.watch import watch as watch
 
 __all__ = [
-    "ClassMaps", "ClipLine", "ClipReport", "Inputs", "RecordLine", "Summary", "Watch", "cam",
-    "clip", "edit", "edits", "features", "record", "summary", "watch",
+    "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Inputs", "RecordLine", "Summary", "Watch",
+    "cam", "clip", "doctor", "edit", "edits", "features", "record", "summary", "watch",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.errors import InputError
-from hookline.engine.torch_internals import buffers
+from hookline.engine.torch_internals import buffers, is_compiled
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 
@@ -40,35 +40,62 @@ def as_found(model: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the model has lazy parameters, which its first run would create for good.
     """
-    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(parameter):
-            raise InputError(
-                f"the parameter {name} is lazy: the first run of the model would create it for"
-                " good.\nRun the model once yourself, then ask again."
-            )
-    # The flags alone: `train()` and `eval()` may be overridden, and merge or unpack weights.
-    flags = [(module, module.training) for module in model.modules()]
+    name = lazy_name(model)
+    if name is not None:
+        raise InputError(
+            f"the parameter {name} is lazy: the first run of the model would create it for"
+            " good.\nRun the model once yourself, then ask again."
+        )
+    with put_back(model), torch.no_grad():
+        # The flags alone: `train()` and `eval()` may be overridden, and merge or unpack weights.
+        for module in model.modules():
+            module.training = False
+        yield
+
+
+def lazy_name(model: nn.Module) -> str | None:
+    """The first parameter or buffer that the model's first run will create; None if all exist."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in tensors if is_lazy(tensor)), None)
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Leave training flags, buffers and random states as they are, whatever runs in the block.
+
+    It runs on copies of the buffers. Compiled code is bound to the buffers themselves: there they
+    are written back.
+    """
+    modules = list(model.modules())
+    flags = [(module, module.training) for module in modules]
+    on_copies = not any(is_compiled(module) for module in modules)
+    copies: dict[int, Tensor] = {}  # a buffer may be held by several modules
     kept = [
-        (table, name, buffer, buffer.clone(), _version(buffer))
-        for module in model.modules()
-        for table in [buffers(module)]
+        (table, name, buffer, copies.setdefault(id(buffer), _clone(buffer)), _version(buffer))
+        for table in map(buffers, modules)
         for name, buffer in table.items()
         if buffer is not None and not buffer.is_meta
     ]
     devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    with torch.random.fork_rng(devices=devices):
         try:
-            for module, _ in flags:
-                module.training = False
+            if on_copies:
+                for table, name, _, copy, _ in kept:
+                    table[name] = copy
             yield
         finally:
             for module, training in flags:
                 module.training = training
-            for table, name, buffer, before, version in kept:
+            for table, name, buffer, copy, version in kept:
                 table[name] = buffer
-                if version is None or buffer._version != version:
-                    with torch.inference_mode(buffer.is_inference()):
-                        buffer.copy_(before)
+                if not on_copies and (version is None or buffer._version != version):
+                    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                        buffer.copy_(copy)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # of the same kind
+        return tensor.clone()
 
 
 def _version(tensor: Tensor) -> int | None:

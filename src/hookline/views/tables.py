@@ -22,7 +22,7 @@ _TEXT_WIDTH = 100
 _STRUCTURE_WIDTH = 40
 _N_ALIASES_SHOWN = 2
 _SHAPE = re.compile(r"\[[\d, ]*\]")
-_ASCII_RULE = box.Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
+ASCII_RULE = box.Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True)
 
 
 class SummaryRow(Protocol):
@@ -106,9 +106,13 @@ def summary_text(summary: SummaryLike) -> str:
         The lines, as wide as they need to be, without colour and without a final line break.
     """
     # The rule is in ASCII: print must not fail where stdout is a file in an old code page.
-    shown = _with_totals(summary, _modules(summary, _ASCII_RULE))
+    shown = _with_totals(summary, _modules(summary, ASCII_RULE))
     probe = Console(width=100_000, file=io.StringIO(), color_system=None)
-    width = max(probe.measure(shown).maximum, _TEXT_WIDTH)
+    return text_of(shown, max(probe.measure(shown).maximum, _TEXT_WIDTH))
+
+
+def text_of(shown: RenderableType, width: int = _TEXT_WIDTH) -> str:
+    """What is to be printed as plain text, without colour and without a final line break."""
     out = io.StringIO()
     console = Console(width=width, file=out, color_system=None, legacy_windows=False)
     console.print(shown)
@@ -141,7 +145,7 @@ def report_table(report: Report) -> Group:
     if report.elsewhere:
         runs = plural(report.elsewhere, "run")
         head.append(f"; {runs} in other threads or tasks not seen", style="yellow")
-    table = _table(box.SIMPLE_HEAD, "site", "type", ">fired", "why not")
+    table = table_of(box.SIMPLE_HEAD, "site", "type", ">fired", "why not")
     if not report.silent:
         table.columns.pop()
     for site, n_fired in report.fired:
@@ -170,7 +174,7 @@ def inventory_table(inventory: Inventory) -> Table | Text:
     """
     if not inventory.entries:
         return Text(f"no hooks on {plural(inventory.modules, 'module')}")
-    table = _table(box.SIMPLE_HEAD, "path", "kind", "owner", "function", "where")
+    table = table_of(box.SIMPLE_HEAD, "path", "kind", "owner", "function", "where")
     for entry in inventory:
         table.add_row(
             Text(entry.path or "(root)"),
@@ -199,7 +203,7 @@ def _modules(summary: SummaryLike, rule: box.Box) -> Table:
     names += [">parameters"]
     if summary.ran:
         names += [">FLOPs", ">memory"]
-    table = _table(rule, *names)
+    table = table_of(rule, *names)
     paths_run = [path for row in summary.rows if row.calls for path in (row.path, *row.aliases)]
     holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
     for row in summary.rows:
@@ -269,7 +273,7 @@ def _totals(summary: SummaryLike) -> Table:
     return table
 
 
-def _table(rule: box.Box, *names: str) -> Table:
+def table_of(rule: box.Box, *names: str) -> Table:
     """An empty table; `>` before a name sets its column right, `~` lets long cells wrap."""
     table = Table(box=rule, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in names:

@@ -1,0 +1,31 @@
+"""doctor: a model by name, and an input that is given or guessed, to a diagnosis."""
+
+from __future__ import annotations
+
+import hookline as hl
+from hookline.cli.inspecting import inputs_of
+from hookline.cli.terminal import Busy
+from hookline.models import Loaded, guess_input, load_input
+from hookline.verbs import Diagnosis
+
+
+def diagnose(
+    loaded: Loaded, select: str | None, source: str | None, ports: str
+) -> tuple[Diagnosis, str]:
+    """Ask the doctor about a model, in eval mode with gradients on.
+
+    Returns:
+        What it found, and what the model was given, in words.
+
+    Raises:
+        HooklineError: the selector matches nothing, or the input cannot be read.
+    """
+    batch = guess_input(loaded) if source is None else load_input(source, loaded)
+    names = tuple(name.strip() for name in ports.split(","))
+    with Busy("running the model"):
+        inputs = None if batch is None else inputs_of(loaded.model, batch)
+        found = hl.doctor(loaded.model, inputs, select, ports=names)
+    if batch is None:
+        return found, "none given, and none could be guessed: give one with --input"
+    guessed = " (a guess: give yours with --input)" if source is None else ""
+    return found, batch.description + guessed

@@ -1,0 +1,80 @@
+"""guess_input: an input that a model may well take, for when none is given.
+
+Imports errors, inputs and loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine.errors import InputError
+from hookline.models.inputs import load_input
+from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.packages import import_package
+
+_TEXT = "A line holds hooks together for a while."
+_N_TOKENS = 8
+_SIDE = 224
+_CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+
+
+def guess_input(loaded: Loaded) -> Batch | None:
+    """Make an input for a model that was loaded by name.
+
+        >>> guess_input(load_model("demo:digits")).description
+        'eight digits, 8x1x8x8 float32'
+
+    For a library's model it is what the library prepares from a text or a grey picture; for any
+    other, random numbers in the shape that its first layer takes.
+
+    Args:
+        loaded: the model.
+
+    Returns:
+        A batch; None where nothing tells what the model takes.
+    """
+    if loaded.name == "demo:digits":
+        return load_input("demo", loaded)
+    if loaded.tokenize is not None:
+        return load_input(_TEXT, loaded)
+    if not loaded.name.startswith(("torchvision:", "timm:", "hf:")):
+        return _by_first_layer(loaded)  # its preparation of pictures is a guess itself
+    return _by_first_layer(loaded) if loaded.preprocess is None else _grey_picture(loaded)
+
+
+def _grey_picture(loaded: Loaded) -> Batch | None:
+    assert loaded.preprocess is not None
+    image_module = import_package("PIL.Image", loaded.name, InputError)
+    picture = image_module.new("RGB", (256, 256), (128, 128, 128))
+    x = loaded.preprocess(picture).unsqueeze(0)
+    description = f"a grey picture, {describe(x)}"
+    if "pixel_values" in inspect.signature(loaded.model.forward).parameters:
+        return Batch((), {"pixel_values": x}, description)
+    return Batch((x,), {}, description)
+
+
+def _by_first_layer(loaded: Loaded) -> Batch | None:
+    for module in loaded.model.modules():
+        x = _for_layer(module)
+        if x is not None:
+            return Batch((x,), {}, f"random, {describe(x)}")
+        if any(True for _ in module.parameters(recurse=False)):
+            return None  # another kind of first layer: nobody knows
+    return None
+
+
+def _for_layer(module: nn.Module) -> Tensor | None:
+    # A generator of its own: the caller's randomness is not consumed.
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(module, nn.Embedding):
+        return torch.randint(0, module.num_embeddings, (1, _N_TOKENS), generator=generator)
+    if isinstance(module, nn.Linear):
+        return torch.randn(1, module.in_features, generator=generator)
+    for kind, n_sides in _CONVOLUTIONS.items():
+        if type(module) is kind:
+            side = _SIDE if n_sides < 3 else _SIDE // 4
+            return torch.randn(1, module.in_channels, *[side] * n_sides, generator=generator)
+    return None

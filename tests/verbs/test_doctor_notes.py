@@ -1,0 +1,288 @@
+"""Facts that the doctor notes about a model and its regime; and that it leaves all as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import hookline as hl
+
+X = torch.ones(3, 2)
+
+
+def said(found: hl.Diagnosis, about: str) -> list[tuple[str, str]]:
+    return [(note.what, note.remedy) for note in found.notes if note.about == about]
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def test_a_plain_model_in_eval_mode_gets_no_note():
+    assert hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), X).notes == ()
+
+
+def test_training_mode_is_noted_with_what_it_changes():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.BatchNorm1d(2))
+    found = hl.doctor(model, X)
+    ((what, remedy),) = said(found, "training mode")
+    assert what.startswith("1 dropout at random and 1 batch norm on the batch's own statistics")
+    assert "model.eval() for features" in remedy
+    assert found.environment["mode"] == "training"
+    assert hl.doctor(model.eval(), X).notes == ()
+
+
+def test_a_mixture_of_modes_is_noted():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1].eval()
+    found = hl.doctor(model, X)
+    assert said(found, "mode")[0][0] == ("2 of 3 modules are in training mode, the others in eval")
+    assert found.environment["mode"] == "mixed"
+
+
+def test_shared_modules_and_tied_parameters_are_noted():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model.again = model[0]
+    found = hl.doctor(model, X, "0", ports=("output", "grad"))
+    ((what, _),) = said(found, "shared")
+    assert "0 is also again" in what
+    assert "0.weight is also" in what
+    assert "1.weight" in what
+    assert not said(hl.doctor(model, X, "1"), "shared")
+
+
+def test_torchs_fast_path_is_noted_and_goes_when_it_is_switched_off():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        found = hl.doctor(model, x, "layers.*.linear1")
+        ((what, _),) = said(found, "fast path")
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert not said(hl.doctor(model, x, "layers.*.linear1"), "fast path")
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert found.ok
+    assert what.startswith("torch runs each of layers.0, layers.1 as one operation")
+    assert not said(hl.doctor(model, x), "fast path")  # with gradients there is none
+
+
+def test_hooks_of_others_are_noted_and_those_that_replace_values():
+    def doubles(module, args, output):
+        return output * 2
+
+    def looks(module, args, output):
+        return None
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model[1].register_forward_hook(looks)
+    ((what, remedy),) = said(hl.doctor(model, X), "other hooks")
+    assert what.startswith("1 hook of others: forward ")
+    assert "looks on 1 (yours)" in what
+    assert "hl.inventory(model)" in remedy
+    handle = model[0].register_forward_hook(doubles)
+    _, (what, remedy) = said(hl.doctor(model, X), "other hooks")
+    assert "doubles on 0 returns something, which replaces what the module computed" in what
+    assert remedy == "if that is not meant, have it return None"
+    handle.remove()
+    assert len(said(hl.doctor(model, X), "other hooks")) == 1
+
+
+def test_a_hook_of_others_that_raises_is_blamed():
+    def broken(module, args):
+        raise ValueError("not today")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    handle = model[1].register_forward_pre_hook(broken)
+    found = hl.doctor(model, X)
+    assert found.failure.what.startswith("1 (ReLU), which got Tensor[3, 2]: ValueError: not today")
+    assert "raised by the forward_pre hook" in found.failure.what
+    assert f"broken ({__file__}:" in found.failure.what
+    handle.remove()
+    assert hl.doctor(model, X).ok
+
+
+def test_a_full_backward_hook_before_an_operation_in_place_is_blamed_and_lines_are_not():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
+    handle = model[0].register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    found = hl.doctor(model, X, "0:grad_output")
+    assert "a full backward hook stands before an operation in place" in found.failure.what
+    assert "line.backward(...)" in found.failure.remedy
+    assert any("full backward hooks are on 0" in what for what, _ in said(found, "other hooks"))
+    handle.remove()
+    assert hl.doctor(model, X, "0:grad_output").ok
+
+
+def test_recurrent_modules_and_values_of_several_parts_are_noted():
+    model = nn.Sequential(nn.LSTM(2, 2))
+    found = hl.doctor(model, X, "0")
+    assert said(found, "recurrent")[0][0].startswith("the steps and gates of 0 run inside one")
+    ((what, remedy),) = said(found, "structures")
+    assert "0 gives tuple(Tensor[3, 2], tuple(Tensor[1, 2], Tensor[1, 2]))" in what
+    assert remedy == "select a part, '0:output[0]'"
+    assert not said(hl.doctor(model, X, "0:output[0]"), "structures")
+
+
+def test_mixed_dtypes_and_the_meta_device_are_noted():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    assert said(hl.doctor(model), "dtypes")[0][0] == "parameters are float32 (2), bfloat16 (2)"
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    assert said(hl.doctor(model), "meta device")[0][0].startswith("2 tensors hold shapes alone")
+    assert hl.doctor(model, X.to("meta")).ok
+    mixed = nn.Sequential(nn.Linear(2, 2), model)
+    assert said(hl.doctor(mixed), "meta device")
+
+
+def test_checkpointing_wrappers_and_flags_are_noted():
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.ReLU())
+    found = hl.doctor(model, X, "*", ports=("output", "grad_output"))
+    assert found.ok
+    assert "CheckpointWrapper runs its module again" in said(found, "checkpointing")[0][0]
+    flagged = nn.Sequential(nn.Linear(2, 2))
+    flagged.gradient_checkpointing = True
+    assert (
+        "gradient_checkpointing is on in 1 module"
+        in said(hl.doctor(flagged), "checkpointing")[0][0]
+    )
+    assert not said(hl.doctor(flagged.eval()), "checkpointing")
+
+
+def test_data_parallel_is_noted():
+    found = hl.doctor(DataParallel(nn.Linear(2, 2)), X)
+    assert "threads of their own" in said(found, "DataParallel")[0][0]
+
+
+def test_of_a_distributed_model_the_inner_one_is_run_without_its_peers(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        found = hl.doctor(model, X, ports=("output", "grad"))
+        assert found.ok
+        assert found.model_type == "Linear"
+        model(X).sum().backward()  # raises if the reducer still waits for the doctor's backward
+        model(X).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """No compiled code before, and none left for the tests that count tensors."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    for _ in range(3):  # what goes with compiled code goes in steps
+        gc.collect()
+
+
+# Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_is_diagnosed_in_its_compiled_code(fresh_dynamo):
+    model = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
+    model.compile(backend="eager")
+    found = hl.doctor(model, X, ["0:grad_output", "1", "1:grad_output"])
+    assert found["0:grad_output"].verdict == "fires"
+    assert found["1"].verdict == "fires"
+    assert found["1:grad_output"].verdict == "never"
+    assert (
+        "in compiled code only gradients of lone tensors can be seen" in found["1:grad_output"].why
+    )
+    assert found["1:grad_output"].remedy.startswith("Select one: '1:grad_output[0]'")
+    assert said(found, "compiled")[0][0].startswith("the model is compiled: lines work inside")
+    assert found.environment["dynamo"] == "has compiled code"
+    assert hl.doctor(model, X, ["0:grad_output", "1:grad_output[0]"]).ok
+
+
+def test_the_environment_is_told():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = hl.doctor(nn.Linear(2, 2).eval(), X)
+    told = found.environment
+    assert told["torch"] == torch.__version__
+    assert told["autocast"] == "cpu bfloat16"
+    assert (told["mode"], told["gradients"], told["parameters"]) == ("eval", "on", "cpu, float32")
+    assert hl.doctor(nn.Linear(2, 2)).environment["autocast"] == "off"
+
+
+def test_a_torch_that_is_too_old_is_noted(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    ((what, remedy),) = said(hl.doctor(nn.Linear(2, 2)), "torch")
+    assert what == "2.4.1 is older than any that hookline is tested with"
+    assert remedy == "pip install 'torch>=2.11'"
+
+
+# -- it leaves no trace --------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """Changes whatever a forward can change of its own model and of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.drop = nn.Dropout()
+        self.steps = 0
+        self.register_buffer("n", torch.zeros(1))
+
+    def forward(self, x, fail=False):
+        x += 1
+        self.steps += 1
+        self.cache = x
+        self.n = self.n + 1
+        self.register_buffer("late", torch.zeros(1), persistent=False)
+        x = self.drop(self.norm(self.fc(x)))
+        if fail:
+            raise ValueError("half-way")
+        return x
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_is_changed(left_as_found, fail, training):
+    torch.manual_seed(0)
+    model = Restless().train(training)
+    model.norm.weight.grad = torch.ones(2)
+    x = torch.randn(3, 2, requires_grad=True) * 1
+    before, input_before = left_as_found(model), x.detach().clone()
+    buffers = [id(buffer) for buffer in model.buffers()]
+    attributes = copy.copy(vars(model))
+    ports = ("input", "output", "grad_input", "grad_output", "grad")
+    found = hl.doctor(model, (x, fail), ports=ports)
+    assert (found.failure is not None) == fail
+    assert left_as_found(model) == before
+    assert [id(buffer) for buffer in model.buffers()] == buffers
+    assert vars(model) == attributes
+    assert torch.equal(x, input_before)
+    assert model.fc.weight.grad is None
+    assert torch.equal(model.norm.weight.grad, torch.ones(2))
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_an_interrupt_leaves_nothing_either(left_as_found):
+    class Interrupting(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.BatchNorm1d(2), Interrupting())
+    before = left_as_found(model)
+    with pytest.raises(KeyboardInterrupt):
+        hl.doctor(model, X)
+    assert left_as_found(model) == before
+
+
+def test_a_line_that_is_on_already_stays_on_and_sees_the_doctors_runs(net, image):
+    with hl.record(net, "fc") as run:
+        net(image)
+        assert hl.doctor(net, image).ok
+        net(image)
+    assert run.report().fired[0][1] == len(run.passes) == 4  # two of them the doctor's
+    assert torch.equal(run.passes[0]["fc"], run.passes[-1]["fc"])
