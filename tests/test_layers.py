@@ -16,10 +16,11 @@ ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
     "errors", "torch_internals", "compile_internals", "distributed_internals", "meeting", "tree",
-    "site", "modules", "globs", "select", "passes", "arguments", "traced", "taps", "returns",
-    "values", "flow", "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps",
-    "saved_taps", "placing", "compiled", "everywhere", "report", "inventory", "blame", "line",
-    "hooks_on_modules", "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
+    "local", "site", "modules", "globs", "select", "passes", "arguments", "traced", "taps",
+    "returns", "values", "flow", "graph_gradients", "gradient_tap", "gradient_taps",
+    "backward_taps", "saved_taps", "placing", "compiled", "everywhere", "report", "inventory",
+    "blame", "line", "hooks_on_modules", "hooks_on_tensors", "hooks_on_events", "attach",
+    "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.
 ENTRY_POINTS = {"__str__", "_repr_html_", "main"}

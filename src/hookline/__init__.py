@@ -26,6 +26,7 @@ from hookline.engine.errors import InputError as InputError
 from hookline.engine.errors import ModelError as ModelError
 from hookline.engine.errors import NotRecordedError as NotRecordedError
 from hookline.engine.errors import OverwrittenError as OverwrittenError
+from hookline.engine.errors import RanksError as RanksError
 from hookline.engine.errors import SelectionError as SelectionError
 from hookline.engine.errors import SiteError as SiteError
 from hookline.engine.errors import StructureError as StructureError
@@ -45,7 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "FolderError", "HooklineError",
     "HooklineWarning", "InputError", "Inventory", "Line", "ModelError", "NotRecordedError",
-    "OverwrittenError", "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site",
-    "SiteError", "StructureError", "Summary", "attach", "clip", "edit", "edits", "features",
-    "inventory", "open", "record", "select", "summary", "watch",
+    "OverwrittenError", "RanksError", "RawLine", "Recording", "Report", "Selection",
+    "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach", "clip", "edit",
+    "edits", "features", "inventory", "open", "record", "select", "summary", "watch",
 ]  # fmt: skip

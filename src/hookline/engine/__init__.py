@@ -1,8 +1,8 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, torch_internals, compile_internals, distributed_internals, meeting, tree, site, modules,
-globs, select, passes, arguments, traced, taps, returns, values, flow, graph_gradients,
+errors, torch_internals, compile_internals, distributed_internals, meeting, tree, local, site,
+modules, globs, select, passes, arguments, traced, taps, returns, values, flow, graph_gradients,
 gradient_tap, gradient_taps, backward_taps, saved_taps, placing, compiled, everywhere, report,
 inventory, blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
@@ -28,6 +28,7 @@ from hookline.engine.line import Bound as Bound
 from hookline.engine.line import Ground as Ground
 from hookline.engine.line import Line as Line
 from hookline.engine.line import ports_for as ports_for
+from hookline.engine.local import local as local
 from hookline.engine.meeting import TIMEOUT_S as TIMEOUT_S
 from hookline.engine.meeting import meet as meet
 from hookline.engine.meeting import ranks_of as ranks_of
@@ -61,6 +62,6 @@ __all__ = [
     "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector",
     "Sink", "Site", "at_end_of_backward", "attach", "backward_number", "blame", "check_ports",
     "full_value", "graph_snapshot", "guarded", "hook_value", "inventory", "is_dtensor",
-    "is_grouped", "local_part", "meet", "parse_site", "ports_for", "ranks_of", "say_by_rank",
-    "select", "snapshot", "stop_all",
+    "is_grouped", "local", "local_part", "meet", "parse_site", "ports_for", "ranks_of",
+    "say_by_rank", "select", "snapshot", "stop_all",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_value_
 
 from hookline.engine import (
     Crossing,
@@ -20,11 +20,12 @@ from hookline.engine import (
     Selection,
     Selector,
     Site,
-    at_end_of_backward,
-    backward_number,
     check_ports,
+    is_grouped,
+    local_part,
 )
 from hookline.engine.errors import AttachError, warn
+from hookline.verbs.clip_parameters import AtEnd, clip_norm, meet_for_norms
 from hookline.verbs.verb_line import VerbLine
 
 _EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
@@ -176,6 +177,8 @@ class ClipLine(VerbLine[RawLine]):
                 f" between modules ({between[0][0]}) are gone by then."
                 "\nUse norm= for them, each by itself, or total_norm= for parameters."
             )
+        if ours and self._limit.kind != "value":
+            meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
         with self._line.all_or_nothing():
             if is_total:
                 self._tallies.append(_Tally("total"))
@@ -197,33 +200,39 @@ class ClipLine(VerbLine[RawLine]):
         tallies = {id(node.tensor): self._tally(site) for site, node in selection.places()}  # type: ignore[union-attr]
         limit = self._limit
 
-        def accumulated(parameter: Tensor) -> None:
+        def clip_one(parameter: Tensor) -> None:
             if limit.kind == "value":
                 tallies[id(parameter)].add(_largest(parameter.grad), limit.bound)
                 clip_grad_value_([parameter], limit.bound)
             else:
-                norm = clip_grad_norm_([parameter], limit.bound, limit.norm_type)
+                norm = clip_norm([parameter], limit.bound, limit.norm_type)
                 tallies[id(parameter)].add(norm, limit.bound)
+
+        def clip_each(parameters: list[Tensor]) -> None:
+            # Each norm is a collective: in the same order on all ranks.
+            for parameter in sorted(parameters, key=lambda one: numbers[id(one)]):
+                clip_one(parameter)
+
+        numbers = {key: number for number, key in enumerate(tallies)}
+        at_end = AtEnd(clip_each)
+
+        def accumulated(parameter: Tensor) -> None:
+            if is_grouped():  # what DDP reduces is in .grad at the end of backward
+                at_end.accumulated(parameter)
+            else:
+                clip_one(parameter)
 
         self._line.accumulated(selection, accumulated)
 
     def _clip_total(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places()]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
-        queued: list[int] = []
 
-        def at_end() -> None:
-            queued.clear()
+        def clip_all(_: list[Tensor]) -> None:
             held = [parameter for parameter in parameters if parameter.grad is not None]
-            tally.add(clip_grad_norm_(held, limit.bound, limit.norm_type), limit.bound)
+            tally.add(clip_norm(held, limit.bound, limit.norm_type), limit.bound)
 
-        def accumulated(parameter: Tensor) -> None:
-            run = backward_number()
-            if run not in queued:
-                queued[:] = [run]  # of a run that raised, torch never calls the end
-                at_end_of_backward(at_end)
-
-        self._line.accumulated(selection, accumulated)
+        self._line.accumulated(selection, AtEnd(clip_all).accumulated)
 
 
 @final
@@ -252,7 +261,7 @@ class _ClipGradient(OnGradient):
 
 
 def _largest(grad: Any) -> Tensor:
-    sizes: Tensor = grad.detach().abs()
+    sizes: Tensor = local_part(grad.detach()).abs()
     largest: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
     return largest
 
@@ -281,6 +290,9 @@ def clip(
     A parameter's `.grad` is clipped when it has been accumulated, as `clip_grad_value_` and
     `clip_grad_norm_` would do after `backward()`, so gradients that were there before count, too.
     To accumulate over several backward passes and clip the sum, put the block around the last one.
+    In a distributed job it is clipped at the end of backward, when DDP and FSDP2 have reduced it;
+    a norm of sharded parameters is over all ranks, and all of them have to clip.
+
     What flows between modules is clipped on its way, and everything before it in the model gets
     what is left (Pascanu et al., 2013, "On the difficulty of training recurrent neural networks").
 
@@ -303,6 +315,7 @@ def clip(
         AttachError: not exactly one of the three bounds is given, or it is no number from 0 up;
             `total_norm` with module ports; or all selected parameters are frozen.
         SelectionError: the selector matches nothing, or a port is no gradient's.
+        RanksError: parameters are sharded, and another rank does not clip the same ones.
     """
     bounds = {"norm": norm, "value": value, "total_norm": total_norm}
     given = {kind: bound for kind, bound in bounds.items() if bound is not None}

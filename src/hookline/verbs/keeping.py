@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from hookline.engine import local_part, tree
+from hookline.engine import local, tree
 from hookline.engine.errors import AttachError
 
 
@@ -77,7 +77,7 @@ def keeper(options: Keep) -> Callable[[Any], Any]:
         if keep is not None:
             try:
                 # Whatever keep= computes is of this rank's part, and talks to no other rank.
-                value = keep(tree.map_tensors(local_part, value))
+                value = keep(local(value))
             except Exception as error:
                 error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
                 raise

@@ -23,7 +23,7 @@ from hookline.engine import (
     Site,
     blame,
     check_ports,
-    local_part,
+    local,
     tree,
 )
 from hookline.verbs.verb_line import VerbLine
@@ -190,7 +190,7 @@ def _enter(site: Site) -> Any:
 
 def _shown(value: Any) -> str:
     """A value's shape and dtype, and the mean and deviation of its first floating tensor."""
-    value = tree.map_tensors(local_part, value)  # of a DTensor: nothing here talks to other ranks
+    value = local(value)  # nothing here talks to other ranks
     text = tree.form(value)
     for _, tensor in tree.tensors(value):
         if not tensor.is_floating_point() or tensor.is_meta:
