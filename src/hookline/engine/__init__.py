@@ -15,6 +15,7 @@ from hookline.engine.distributed_internals import full_value as full_value
 from hookline.engine.distributed_internals import is_dtensor as is_dtensor
 from hookline.engine.distributed_internals import is_grouped as is_grouped
 from hookline.engine.distributed_internals import local_part as local_part
+from hookline.engine.distributed_internals import reshard as reshard
 from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
 from hookline.engine.everywhere import Everywhere as Everywhere
 from hookline.engine.gradient_tap import Crossing as Crossing
@@ -62,6 +63,6 @@ __all__ = [
     "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector",
     "Sink", "Site", "at_end_of_backward", "attach", "backward_number", "blame", "check_ports",
     "full_value", "graph_snapshot", "guarded", "hook_value", "inventory", "is_dtensor",
-    "is_grouped", "local", "local_part", "meet", "parse_site", "ports_for", "ranks_of",
+    "is_grouped", "local", "local_part", "meet", "parse_site", "ports_for", "ranks_of", "reshard",
     "say_by_rank", "select", "snapshot", "stop_all",
 ]  # fmt: skip

@@ -56,6 +56,15 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     ]
 
 
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 hold shards again, in a model whose forward was left half-way."""
+    for module in model.modules():
+        if hasattr(type(module), "_get_fsdp_state"):
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+                group._training_state = type(group._training_state).IDLE  # as behind a forward
+                group.reshard()
+
+
 def default_store() -> Any:
     """The store over which the ranks found each other: keys and values that all of them see."""
     return dist.distributed_c10d._get_default_store()
