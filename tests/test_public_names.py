@@ -10,10 +10,10 @@ import hookline as hl
 NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
-    "NotRecordedError", "OverwrittenError", "RawLine", "Recording", "Report", "Selection",
-    "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach", "cam", "clip",
-    "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record", "select",
-    "summary", "watch",
+    "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
+    "Selection", "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach",
+    "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record",
+    "select", "summary", "watch",
 ]
 # fmt: on
 
@@ -53,7 +53,9 @@ SIGNATURES = {
     "RawLine.load_state_dict_pre": "(self, where, hook)",
     "RawLine.load_state_dict": "(self, where, hook)",
     "Recording.gradients": "(self)",
-    "Recording.save": "(self, folder)",
+    "Recording.save": "(self, folder, *, alone=False, group=None, timeout=60.0)",
+    "Recording.full": "(self, key, dim=None, *, group=None, timeout=60.0)",
+    "Recording.reduced": "(self, key, op='mean', *, group=None, timeout=60.0)",
     "Recording.stack": "(self, key)",
     "Recording.calls": "(self, key)",
     "plots.channels": "(recording, site, *, n=64, order='index', sample=0, layout=None,"

@@ -28,6 +28,7 @@ from hookline.engine.errors import InputError as InputError
 from hookline.engine.errors import ModelError as ModelError
 from hookline.engine.errors import NotRecordedError as NotRecordedError
 from hookline.engine.errors import OverwrittenError as OverwrittenError
+from hookline.engine.errors import RanksError as RanksError
 from hookline.engine.errors import SelectionError as SelectionError
 from hookline.engine.errors import SiteError as SiteError
 from hookline.engine.errors import StructureError as StructureError
@@ -54,10 +55,10 @@ __version__ = "0.1.0"
 __all__ = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
-    "NotRecordedError", "OverwrittenError", "RawLine", "Recording", "Report", "Selection",
-    "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach", "cam", "clip",
-    "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record", "select",
-    "summary", "watch",
+    "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
+    "Selection", "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach",
+    "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record",
+    "select", "summary", "watch",
 ]  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, locks, torch_internals, compile_internals, checkpoint_internals, tree, site, modules, globs,
-select, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow,
-graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing,
-compiled, everywhere, report, inventory, blame, line, hooks_on_modules, hooks_on_tensors,
-hooks_on_events, attach.
+errors, locks, torch_internals, compile_internals, checkpoint_internals, distributed_internals,
+meeting, tree, local, site, modules, globs, select, passes, recompute, arguments, traced, taps,
+raw_taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
+saved_taps, fast_paths, placing, compiled, everywhere, report, inventory, blame, line,
+hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -13,6 +13,11 @@ from hookline.engine.attach import attach as attach
 from hookline.engine.blame import Blame as Blame
 from hookline.engine.blame import blame as blame
 from hookline.engine.checkpoint_internals import aside as aside
+from hookline.engine.distributed_internals import full_value as full_value
+from hookline.engine.distributed_internals import is_dtensor as is_dtensor
+from hookline.engine.distributed_internals import is_grouped as is_grouped
+from hookline.engine.distributed_internals import local_part as local_part
+from hookline.engine.distributed_internals import reshard as reshard
 from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
 from hookline.engine.everywhere import Everywhere as Everywhere
 from hookline.engine.gradient_tap import Crossing as Crossing
@@ -26,6 +31,11 @@ from hookline.engine.line import Bound as Bound
 from hookline.engine.line import Ground as Ground
 from hookline.engine.line import Line as Line
 from hookline.engine.line import ports_for as ports_for
+from hookline.engine.local import local as local
+from hookline.engine.meeting import TIMEOUT_S as TIMEOUT_S
+from hookline.engine.meeting import meet as meet
+from hookline.engine.meeting import ranks_of as ranks_of
+from hookline.engine.meeting import say_by_rank as say_by_rank
 from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
@@ -52,10 +62,12 @@ from hookline.engine.values import Arrival as Arrival
 from hookline.engine.values import hook_value as hook_value
 
 __all__ = [
-    "EVERYWHERE", "PORTS", "Arrival", "Blame", "Bound", "Crossing", "Everywhere", "GradOutputTap",
-    "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass",
-    "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site",
-    "aside", "at_end_of_backward", "attach", "backward_number", "blame", "check_ports",
-    "graph_snapshot", "guarded", "hook_value", "inventory", "outer_backward", "parse_site",
-    "ports_for", "same_draws", "select", "snapshot", "stop_all",
+    "EVERYWHERE", "PORTS", "TIMEOUT_S", "Arrival", "Blame", "Bound", "Crossing", "Everywhere",
+    "GradOutputTap", "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient",
+    "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector",
+    "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number", "blame",
+    "check_ports", "full_value", "graph_snapshot", "guarded", "hook_value", "inventory",
+    "is_dtensor", "is_grouped", "local", "local_part", "meet", "outer_backward", "parse_site",
+    "ports_for", "ranks_of", "reshard", "same_draws", "say_by_rank", "select", "snapshot",
+    "stop_all",
 ]  # fmt: skip

@@ -49,6 +49,10 @@ class FolderError(HooklineError, OSError):
     """A recording's folder cannot be written, or what is there is not a recording."""
 
 
+class RanksError(HooklineError, RuntimeError):
+    """The processes of a distributed job do not agree, or one of them did not come."""
+
+
 class ModelError(HooklineError, ValueError):
     """A model cannot be found, built or loaded from the name that was given."""
 

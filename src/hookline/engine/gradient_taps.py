@@ -16,7 +16,7 @@ from torch.utils.hooks import unserializable_hook
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.checkpoint_internals import aside
-from hookline.engine.errors import warn
+from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.gradient_tap import BORDER, NO_BACKWARD, Crossing, GradientTap, OnGradient
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
@@ -159,13 +159,59 @@ _REPLACED = "torch.func.functional_call, a parametrization or pruning made after
 
 @final
 class ParameterTap(GradientTap):
-    """Sees the gradient of a parameter, or of a tensor: a hook on it."""
+    """Sees the gradient of a parameter, or of a tensor: a hook on it.
 
-    __slots__ = ("_n_parts", "_run")
+    What FSDP2 shards takes no part in the graph; its reduced gradient is first seen in `.grad`.
+    """
+
+    __slots__ = ("_held", "_n_parts", "_run")
 
     def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
         super().__init__(site, passes, on, rank)
         self._run, self._n_parts = -1, 0
+
+    def wait_for_reduced(self, parameter: Tensor) -> None:
+        """It is to be put behind the accumulation of a sharded parameter's gradient."""
+        self._held = None if parameter.grad is None else weakref.ref(parameter.grad)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def fire_reduced(self, parameter: Tensor) -> None:
+        """The hook there.
+
+        Raises:
+            AttachError: it is to be changed, and cannot be told from what was in `.grad` before.
+        """
+        current = self.passes.at_parameter(outer_backward())
+        grad = parameter.grad
+        if current is None or grad is None:
+            return
+        self.ran += 1
+        if self._held is not None and self._held() is grad:
+            self._is_sum()
+        # .grad is clipped, zeroed and added to in place; what is kept must not be.
+        given = grad if self.on.changes else grad.detach().clone()
+        new = self.arrive(current, Crossing(0), 0, given)
+        if new is not None:
+            if type(new) is not type(grad):
+                raise StructureError(
+                    f"the edit at {self.site} returned a plain tensor for this rank's shard."
+                    "\nReturn what is computed from the DTensor that it is given: g.clamp(min=0)."
+                )
+            parameter.grad = grad = new
+        self._held = weakref.ref(grad)
+
+    def _is_sum(self) -> None:
+        if self.on.changes:
+            raise AttachError(
+                f"{self.site} cannot be changed: FSDP2 has added it to the .grad that was there."
+                "\nCall zero_grad() before backward(), or change the sum: line.accumulated(...)."
+            )
+        if not self.told:
+            self.told = True
+            warn(
+                f"{self.site} is recorded as it is in .grad, to which FSDP2 has added the gradients"
+                " of several backward passes.\nFor each by itself, zero_grad() before backward()."
+            )
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def fire(self, grad: Tensor) -> Tensor | None:

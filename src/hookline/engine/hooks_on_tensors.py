@@ -55,8 +55,12 @@ class TensorHooks(Line):
         with self.all_or_nothing() as placements:
             for site, node in self._each_tensor("grad", selector):
                 tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Rank.GRAD_HOOK)
+                kind, fire = "grad", tap.fire
+                if node.is_sharded:
+                    tap.wait_for_reduced(node.tensor)
+                    kind, fire = "accumulated", tap.fire_reduced
                 placements.place_on_tensor(
-                    node.tensor, "grad", tap.fire, Rank.GRAD_HOOK, prepend=prepend, name=node.path
+                    node.tensor, kind, fire, Rank.GRAD_HOOK, prepend=prepend, name=node.path
                 )
                 self.keep(tap, node)
 
@@ -86,8 +90,15 @@ class TensorHooks(Line):
             for site, node in self._each_tensor("accumulated", selector):
                 check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
                 tap = EventTap(site, self.passes, hook, check)
+                # After what changes and reads the gradient itself, of a sharded parameter.
+                tap.rank = Rank.RECORD
                 placements.place_on_tensor(
-                    node.tensor, "accumulated", tap.fire, Rank.HOOK, prepend=prepend, name=node.path
+                    node.tensor,
+                    "accumulated",
+                    tap.fire,
+                    Rank.RECORD,
+                    prepend=prepend,
+                    name=node.path,
                 )
                 self.keep(tap, node)
 

@@ -153,7 +153,12 @@ class Line:
         place(module, "forward_pre", tap.fire, rank, with_kwargs=True)
 
     def _place_on_tensor(self, node: TensorNode, tap: Any, rank: Rank) -> None:
-        if node.tensor.requires_grad:
+        if node.tensor.requires_grad and node.is_sharded:
+            tap.wait_for_reduced(node.tensor)
+            self._placements.place_on_tensor(
+                node.tensor, "accumulated", tap.fire_reduced, GRADIENT_RANKS[rank]
+            )
+        elif node.tensor.requires_grad:
             self._placements.place_on_tensor(
                 node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank], name=node.path
             )

@@ -1,4 +1,4 @@
-"""The modules and parameters of a model, each once, with all its paths. Imports torch_internals.
+"""The modules and parameters of a model, each once, with all its paths. Imports the internals.
 
 Linear in the number of paths; wrapper prefixes are left out, shared modules carry their aliases,
 and a module that holds itself does not hang the walk.
@@ -12,6 +12,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from hookline.engine.distributed_internals import sharded_parameters
 from hookline.engine.torch_internals import children, parameters, unwrap
 
 
@@ -43,13 +44,17 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class TensorNode:
-    """One parameter of a model, or a tensor that was given by name: tied ones have aliases."""
+    """One parameter of a model, or a tensor that was given by name: tied ones have aliases.
+
+    Of a parameter that FSDP2 shards, `is_sharded`, the tensor is this rank's shard, at all times.
+    """
 
     path: str
     tensor: Tensor
     position: tuple[int, int]
     type_name: str
     aliases: list[str] = field(default_factory=list)
+    is_sharded: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -150,15 +155,27 @@ def _visit(
 
 def _parameters(nodes: list[Node]) -> list[TensorNode]:
     found: dict[int, TensorNode] = {}
+    shards: dict[int, Tensor] = {}
     for node in nodes:
-        for number, (name, tensor) in enumerate(parameters(node.module).items()):
-            if tensor is None:
+        for shard, whole in sharded_parameters(node.module):
+            shards[id(shard)] = shard
+            if whole is not None:
+                shards[id(whole)] = shard
+    for node in nodes:
+        for number, (name, held) in enumerate(parameters(node.module).items()):
+            if held is None:
                 continue
+            tensor = shards.get(id(held), held)
             paths = [f"{path}.{name}" if path else name for path in node.paths]
             if id(tensor) in found:
                 found[id(tensor)].aliases += paths
                 continue
             found[id(tensor)] = TensorNode(
-                paths[0], tensor, (node.index, number), f"{node.type_name}.{name}", paths[1:]
+                paths[0],
+                tensor,
+                (node.index, number),
+                f"{node.type_name}.{name}",
+                paths[1:],
+                id(held) in shards,
             )
     return list(found.values())

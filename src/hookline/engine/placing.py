@@ -127,7 +127,7 @@ class Placements:
         key = self._hold(getattr(tensor, name), hook)
         hooks = tensor_hook_dict(tensor, kind)
         assert hooks is not None
-        foreign = Rank.GRAD_HOOK if kind == "grad" else Rank.HOOK
+        foreign = Rank.GRAD_HOOK if kind == "grad" else Rank.RECORD
         for other, other_hook in list(hooks.items()):
             other_rank = _rank_of(other_hook, foreign)
             if other != key and (other_rank > rank or (prepend and other_rank == rank)):

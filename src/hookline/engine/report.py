@@ -15,7 +15,13 @@ from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Tap
-from hookline.engine.torch_internals import is_compiled, is_scripted
+from hookline.engine.torch_internals import (
+    children,
+    is_compiled,
+    is_scripted,
+    parameters,
+    unwrap,
+)
 
 _NOT_RUN = "the model has not run"
 _NOTHING_RAN = (
@@ -117,6 +123,11 @@ class Report:
 
 def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any) -> str:
     """Why a tap has not fired, as far as can be told from outside the model's code."""
+    if isinstance(node, TensorNode) and isinstance(root, nn.Module) and _is_replaced(node, root):
+        return (
+            "the parameter was replaced after the line was attached (fully_shard,"
+            " parallelize_module, load_state_dict(assign=True)); attach after that"
+        )
     own = tap.why_silent()
     if own is not None:
         return own
@@ -127,6 +138,20 @@ def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any)
     if isinstance(node, Node):
         return _explain_module(node, root, is_beside=passes.beside == passes.started)
     return "what it waits for did not happen"
+
+
+def _is_replaced(node: TensorNode, root: nn.Module) -> bool:
+    """Whether the model holds another parameter by now where this one was."""
+    *holders, name = node.path.split(".")
+    module: nn.Module | None = unwrap(root)
+    for holder in holders:
+        module = None if module is None else children(module).get(holder)
+        module = None if module is None else unwrap(module)
+    if module is None:
+        return False
+    held = parameters(module).get(name)
+    # FSDP2 itself shows another one between forward and backward.
+    return held is not None and held is not node.tensor and not node.is_sharded
 
 
 def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:

@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors by name, and back. Imports only torch and engine.tree.
+"""Nested values as JSON and tensors by name, and back. Imports only torch and the engine.
 
 Nothing read here is executed: named tuples come back as named tuples of the same name and fields,
 dataclasses and `ModelOutput` as `Fields`; their classes are not imported from what a file says.
@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine import local_part, tree
 
 # What the safetensors format can hold.
 # fmt: off
@@ -93,6 +93,7 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
 
 
 def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+    value = local_part(value)
     if not _is_storable(value):
         what = f"{tree.full(value)}, {value.layout}"
         lost(what)

@@ -1,4 +1,4 @@
-"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding and engine.
+"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding, place, engine.
 
     manifest.json            sites, passes, structures, the report; names every tensor
     values-*.safetensors     the tensors, in files of about 2 GiB
@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,13 +26,19 @@ from hookline.engine import PORTS, Report, Site
 from hookline.engine.errors import FolderError
 from hookline.recordings.encoding import decode, encode
 from hookline.recordings.entries import Contents, Entry, Gathered
+from hookline.recordings.place import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    check_target,
+    first_line,
+    head_of,
+    move_into_place,
+    sync,
+    write_manifest,
+)
 
-FORMAT = "hookline-recording"
-VERSION = 1
-MANIFEST = "manifest.json"
 _FILE_BYTES = 2 * 1024**3
-# What may lie in a recording's folder, to be replaced with it: ours, the page included.
-_OURS = re.compile(r"manifest\.json|values-[\w-]+\.safetensors|report\.html")
 # What reading a manifest that nobody should trust can raise.
 _DAMAGE = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
@@ -86,7 +89,7 @@ class Stored:
         except (*_DAMAGE, OSError, SafetensorError) as error:
             raise FolderError(
                 f"{self._files.folder} is damaged, gone, or replaced since it was opened:"
-                f" {_first_line(error)}.\nOpen it again, or record it again."
+                f" {first_line(error)}.\nOpen it again, or record it again."
             ) from error
 
 
@@ -134,7 +137,7 @@ class _Writer:
         if self._pending:
             path = self._folder / self._file_name()
             save_file(self._pending, path)
-            _sync(path)
+            sync(path)
             self._files += 1
         self._pending, self._bytes, self._known, self._alive = {}, 0, {}, []
         self._storages = set()
@@ -160,11 +163,11 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
         lost = _write_contents(building, contents)
         if lost:
             contents.lost[:] = lost
-        _sync(building)
-        _move_into_place(building, target)
+        sync(building)
+        move_into_place(building, target)
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise FolderError(
-            f"cannot write the recording {target}: {_first_line(error)}."
+            f"cannot write the recording {target}: {first_line(error)}."
             "\nNothing was left behind; choose a folder on a disk with room that you may write to."
         ) from error
     finally:
@@ -172,43 +175,8 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
     return target
 
 
-def check_target(folder: str | os.PathLike[str]) -> None:
-    """Make sure that a recording may be written here.
-
-    Raises:
-        FolderError: there is something that is not a recording.
-    """
-    target = Path(folder)
-    try:
-        os.path.realpath(target)  # a name that no file can have
-        if not target.exists():
-            return
-        if not target.is_dir():
-            raise FolderError(f"{target} is a file; name a folder for the recording.")
-        held = sorted(child.name for child in target.iterdir())
-        others = [name for name in held if not _OURS.fullmatch(name)]
-        if MANIFEST in held and not others and not _is_manifest(target / MANIFEST):
-            others = [MANIFEST]
-    except FolderError:
-        raise
-    except (OSError, ValueError) as error:
-        raise FolderError(f"{target} cannot be used: {_first_line(error)}.") from error
-    if others:
-        raise FolderError(
-            f"{target} holds something else ({', '.join(others[:3])}{', …' * (len(others) > 3)})."
-            "\nName a new folder, an empty one, or an older recording to replace."
-        )
-
-
-def _is_manifest(path: Path) -> bool:
-    try:
-        return FORMAT in path.read_text("utf-8")[:200]
-    except UnicodeDecodeError:
-        return False
-
-
-def read(folder: str | os.PathLike[str]) -> Contents:
-    """Read a recording's manifest; its values are read when they are asked for.
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a recording's manifest.
 
     Raises:
         FolderError: there is no recording, it is of a newer version, or its manifest is damaged.
@@ -223,7 +191,7 @@ def read(folder: str | os.PathLike[str]) -> Contents:
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
         ) from None
     except (*_DAMAGE, OSError) as error:
-        raise FolderError(f"{path / MANIFEST} cannot be read: {_first_line(error)}.") from error
+        raise FolderError(f"{path / MANIFEST} cannot be read: {first_line(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FolderError(f"{path} is not a recording: its {MANIFEST} is something else's.")
     if manifest.get("version") != VERSION:
@@ -232,11 +200,21 @@ def read(folder: str | os.PathLike[str]) -> Contents:
             f" version {VERSION}.\nOpen it with the hookline that wrote it"
             f" ({manifest.get('hookline', 'unknown')}), or record it again."
         )
+    return manifest
+
+
+def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Contents:
+    """Understand a manifest; the values are read when they are asked for.
+
+    Raises:
+        FolderError: it is damaged.
+    """
+    path = Path(folder)
     try:
         return _read_contents(path, manifest)
     except _DAMAGE as error:
         raise FolderError(
-            f"{path / MANIFEST} is damaged: {type(error).__name__} {_first_line(error)}."
+            f"{path / MANIFEST} is damaged: {type(error).__name__} {first_line(error)}."
             "\nRecord it again."
         ) from error
 
@@ -261,10 +239,7 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
     lost = list(dict.fromkeys(lost))  # one that was opened and saved again says it once
     report = contents.report
     manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "hookline": _version(),
-        "torch": str(torch.__version__),
+        **head_of(),
         "model": report.model_type,
         "sites": [
             {
@@ -283,9 +258,7 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
         "lost": lost,
         "passes": passes,
     }  # fmt: skip
-    path = folder / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1), "utf-8")
-    _sync(path)
+    path = write_manifest(folder, manifest)
     for file in folder.iterdir():
         shutil.copymode(path, file)  # safetensors makes files that only their owner may read
     return lost
@@ -346,38 +319,3 @@ def _read_site(row: Mapping[str, Any]) -> Site:
     if not is_sound:
         raise ValueError(f"not a site: {row!r:.80}")
     return Site(row["path"], row["port"], tuple(leaf), call, tuple(aliases), row["type"])
-
-
-def _move_into_place(building: Path, target: Path) -> None:
-    if not target.exists() or not any(target.iterdir()):
-        building.replace(target)  # one rename: there or not there
-        return
-    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
-    target.replace(old)
-    try:
-        building.replace(target)
-    except OSError:
-        old.replace(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Push a file, or a folder's names, to the disk: the rename must not overtake them."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
-
-
-def _version() -> str:
-    try:
-        return version("hookline")
-    except PackageNotFoundError:
-        return "unknown"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, final
 
-from hookline.engine import Pass, Report, Site, tree
+from hookline.engine import Pass, Report, Site, local, tree
 from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.recordings.entries import Entry, Gathered
 from hookline.recordings.folder import Stored
@@ -64,8 +64,12 @@ class Log:
             seen[entry.site] += 1
         return found
 
-    def find(self, current: Pass, key: Key, backward: int | None = None) -> list[tuple[int, Any]]:
+    def find(
+        self, current: Pass, key: Key, backward: int | None = None, *, is_local: bool = True
+    ) -> list[tuple[int, Any]]:
         """The values of all calls of a site in a pass, each with its call.
+
+        Of a DTensor this rank's part, or unless `is_local` the DTensor itself.
 
         Raises:
             AmbiguousError: it has gradients of several runs of autograd, and none is named.
@@ -85,7 +89,7 @@ class Log:
                 )
         deeper = site.leaf[len(kept.leaf) :]
         return [
-            (entry.call or 0, tree.get(self.check(entry), deeper, str(key)))
+            (entry.call or 0, tree.get(self.check(entry, is_local=is_local), deeper, str(key)))
             for entry in sorted(entries, key=lambda entry: entry.call or 0)
         ]
 
@@ -106,7 +110,7 @@ class Log:
             raise self.never(key)
         return found
 
-    def check(self, entry: Entry) -> Any:
+    def check(self, entry: Entry, *, is_local: bool = True) -> Any:
         """The value, if nobody changed it since it was recorded."""
         value = entry.value
         if isinstance(value, Gathered):
@@ -122,7 +126,7 @@ class Log:
                 " (by an in-place operation such as ReLU(inplace=True) or +=)."
                 "\nRecord a copy: hl.record(..., copy=True)."
             )
-        return value
+        return local(value) if is_local else value
 
     def never(self, key: Key, among: Pass | None = None) -> NotRecordedError:
         """Why a site has no value."""

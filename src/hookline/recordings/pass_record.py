@@ -1,14 +1,15 @@
-"""One pass of a recording, or one backward over it: the same look-ups. Imports log."""
+"""One pass of a recording, or one backward over it: the same look-ups. Imports log, ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final, overload
 
-from hookline.engine import Pass, Site
+from hookline.engine import TIMEOUT_S, Pass, Site
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.index import Key
 from hookline.recordings.log import Log
+from hookline.recordings.ranks import Ask, full, reduced
 
 
 @final
@@ -50,7 +51,15 @@ class PassRecord(Mapping[str, Any]):
         return [(self._log.sites[index], call) for index, call in self._fired()]
 
     def __getitem__(self, key: Key) -> Any:
-        found = self._find(key)
+        return self.only(key)
+
+    def only(self, key: Key, *, is_local: bool = True) -> Any:
+        """The only value of a site; of a DTensor this rank's part, or unless `is_local` itself.
+
+        Raises:
+            NotRecordedError: it did not fire in this pass. AmbiguousError: it ran several times.
+        """
+        found = self._find(key, is_local=is_local)
         if len(found) > 1:
             calls = [f"{key!s}#{call}" for call, _ in found]
             raise AmbiguousError(
@@ -68,14 +77,30 @@ class PassRecord(Mapping[str, Any]):
         """
         return [value for _, value in self._find(key)]
 
+    def full(
+        self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
+    ) -> Any:
+        """As `Recording.full`, in this pass."""
+        question = f"run.passes[{self.number}].full({str(key)!r}, dim={dim})"
+        ask = Ask(question, self._log.sites, group, timeout)
+        return full(ask, lambda: self.only(key, is_local=False), dim)
+
+    def reduced(
+        self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
+    ) -> Any:
+        """As `Recording.reduced`, in this pass."""
+        question = f"run.passes[{self.number}].reduced({str(key)!r}, op={op!r})"
+        ask = Ask(question, self._log.sites, group, timeout)
+        return reduced(ask, lambda: self.only(key, is_local=False), op)
+
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(self._text(*one) for one in sorted(self._fired())))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _find(self, key: Key) -> list[tuple[int, Any]]:
-        found = self._log.find(self._pass, key, self._backward)
+    def _find(self, key: Key, *, is_local: bool = True) -> list[tuple[int, Any]]:
+        found = self._log.find(self._pass, key, self._backward, is_local=is_local)
         if not found:
             raise self._log.never(key, self._pass)
         return found
@@ -113,3 +138,11 @@ class PassList(Sequence[PassRecord]):
     def __repr__(self) -> str:
         n_sites = len(self._log.sites)
         return f"{len(self)} pass{'es' * (len(self) != 1)} of a Recording of {n_sites} sites"
+
+
+def pass_of(number: int, failed: bool | None, log: Sequence[Any]) -> Pass:
+    """A pass that was seen before, with what it noted."""
+    current = Pass(number)
+    current.failed = failed
+    current.log = list(log)
+    return current

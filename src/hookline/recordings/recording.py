@@ -14,14 +14,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Pass, Report, Site, tree
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, tree
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.entries import Contents, Entry
-from hookline.recordings.folder import read, write
+from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key
 from hookline.recordings.log import Log
-from hookline.recordings.pass_record import PassList, PassRecord
+from hookline.recordings.pass_record import PassList, PassRecord, pass_of
+from hookline.recordings.rank_folder import is_one_of_many, write_ranks
+from hookline.recordings.ranks import Ask, combined, full, joined, reduced
 
 
 @final
@@ -42,7 +44,9 @@ class Recording(Mapping[str, Any]):
     - Several passes: `run.passes[1]["block"]`, or `run.stack("block")`.
     - Several backward passes over one: `run.passes[0].backwards[1]["block:grad_output"]`.
 
-    Values are detached and share memory with the model's own, unless they were copied.
+    Values are detached and share memory with the model's own, unless they were copied. In a
+    distributed job they are this rank's; `full` and `reduced` ask the other ranks. Where all ranks
+    saved one folder, `hl.open` gives a recording that has each of them in `ranks`.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Recording(Mapping[str, Any]):
         self.sites = sites
         self.modules = modules
         self.lost: list[str] = []
+        self.ranks: tuple[Recording, ...] = ()
         self._report: Callable[[], Report] | Report = report
         self._log = Log(sites, self.report)
 
@@ -79,9 +84,13 @@ class Recording(Mapping[str, Any]):
     @property
     def passes(self) -> Sequence[PassRecord]:
         """The passes, in the order in which they began."""
+        self._refuse_of_ranks("passes")
         return PassList(self._log)
 
     def __getitem__(self, key: Key) -> Any:
+        return self._only(key) if not self.ranks else self._of_rank(key)[key]
+
+    def _only(self, key: Key, *, is_local: bool = True) -> Any:
         found = self._with(key)
         if len(found) > 1:
             raise AmbiguousError(
@@ -89,9 +98,11 @@ class Recording(Mapping[str, Any]):
                 f"\nWrite run.passes[{found[0].number}][{str(key)!r}] for one of them,"
                 f" or run.stack({str(key)!r}) for all."
             )
-        return found[0][key]
+        return found[0].only(key, is_local=is_local)
 
     def __iter__(self) -> Iterator[str]:
+        if self.ranks:
+            return iter(dict.fromkeys(key for one in self.ranks for key in one))
         if len(self.passes) == 1:
             return iter(self.passes[0])
         fired = {index for current in self._log.passes for index in self._log.entries(current)}
@@ -103,6 +114,8 @@ class Recording(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         """Whether the site has a value: one or several."""
         try:
+            if self.ranks:
+                return any(key in one for one in self.ranks)
             return isinstance(key, str | Site) and bool(self._with(key))
         except LookupError:
             return False
@@ -113,6 +126,8 @@ class Recording(Mapping[str, Any]):
         Raises:
             NotRecordedError: it did not fire. AmbiguousError: it ran in several passes.
         """
+        if self.ranks:
+            return self._of_rank(key).calls(key)
         found = self._with(key)
         if len(found) > 1:
             raise AmbiguousError(
@@ -131,6 +146,8 @@ class Recording(Mapping[str, Any]):
             NotRecordedError: it did not fire. AmbiguousError: several calls in a pass.
             ValueError: the values are not tensors of one shape.
         """
+        if self.ranks:
+            return self._of_rank(key).stack(key)
         values = [one[key] for one in self._with(key)]
         shapes = sorted({tree.describe(value) for value in values})
         if len(shapes) > 1 or not isinstance(values[0], Tensor):
@@ -157,18 +174,111 @@ class Recording(Mapping[str, Any]):
         Raises:
             NotRecordedError: no gradient port was recorded.
         """
+        self._refuse_of_ranks("gradients()")
         return gradient_flow(self._log, self.report())
 
     def report(self) -> Report:
         """What was matched, how often each site fired, and why some never did."""
         return self._report if isinstance(self._report, Report) else self._report()
 
+    # -- other ranks ----------------------------------------------------------------------------
+
+    def full(
+        self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
+    ) -> Any:
+        """The whole of a value of which each rank of a distributed job has a part.
+
+        All ranks have to call it; each gets the whole. A DTensor knows how its parts lie. Of plain
+        tensors nobody knows, so `dim` says it: they are joined along it, in the order of the ranks.
+
+            >>> import hookline as hl
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> try:
+            ...     run.full("", dim=0)
+            ... except hl.RanksError as error:
+            ...     print(str(error)[:60])
+            run.full('', dim=0) asks all ranks of a process group, and t
+
+        Args:
+            key: the site, as in a look-up.
+            dim: the dimension along which plain tensors are joined: 0 where each rank has a part of
+                the batch (DDP, FSDP), the one that tensor parallelism splits otherwise.
+            group: the process group that has the parts; None is all ranks.
+            timeout: how long ranks wait for one another, in seconds.
+
+        Returns:
+            The whole value, on this rank's device.
+
+        Raises:
+            RanksError: on every rank: one did not call it in time, has no such value, or one of
+                another kind; or there is no process group.
+            AmbiguousError: plain tensors and no `dim`; or several calls or passes.
+        """
+        question = f"run.full({str(key)!r}, dim={dim})"
+        if self.ranks:
+            return joined([one[key] for one in self.ranks], dim, question)
+        ask = Ask(question, self.sites, group, timeout)
+        return full(ask, lambda: self._only(key, is_local=False), dim)
+
+    def reduced(
+        self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
+    ) -> Any:
+        """A value reduced over the ranks of a distributed job, element by element.
+
+        For statistics (`keep=lambda t: t.float().mean()`), and for the gradients of parameters
+        under DDP, which are each rank's own. All ranks have to call it; each gets the same.
+
+            >>> import hookline as hl
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model, keep=lambda t: t.mean()) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> try:
+            ...     run.reduced("")
+            ... except hl.RanksError as error:
+            ...     print(str(error)[:26])
+            run.reduced('', op='mean')
+
+        Args:
+            key: the site, as in a look-up.
+            op: "mean", "sum", "max" or "min".
+            group: the process group; None is all ranks.
+            timeout: how long ranks wait for one another, in seconds.
+
+        Returns:
+            The value; sums and means in at least float32.
+
+        Raises:
+            RanksError: on every rank: one did not call it in time, has no such value, or one of
+                another shape; it is a DTensor; or there is no process group.
+            ValueError: op is none of the four.
+        """
+        if self.ranks:
+            return combined([one[key] for one in self.ranks], op)
+        ask = Ask(f"run.reduced({str(key)!r}, op={op!r})", self.sites, group, timeout)
+        return reduced(ask, lambda: self._only(key, is_local=False), op)
+
     # -- the folder -----------------------------------------------------------------------------
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        alone: bool = False,
+        group: Any = None,
+        timeout: float = TIMEOUT_S,
+    ) -> Path:
         """Write the recording to a folder, whole or not at all; `hl.open(folder)` reads it.
 
+        In a distributed job all ranks write into one folder, and have to call this.
         What cannot be saved (sparse tensors, a library's caches) is listed in `run.lost`.
+
+        Args:
+            folder: the folder; of all ranks, on a disk that all of them see.
+            alone: write this rank's recording only, and wait for nobody.
+            group: the process group whose ranks save together; None is all ranks.
+            timeout: how long ranks wait for one another, in seconds.
 
         Returns:
             The folder's path.
@@ -176,17 +286,25 @@ class Recording(Mapping[str, Any]):
         Raises:
             FolderError: the folder holds something else, or the disk is full or read-only.
             OverwrittenError: a value was changed in place since it was recorded.
+            RanksError: a rank did not come in time, or has other sites of the same model.
         """
+        self._refuse_of_ranks("save(...)")
+        if not alone and is_one_of_many(group):
+            path, contents = write_ranks(folder, self._contents, self.sites, group, timeout)
+        else:
+            contents = self._contents()
+            path = write(folder, contents)
+        self.lost = contents.lost
+        return path
+
+    def _contents(self) -> Contents:
         passes = []
         for current in self._log.passes:
             entries = [Entry(*entry) for entry in current.log]
             for entry in entries:
                 self._log.check(entry)
             passes.append((current.number, current.failed, entries))
-        contents = Contents(self.report(), self.sites, passes, list(self.lost), self.modules)
-        path = write(folder, contents)
-        self.lost = contents.lost
-        return path
+        return Contents(self.report(), self.sites, passes, list(self.lost), self.modules)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled by value; the copy's tensors have histories of their own."""
@@ -205,9 +323,11 @@ class Recording(Mapping[str, Any]):
         self.__dict__.update(state)
         self._log = Log(self.sites, self.report)
         for number, failed, log in copies:
-            self._log.passes.append(_pass(number, failed, log))
+            self._log.passes.append(pass_of(number, failed, log))
 
     def __repr__(self) -> str:
+        if self.ranks:
+            return f"Recording of {len(self.ranks)} ranks: run.ranks[0] is {self.ranks[0]!r}"
         n_values = sum(len(current.log) for current in self._log.passes)
         n = len(self.passes)
         return f"Recording of {len(self.sites)} sites: {n} pass{'es' * (n != 1)}, {n_values} values"
@@ -221,38 +341,20 @@ class Recording(Mapping[str, Any]):
     def _with(self, key: Key) -> list[PassRecord]:
         return [PassRecord(self._log, current) for current in self._log.passes_with(key)]
 
+    def _of_rank(self, key: Key) -> Recording:
+        """The only rank's recording in which a site has a value."""
+        having = [rank for rank, one in enumerate(self.ranks) if key in one]
+        if len(having) > 1:
+            raise AmbiguousError(
+                f"{str(key)!r} has a value on each of {len(having)} ranks."
+                f"\nWrite run.ranks[{having[0]}][{str(key)!r}] for one of them; for all in one,"
+                f" run.full({str(key)!r}, dim=0) or run.reduced({str(key)!r}, op='mean')."
+            )
+        return self.ranks[having[0] if having else 0]
 
-def open_recording(folder: str | os.PathLike[str]) -> Recording:
-    """Open a recording that was saved with `run.save(folder)`.
-
-        >>> import hookline as hl
-        >>> model = nn.Linear(2, 3)
-        >>> with hl.record(model) as run:
-        ...     _ = model(torch.zeros(1, 2))
-        >>> hl.open(run.save(tmp_path / "run"))[""].shape
-        torch.Size([1, 3])
-
-    Values are memory-mapped when they are looked up, not before; dtypes are kept as they were.
-
-    Args:
-        folder: the folder that was written.
-
-    Returns:
-        The recording, with the same look-ups as the one that was saved.
-
-    Raises:
-        FolderError: there is no recording, it is of another version, or it is damaged.
-    """
-    contents = read(folder)
-    recording = Recording(contents.sites, contents.report, contents.modules)
-    recording.lost = contents.lost
-    for number, failed, entries in contents.passes:
-        recording.begin_pass(_pass(number, failed, entries))
-    return recording
-
-
-def _pass(number: int, failed: bool | None, log: Sequence[Any]) -> Pass:
-    current = Pass(number)
-    current.failed = failed
-    current.log = list(log)
-    return current
+    def _refuse_of_ranks(self, what: str) -> None:
+        if self.ranks:
+            raise AmbiguousError(
+                f"this recording is of {len(self.ranks)} ranks, and each has its own {what}."
+                f"\nWrite run.ranks[0].{what} for one of them."
+            )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Never, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_value_
 
 from hookline.engine import (
     Crossing,
@@ -21,12 +20,12 @@ from hookline.engine import (
     Selection,
     Selector,
     Site,
-    at_end_of_backward,
-    backward_number,
     check_ports,
-    outer_backward,
+    is_grouped,
+    local_part,
 )
 from hookline.engine.errors import AttachError, warn
+from hookline.verbs.clip_parameters import AtEnd, WhenWhole, clip_norm, dense, meet_for_norms
 from hookline.verbs.verb_line import VerbLine
 
 _EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
@@ -178,6 +177,8 @@ class ClipLine(VerbLine[RawLine]):
                 f" between modules ({between[0][0]}) are gone by then."
                 "\nUse norm= for them, each by itself, or total_norm= for parameters."
             )
+        if ours and self._limit.kind != "value":
+            meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
         with self._line.all_or_nothing():
             if is_total:
                 self._tallies.append(_Tally("total"))
@@ -200,59 +201,41 @@ class ClipLine(VerbLine[RawLine]):
         limit = self._limit
 
         def clip_one(parameter: Tensor) -> None:
-            holder = _dense(parameter)
+            holder = dense(parameter)
             if limit.kind == "value":
                 tallies[id(parameter)].add(_largest(holder.grad), limit.bound)
                 clip_grad_value_([holder], limit.bound)
             else:
-                norm = clip_grad_norm_([holder], limit.bound, limit.norm_type)
+                norm = clip_norm([holder], limit.bound, limit.norm_type)
                 tallies[id(parameter)].add(norm, limit.bound)
 
-        self._line.accumulated(selection, _when_whole(clip_one))
+        def clip_each(parameters: list[Tensor]) -> None:
+            # Each norm is a collective: in the same order on all ranks.
+            for parameter in sorted(parameters, key=lambda one: numbers[id(one)]):
+                clip_one(parameter)
+
+        numbers = {key: number for number, key in enumerate(tallies)}
+        at_end = AtEnd(clip_each)
+
+        when_whole = WhenWhole(clip_one)
+
+        def accumulated(parameter: Tensor) -> None:
+            if is_grouped():  # what DDP reduces is in .grad at the end of backward
+                at_end.accumulated(parameter)
+            else:
+                when_whole.accumulated(parameter)
+
+        self._line.accumulated(selection, accumulated)
 
     def _clip_total(self, selection: Selection) -> None:
         parameters = [node.tensor for _, node in selection.places()]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
-        queued: list[int] = []
 
-        def at_end() -> None:
-            queued.clear()
-            held = [_dense(parameter) for parameter in parameters if parameter.grad is not None]
-            tally.add(clip_grad_norm_(held, limit.bound, limit.norm_type), limit.bound)
+        def clip_all(_: list[Tensor]) -> None:
+            held = [dense(parameter) for parameter in parameters if parameter.grad is not None]
+            tally.add(clip_norm(held, limit.bound, limit.norm_type), limit.bound)
 
-        def accumulated(parameter: Tensor) -> None:
-            run = outer_backward()
-            if run not in queued:
-                queued[:] = [run]  # of a run that raised, torch never calls the end
-                at_end_of_backward(at_end)
-
-        self._line.accumulated(selection, accumulated)
-
-
-def _when_whole(clip_one: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Clip a gradient when it has been accumulated. Inside a reentrant checkpoint other parts of it
-    may follow, so there it is when the whole backward is over."""
-    clipped: dict[int, int] = {}  # in which run each parameter was, or is to be
-    queued: dict[int, int] = {}
-
-    def accumulated(parameter: Tensor) -> None:
-        run, key = outer_backward(), id(parameter)
-        if queued.get(key) == run:
-            return
-        if run == backward_number():
-            clipped[key] = run
-            clip_one(parameter)
-            return
-        if clipped.get(key) == run:
-            warn(
-                f"hl.clip: the gradient of a parameter of shape {list(parameter.shape)} came in"
-                " parts, since a reentrant checkpoint uses it and something outside of that; one"
-                " part was clipped before the sum was.\nCheckpoint with use_reentrant=False."
-            )
-        queued[key] = run
-        at_end_of_backward(partial(clip_one, parameter))
-
-    return accumulated
+        self._line.accumulated(selection, AtEnd(clip_all).accumulated)
 
 
 @final
@@ -286,20 +269,8 @@ class _ClipGradient(OnGradient):
         return clipped
 
 
-def _dense(parameter: Tensor) -> Tensor:
-    """What torch's functions clip in a parameter's place: where its gradient is sparse, as an
-    embedding's may be, one whose `.grad` is the values that the gradient holds."""
-    if parameter.grad is None or not parameter.grad.is_sparse:
-        return parameter
-    parameter.grad = parameter.grad.coalesce()  # several at one index are one number
-    values = parameter.grad.values()
-    holder = torch.empty_like(values)
-    holder.grad = values
-    return holder
-
-
 def _largest(grad: Any) -> Tensor:
-    sizes: Tensor = grad.detach().abs()
+    sizes: Tensor = local_part(grad.detach()).abs()
     largest: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
     return largest
 
@@ -339,6 +310,9 @@ def clip(
     A parameter's `.grad` is clipped when it has been accumulated, as `clip_grad_value_` and
     `clip_grad_norm_` would do after `backward()`, so gradients that were there before count, too.
     To accumulate over several backward passes and clip the sum, put the block around the last one.
+    In a distributed job it is clipped at the end of backward, when DDP and FSDP2 have reduced it;
+    a norm of sharded parameters is over all ranks, and all of them have to clip.
+
     What flows between modules is clipped on its way, and everything before it in the model gets
     what is left (Pascanu et al., 2013, "On the difficulty of training recurrent neural networks").
 
@@ -362,6 +336,7 @@ def clip(
         AttachError: not exactly one of the three bounds is given, or it is no number from 0 up;
             `total_norm` with module ports; or all selected parameters are frozen.
         SelectionError: the selector matches nothing, or a port is no gradient's.
+        RanksError: parameters are sharded, and another rank does not clip the same ones.
     """
     if others:
         raise TypeError(_misnamed(next(iter(others))))

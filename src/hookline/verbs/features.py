@@ -10,7 +10,7 @@ from typing import Unpack, final
 
 from torch import nn
 
-from hookline.engine import Selector, Site, stop_all
+from hookline.engine import Selector, Site, reshard, stop_all
 from hookline.recordings import Recording
 from hookline.verbs.calling import Inputs, call
 from hookline.verbs.keeping import Keep
@@ -76,6 +76,7 @@ def features(
                 raise
             line.passes.stop()
             stop_all()  # lines around this one saw the same forward end
+            reshard(model)
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
     for site in wanted:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine import local, tree
 from hookline.engine.errors import AttachError
 
 
@@ -76,7 +76,8 @@ def keeper(options: Keep) -> Callable[[Any], Any]:
             value = tree.map_tensors(Tensor.detach, value)
         if keep is not None:
             try:
-                value = keep(value)
+                # Whatever keep= computes is of this rank's part, and talks to no other rank.
+                value = keep(local(value))
             except Exception as error:
                 error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
                 raise

@@ -22,6 +22,7 @@ from hookline.engine import (
     Site,
     backward_number,
     hook_value,
+    local_part,
     outer_backward,
     tree,
 )
@@ -79,7 +80,7 @@ class KeepGradient(OnGradient):
         parameter = None if self._parameter is None else self._parameter()
         if parameter is None:
             return None
-        plain = parameter.detach()
+        plain = local_part(parameter.detach())
         wide = plain if plain.dtype is torch.float64 else plain.float()
         norm: Tensor = torch.linalg.vector_norm(wide)
         return norm

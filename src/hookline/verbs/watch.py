@@ -25,6 +25,7 @@ from hookline.engine import (
     aside,
     blame,
     check_ports,
+    local,
     snapshot,
     tree,
 )
@@ -215,6 +216,7 @@ def _see_nothing(current: Pass, value: Any) -> None:
 
 def _shown(value: Any) -> str:
     """A value's shape and dtype, and the mean and deviation of its first floating tensor."""
+    value = local(value)  # nothing here talks to other ranks
     text = tree.form(value)
     for _, tensor in tree.tensors(value):
         if not tensor.is_floating_point() or tensor.is_meta:

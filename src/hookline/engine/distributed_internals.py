@@ -1,0 +1,75 @@
+"""Every private name of torch.distributed that hookline touches. Imports only torch.
+
+Beside `torch_internals`. Nothing here loads DTensor or FSDP: as long as nobody has, there are none.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is one rank's part of a larger one, and knows how the parts lie."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(loaded, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, as a plain tensor; no rank talks to another for it.
+
+    A tensor that a collective is still on its way to is waited for.
+    """
+    if type(tensor) is Tensor:
+        return tensor
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        arrived: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+        return arrived
+    return tensor
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, on every rank of its mesh: a collective."""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    # One that was kept elsewhere (device="cpu") has to go back to where its mesh can talk.
+    whole: Tensor = tensor.to(mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return local_part(whole)
+
+
+def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+    """The parameters that FSDP2 shards at this module: as sharded, and as unsharded, if they were.
+
+    Between forward and backward, and after a forward without one, a module holds the unsharded.
+    """
+    if not hasattr(type(module), "_get_fsdp_state"):
+        return []
+    return [
+        (one.sharded_param, getattr(one, "_unsharded_param", None))
+        for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+        for one in group.fsdp_params
+    ]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 hold shards again, in a model whose forward was left half-way."""
+    for module in model.modules():
+        if hasattr(type(module), "_get_fsdp_state"):
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+                group._training_state = type(group._training_state).IDLE  # as behind a forward
+                group.reshard()
+
+
+def default_store() -> Any:
+    """The store over which the ranks found each other: keys and values that all of them see."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_grouped() -> bool:
+    """Whether this process is one of a group: `init_process_group` was called."""
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,522 @@
+"""Distributed training on real processes: what a line sees is the single process's, in parts."""
+
+from __future__ import annotations
+
+import io
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import hookline as hl
+
+PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
+on_ranks = PROCESSES["on_ranks"]
+ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
+
+EVERYTHING = ("input", "output", "grad_output", "grad")
+
+
+class ConvNet(nn.Module):
+    """A little network with an in-place layer and a residual, without batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU())
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.fc((x + self.block(x)).mean((2, 3)))
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return ConvNet()
+
+
+def images():
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def half(batch, rank):
+    return batch[2 * rank : 2 * rank + 2]
+
+
+def llama():
+    from hookline.models._torchvision_import import import_torchvision
+
+    import_torchvision()  # transformers wants it, and it wants a guard
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def tokens():
+    return torch.randint(0, 64, (4, 5), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, batch):
+    """A sum, so that the gradients of a batch are the sum over its parts."""
+    if batch.is_floating_point():
+        return model(batch).square().sum()
+    return model(input_ids=batch).logits.square().sum()
+
+
+def recorded(model, batch, selector=None, ports=EVERYTHING, **options):
+    model.zero_grad()
+    with hl.record(model, selector, ports=ports, **options) as run:
+        loss_of(model, batch).backward()
+    return run
+
+
+def mesh():
+    return init_device_mesh("cpu", (2,))
+
+
+def sharded(model):
+    """As people shard: each block, then the rest."""
+    for block in getattr(getattr(model, "model", None), "layers", None) or [model.block]:
+        fully_shard(block, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    return model
+
+
+def split(model):
+    """As people split a Llama over two ranks."""
+    plan = {}
+    for k in range(len(model.model.layers)):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"model.layers.{k}.{name}"] = ColwiseParallel()
+        plan[f"model.layers.{k}.self_attn.o_proj"] = RowwiseParallel()
+        plan[f"model.layers.{k}.mlp.gate_proj"] = ColwiseParallel()
+        plan[f"model.layers.{k}.mlp.up_proj"] = ColwiseParallel()
+        plan[f"model.layers.{k}.mlp.down_proj"] = RowwiseParallel()
+    return parallelize_module(model, mesh(), plan)
+
+
+# -- data parallel ------------------------------------------------------------------------------
+
+
+@pytest.mark.cell("DDP", "record", "gradients")
+@on_ranks
+def test_under_ddp_each_rank_records_what_its_part_of_the_batch_gives(rank, folder):
+    plain, mine = conv_net(), half(images(), rank)
+    expected = recorded(plain, mine)
+    model = DistributedDataParallel(conv_net())
+    for ground in (model, model.module):
+        with hl.record(ground, ports=EVERYTHING) as run:
+            model.zero_grad()
+            loss_of(model, mine).backward()
+        assert list(run) == list(expected)
+        for site, value in run.items():
+            if not site.endswith(":grad"):  # conv's own sums differ in the last bit, by layout
+                assert_close(value, expected[site])
+
+
+@pytest.mark.cell("DDP", "gradients", note="parameters: before the reduction")
+@pytest.mark.trap(30)
+@on_ranks
+def test_a_parameters_gradient_under_ddp_is_local_and_reduced_it_is_what_the_optimizer_gets(
+    rank, folder
+):
+    model = DistributedDataParallel(conv_net())
+    raw = []
+    handle = model.module.fc.weight.register_hook(lambda grad: raw.append(grad.clone()))
+    run = recorded(model, half(images(), rank))
+    handle.remove()
+    # The raw hook sees the local gradient, and calls it the gradient.
+    assert not torch.equal(raw[0], model.module.fc.weight.grad)
+    local = recorded(conv_net(), half(images(), rank), "fc")
+    assert_close(run["fc.weight:grad"], local["fc.weight:grad"])
+    for name, parameter in model.module.named_parameters():
+        assert_close(run.reduced(f"{name}:grad", op="mean"), parameter.grad)
+
+
+@pytest.mark.cell("DDP", "statistics", note="each rank's own; run.reduced is over all ranks")
+@on_ranks
+def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
+    model = DistributedDataParallel(conv_net())
+    run = recorded(model, half(images(), rank), "block", "output", keep=lambda t: t.mean())
+    whole = recorded(conv_net(), images(), "block", "output")["block"]
+    assert_close(run["block"], half(whole, rank).mean())
+    assert_close(run.reduced("block"), whole.mean())
+    assert_close(
+        run.reduced("block", op="max"), torch.stack([half(whole, r).mean() for r in (0, 1)]).max()
+    )
+    numbers = recorded(
+        model, half(images(), rank), "block", "output", keep=lambda t: t.mean().item()
+    )
+    assert numbers.reduced("block", op="sum") == pytest.approx(2 * whole.mean().item())
+
+
+@on_ranks
+def test_full_joins_the_parts_of_a_batch_in_the_order_of_the_ranks(rank, folder):
+    model = DistributedDataParallel(conv_net())
+    run = recorded(model, half(images(), rank))
+    whole = recorded(conv_net(), images())
+    for site in ("stem", "block.1", "fc:input", "", "fc:grad_output"):
+        assert_close(run.full(site, dim=0), whole[site])
+    with hl.record(model, "fc") as several:
+        model(images()[: rank + 1])
+        model(half(images(), rank))
+    assert several.passes[0].full("fc", dim=0).shape == (3, 6)
+    assert_close(several.passes[1].full("fc", dim=0), whole["fc"])
+    with pytest.raises(hl.RanksError, match="passes"):
+        several.full("fc", dim=0)
+
+
+@pytest.mark.cell("DDP", "edit", "edit gradients", "raw hooks", "watch", "features")
+@on_ranks
+def test_lines_change_and_see_under_ddp_what_they_do_in_one_process(rank, folder):
+    model, mine = DistributedDataParallel(conv_net()), half(images(), rank)
+    with hl.edit(model, "block", hl.edits.scale(0)), hl.record(model, "fc:input") as run:
+        model(mine)
+    assert_close(run["fc:input"], model.module.stem(mine).mean((2, 3)))
+    seen = []
+    with hl.edit(model, "block:grad_output", torch.zeros_like), hl.attach(model) as line:
+        line.forward("fc", lambda module, args, output: seen.append(output.shape))
+        line.backward("stem", lambda module, grad_input, grad_output: seen.append("back"))
+        line.grad("fc.bias", torch.zeros_like)
+        model.zero_grad()
+        loss_of(model, mine).backward()
+    assert seen == [(2, 6), "back"]
+    assert not model.module.fc.bias.grad.any()
+    assert not model.module.block[0].weight.grad.any()
+    assert model.module.stem.weight.grad.any()
+    with hl.watch(model, file=io.StringIO()) as line:
+        model(mine)
+    assert all(count for _, count in line.report().fired)
+    assert_close(hl.features(model, mine, "stem")["stem"], model.module.stem(mine))
+    assert_close(recorded(model, mine)["fc"], recorded(conv_net(), mine)["fc"])
+
+
+@pytest.mark.cell("DDP", "clip")
+@pytest.mark.trap(30)
+@on_ranks
+def test_under_ddp_what_is_clipped_is_the_reduced_gradient(rank, folder):
+    model, mine = DistributedDataParallel(conv_net()), half(images(), rank)
+    parameters = list(model.parameters())
+
+    # A raw hook that clips what has been accumulated clips each rank's own, before the reduction.
+    def clip_raw(parameter):
+        nn.utils.clip_grad_norm_([parameter], 1e-3)
+
+    raw = [parameter.register_post_accumulate_grad_hook(clip_raw) for parameter in parameters]
+    loss_of(model, mine).backward()
+    norms = [float(p.grad.norm()) for p in parameters]
+    assert any(norm < 0.999e-3 for norm in norms)  # the mean of two clipped ones is no clipped one
+    for handle in raw:
+        handle.remove()
+    for bound in ({"total_norm": 0.1}, {"norm": 0.1}, {"value": 0.01}):
+        model.zero_grad()
+        loss_of(model, mine).backward()
+        if "total_norm" in bound:
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif "norm" in bound:
+            for p in parameters:
+                nn.utils.clip_grad_norm_([p], 0.1)
+        else:
+            nn.utils.clip_grad_value_(parameters, 0.01)
+        expected = [p.grad.clone() for p in parameters]
+        model.zero_grad()
+        with hl.clip(model, **bound) as line:
+            loss_of(model, mine).backward()
+        for parameter, grad in zip(parameters, expected, strict=True):
+            assert torch.equal(parameter.grad, grad)
+        assert line.report().clipped
+
+
+# -- FSDP2 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.cell("FSDP2", "record", "gradients")
+@pytest.mark.trap(30)
+@on_ranks
+def test_the_gradients_of_sharded_parameters_are_seen_reduced_and_in_parts(rank, folder):
+    model, mine = sharded(llama()), half(tokens(), rank)
+    raw = []
+    for parameter in model.parameters():
+        parameter.register_hook(raw.append)
+    run = recorded(model, mine)
+    assert raw == []
+    expected = recorded(llama(), tokens())
+    own = recorded(llama(), mine)
+    assert list(run) == list(own)
+    n_parameters = 0
+    for name, parameter in model.named_parameters():
+        site = f"{name}:grad"
+        assert torch.equal(run[site], parameter.grad.to_local())
+        assert type(run[site]) is torch.Tensor
+        assert_close(run.full(site), expected[site] / 2)
+        n_parameters += 1
+    assert n_parameters > 10
+    for site in ("model.layers.0", "model.layers.1.mlp:grad_output", "lm_head", "model.norm:input"):
+        assert_close(run[site], own[site])
+        assert_close(run.full(site, dim=0), expected[site])
+
+
+@on_ranks
+def test_parameters_are_the_sharded_ones_even_while_the_model_holds_them_unsharded(rank, folder):
+    model, mine = sharded(conv_net()), half(images(), rank)
+    with torch.no_grad():
+        model(mine)
+    assert type(model.fc.weight.data) is torch.Tensor  # the root keeps its own after a forward
+    run = recorded(model, mine, "fc", "grad")
+    assert_close(run.full("fc.weight:grad"), recorded(conv_net(), images())["fc.weight:grad"] / 2)
+
+
+@pytest.mark.cell("FSDP2", "edit", "edit gradients", "raw hooks", "watch", "features")
+@on_ranks
+def test_lines_change_and_see_under_fsdp2_what_they_do_in_one_process(rank, folder):
+    model, plain, mine = sharded(conv_net()), conv_net(), half(images(), rank)
+    order = []
+    with (
+        hl.edit(model, "block", hl.edits.scale(2)),
+        hl.edit(model, "fc.weight:grad", hl.edits.scale(0.5)),
+        hl.record(model, ports=("output", "grad")) as run,
+        hl.attach(model) as line,
+    ):
+        line.grad("block.0.bias", torch.zeros_like)
+        line.accumulated("fc.weight", lambda p: order.append(p.grad.to_local().clone()))
+        line.backward("stem", lambda module, grad_input, grad_output: order.append("stem"))
+        loss_of(model, mine).backward()
+    with hl.edit(plain, "block", hl.edits.scale(2)):
+        expected = recorded(plain, images())
+    assert_close(run.full("fc", dim=0), expected["fc"])
+    assert_close(run.full("fc.weight:grad"), expected["fc.weight:grad"] / 4)
+    assert_close(run.full("stem.weight:grad"), expected["stem.weight:grad"] / 2)
+    assert not model.block[0].bias.grad.to_local().any()
+    assert not run["block.0.bias:grad"].any()
+    assert "stem" in order
+    assert any(torch.is_tensor(one) and torch.equal(one, run["fc.weight:grad"]) for one in order)
+    with hl.watch(model, file=io.StringIO()) as watching:
+        model(mine)
+    assert all(count for _, count in watching.report().fired)
+    assert_close(hl.features(model, mine, "stem")["stem"], plain.stem(mine))
+    again, expected = recorded(model, mine), recorded(conv_net(), images())
+    assert_close(again.full("fc.weight:grad"), expected["fc.weight:grad"] / 2)
+
+
+@pytest.mark.cell("FSDP2", "statistics", note="each rank's own; run.reduced is over all ranks")
+@pytest.mark.trap(30)
+@on_ranks
+def test_statistics_of_shards_are_each_ranks_own_and_say_so(rank, folder):
+    model, mine = sharded(conv_net()), half(images(), rank)
+    expected = recorded(conv_net(), images(), "fc", "grad")["fc.weight:grad"] / 2
+    raw = []
+    handle = model.fc.weight.register_post_accumulate_grad_hook(
+        lambda p: raw.append(p.grad.mean().item())
+    )
+    run = recorded(model, mine, "fc", "grad", keep=lambda g: g.mean().item())
+    handle.remove()
+    # The raw hook's number looks like the mean of the whole gradient, and is this rank's.
+    assert raw[0] != pytest.approx(expected.mean().item(), rel=1e-3)
+    assert run["fc.weight:grad"] == raw[0]
+    assert run.reduced("fc.weight:grad") == pytest.approx(expected.mean().item(), rel=1e-4)
+    whole = recorded(model, mine, "fc", "grad")
+    if rank == 0:  # of one rank alone: were one of these a collective, it would wait for ever
+        assert "fc.weight:grad" in str(whole.gradients())
+        assert len({float(value.sum()) for value in whole.values()}) == 2
+    dist.barrier()
+
+
+@pytest.mark.cell("FSDP2", "clip")
+@on_ranks
+def test_the_norm_of_sharded_gradients_is_over_all_ranks(rank, folder):
+    model, mine = sharded(conv_net()), half(images(), rank)
+    whole = conv_net()
+    for bound in ({"total_norm": 0.1}, {"norm": 0.1}, {"value": 0.01}):
+        model.zero_grad()
+        with hl.clip(model, **bound) as line:
+            loss_of(model, mine).backward()
+        whole.zero_grad()
+        (loss_of(whole, images()) / 2).backward()
+        with_torch = list(whole.parameters())
+        if "total_norm" in bound:
+            norm = nn.utils.clip_grad_norm_(with_torch, 0.1)
+            assert line.report().rows[0].largest == pytest.approx(norm.item(), rel=1e-5)
+        elif "norm" in bound:
+            norms = [nn.utils.clip_grad_norm_([p], 0.1).item() for p in with_torch]
+            assert [row.largest for row in line.report()] == pytest.approx(norms, rel=1e-4)
+        else:
+            nn.utils.clip_grad_value_(with_torch, 0.01)
+            largest = [row.largest for row in line.report()]
+            assert len(largest) == len(with_torch)
+        for (name, mine_), theirs in zip(model.named_parameters(), with_torch, strict=True):
+            assert_close(mine_.grad.full_tensor(), theirs.grad, msg=name)
+
+
+@on_ranks
+def test_gradients_that_fsdp2_adds_up_are_told_and_not_edited(rank, folder):
+    model, mine = sharded(conv_net()), half(images(), rank)
+    loss_of(model, mine).backward()
+    with pytest.warns(hl.HooklineWarning, match="zero_grad"):
+        with hl.record(model, "fc.bias:grad") as run:
+            loss_of(model, mine).backward()
+    assert torch.equal(run["fc.bias:grad"], model.fc.bias.grad.to_local())
+    with pytest.raises(hl.AttachError, match=r"line\.accumulated"):
+        with hl.edit(model, "fc.bias:grad", torch.zeros_like):
+            loss_of(model, mine).backward()
+
+
+@on_ranks
+def test_what_was_selected_before_wrapping_keeps_working_or_tells(rank, folder):
+    model = conv_net()
+    modules, parameters = hl.select(model, "block"), hl.select(model, "fc.weight:grad")
+    early = hl.record(model, "fc.weight:grad")
+    sharded(model)
+    with hl.record(model, modules) as run:
+        loss_of(model, half(images(), rank)).backward()
+    assert run["block"].shape == (2, 4, 6, 6)
+    with pytest.raises(hl.SelectionError, match="Select again"):
+        hl.record(model, parameters)
+    with pytest.warns(hl.HooklineWarning, match="replaced after the line was attached"):
+        early.remove()
+    other = conv_net()
+    before = hl.select(other, "fc", ports=("output", "grad"))
+    wrapped = DistributedDataParallel(other)
+    with hl.record(wrapped, before) as run:
+        loss_of(wrapped, half(images(), rank)).backward()
+    assert run.sites[0].path == "fc"
+    assert run["fc.weight:grad"].shape == (6, 4)
+
+
+# -- tensor parallel ----------------------------------------------------------------------------
+
+
+@pytest.mark.cell("tensor parallel", "record", "gradients", "statistics")
+@on_ranks
+def test_what_is_gathered_under_tensor_parallelism_is_the_single_processs(rank, folder):
+    model, batch = split(llama()), tokens()
+    run = recorded(model, batch)
+    expected = recorded(llama(), batch)
+    assert list(run) == list(expected)
+    replicated = ("model.layers.0", "model.layers.1.mlp", "lm_head", "model.layers.1:grad_output")
+    for site in replicated:
+        assert type(run[site]) is torch.Tensor
+        assert_close(run[site], expected[site])
+    for site in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.act_fn",
+                 "model.layers.1.mlp.up_proj:grad_output"):  # fmt: skip
+        assert run[site].shape[-1] * 2 == expected[site].shape[-1]
+        assert_close(run.full(site, dim=-1), expected[site])
+    for name, _ in model.named_parameters():
+        site = f"{name}:grad"
+        found = run.full(site) if "_proj" in name else run[site]
+        assert_close(found, expected[site])
+    # What is a DTensor where it was recorded knows how its parts lie; keep= gets this rank's part.
+    assert_close(
+        run.full("model.layers.0.mlp.down_proj:input"),
+        expected["model.layers.0.mlp.down_proj:input"],
+    )
+    kept = recorded(
+        model, batch, "model.layers.0.mlp.down_proj", "input", keep=lambda t: t.square().sum()
+    )
+    whole = expected["model.layers.0.mlp.down_proj:input"].square().sum()
+    assert_close(kept.reduced("model.layers.0.mlp.down_proj:input", op="sum"), whole)
+
+
+@pytest.mark.cell(
+    "tensor parallel", "edit", "edit gradients", "raw hooks", "watch", "features", "clip"
+)
+@on_ranks
+def test_lines_change_under_tensor_parallelism_what_they_do_in_one_process(rank, folder):
+    model, plain, batch = split(llama()), llama(), tokens()
+    found = []
+    for one in (model, plain):
+        one.zero_grad()
+        with (
+            hl.edit(one, "model.layers.0.mlp", hl.edits.scale(0.5)),
+            hl.edit(one, "model.layers.1.mlp.gate_proj:grad_output", hl.edits.scale(0)),
+            hl.edit(one, "lm_head.weight:grad", hl.edits.scale(2)),
+            hl.clip(one, total_norm=0.5) as line,
+            hl.attach(one) as raw,
+        ):
+            raw.forward("model.norm", lambda module, args, output: output + 1)
+            loss_of(one, batch).backward()
+        found.append((line.report().rows[0].largest, [
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for p in one.parameters()
+        ]))  # fmt: skip
+    (norm, grads), (expected_norm, expected) = found
+    assert norm == pytest.approx(expected_norm, rel=1e-4)
+    for mine, theirs in zip(grads, expected, strict=True):
+        assert_close(mine, theirs)
+    with hl.watch(model, "model.layers.*.mlp.**", file=io.StringIO()) as watching:
+        model(input_ids=batch)
+    assert all(count for site, count in watching.report().fired if site.port == "output")
+    layer = "model.layers.0"
+    assert_close(
+        hl.features(model, {"input_ids": batch}, layer),
+        hl.features(plain, {"input_ids": batch}, layer),
+    )
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def trained(wrap, make, batch, *, is_watched):
+    model = wrap(make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    line = hl.record(model, ports=EVERYTHING) if is_watched else None
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    if line is not None:
+        assert len(line.recording.passes) == 20
+        line.remove()
+    return torch.stack([getattr(loss, "to_local", lambda loss=loss: loss)() for loss in losses])
+
+
+@on_ranks
+def test_twenty_steps_with_a_line_on_give_the_same_losses_to_the_last_bit(rank, folder):
+    setups = (
+        (DistributedDataParallel, conv_net, half(images(), rank)),
+        (DistributedDataParallel, llama, half(tokens(), rank)),
+        (sharded, llama, half(tokens(), rank)),
+        (split, llama, tokens()),
+    )
+    for wrap, make, batch in setups:
+        without = trained(wrap, make, batch, is_watched=False)
+        with_line = trained(wrap, make, batch, is_watched=True)
+        assert torch.equal(without, with_line), wrap
+        assert without[-1] < without[0]
+
+
+@on_ranks
+def test_a_line_on_one_rank_only_holds_up_no_other(rank, folder):
+    for wrap, batch in ((DistributedDataParallel, half(tokens(), rank)),
+                        (sharded, half(tokens(), rank)), (split, tokens())):  # fmt: skip
+        model = wrap(llama())
+        if rank == 0:
+            run = recorded(model, batch)
+            run.gradients()
+            assert all(value is None or value.sum() is not None for value in run.values()
+                       if torch.is_tensor(value))  # fmt: skip
+            assert run.save(folder / wrap.__name__, alone=True).is_dir()
+        else:
+            loss_of(model, batch).backward()
+    dist.barrier()

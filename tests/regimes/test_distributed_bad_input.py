@@ -1,0 +1,176 @@
+"""Ranks that do not agree, do not come, or die: a clear error on every rank, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hookline as hl
+
+PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
+on_ranks = PROCESSES["on_ranks"]
+ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def recorded(selector=None, **options):
+    model = net()
+    with hl.record(model, selector, **options) as run:
+        model(torch.ones(2, 4))
+    return run
+
+
+def said(action, kind=hl.RanksError):
+    with pytest.raises(kind) as caught:
+        action()
+    assert len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def test_without_a_process_group_the_error_says_so():
+    run = recorded()
+    for ask in (lambda: run.full("0"), lambda: run.reduced("0"), lambda: run.passes[0].full("0")):
+        assert "init_process_group" in said(ask)
+
+
+@on_ranks
+def test_different_sites_are_named_by_rank_on_every_rank(rank, folder):
+    run = recorded(["0", "2"] if rank == 0 else "2")
+    for ask in (lambda: run.full("0", dim=0), lambda: run.reduced("0")):
+        text = said(ask)
+        assert "rank 1: '0' was never selected" in text
+        assert "rank 0: 0, 2; rank 1: 2" in text
+    text = said(lambda: run.save(folder / "run"))
+    assert "rank 0: 0, 2; rank 1: 2" in text
+    assert "alone=True" in text
+    dist.barrier()
+    assert not list(folder.iterdir())
+    # They have met all the same, so that what they agree on goes on.
+    assert run.full("2", dim=0).shape == (4, 2)
+
+
+@on_ranks
+def test_ranks_that_ask_for_different_things_are_told_which(rank, folder):
+    run = recorded()
+    text = said(lambda: run.full("0", dim=0) if rank == 0 else run.reduced("2"))
+    assert text.startswith(
+        "the ranks ask for different things: rank 0: run.full('0', dim=0);"
+        " rank 1: run.reduced('2', op='mean')."
+    )
+    assert run.reduced("0").shape == (2, 4)
+
+
+@on_ranks
+def test_a_rank_that_does_not_come_is_named_after_the_time_that_was_given(rank, folder):
+    run = recorded()
+    if rank == 0:
+        text = said(lambda: run.full("0", dim=0, timeout=1))
+        assert text.startswith("run.full('0', dim=0) waited 1 s for rank 1, which did not come.")
+    dist.barrier()
+    if rank == 1:  # too late: it is told at once, and does not wait for the others in its turn
+        assert "waited 1 s for rank 1" in said(lambda: run.full("0", dim=0, timeout=1000))
+    dist.barrier()
+    if rank == 1:
+        text = said(lambda: run.save(folder / "run", timeout=1))
+        assert "waited 1 s for rank 0" in text
+    dist.barrier()
+    if rank == 0:
+        assert "waited 1 s for rank 0" in said(lambda: run.save(folder / "run", timeout=1000))
+    dist.barrier()
+    assert not list(folder.iterdir())
+    assert run.full("0", dim=0).shape == (4, 4)
+
+
+@on_ranks
+def test_what_cannot_be_joined_or_reduced_is_refused_on_every_rank_with_the_remedy(rank, folder):
+    run = recorded()
+    text = said(lambda: run.full("0"), hl.AmbiguousError)
+    assert "dim=0 where each has a part of the batch" in text
+    assert "no dimension 5" in said(lambda: run.full("0", dim=5), ValueError)
+    with pytest.raises(ValueError, match="'mean', 'sum', 'max', 'min'"):
+        run.reduced("0", op="median")
+    uneven = net()
+    with hl.record(uneven, "0") as parts:
+        uneven(torch.ones(rank + 1, 4))
+    assert parts.full("0", dim=0).shape == (3, 4)
+    assert "rank 0: Tensor[1, 4] float32; rank 1: Tensor[2, 4]" in said(lambda: parts.reduced("0"))
+    assert "cannot be joined" in said(lambda: parts.full("0", dim=1), ValueError)
+    late = net()
+    line = hl.record(late, "0")
+    if rank == 0:
+        late(torch.ones(2, 4))
+    assert "rank 1: 0 was selected, but has no value" in said(lambda: line.recording.full("0", 0))
+    late(torch.ones(2, 4))
+    line.remove()
+    sharded = net()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    with hl.record(sharded, "0.weight:grad") as run:
+        sharded(torch.ones(2, 4)).sum().backward()
+    assert "keep=" in said(lambda: run.reduced("0.weight:grad"))
+    nan = recorded("0", keep=lambda t: torch.tensor([float("nan") if rank else 1.0]))
+    assert nan.reduced("0", op="max").isnan().all()
+    small = recorded("0", keep=lambda t: torch.tensor([2048.0 + 2 * rank], dtype=torch.float16))
+    assert small.reduced("0", op="sum").item() == 4098.0
+
+
+@on_ranks
+def test_clipping_sharded_parameters_on_one_rank_only_is_an_error_and_no_hang(rank, folder):
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    text = said(lambda: hl.clip(model, "0" if rank else "2", norm=1.0))
+    assert "rank 0: '2.weight:grad', '2.bias:grad'; rank 1: '0.weight:grad'" in text
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def die_in_the_midst(rank):
+    """Rank 1 dies in its forward; what rank 0 then has to say, and what is left on its model."""
+    model = DistributedDataParallel(net())
+    hooks = [dict(m._forward_hooks) for m in model.modules()]
+    text = ""
+    try:
+        with hl.record(model, ports=("output", "grad_output", "grad")) as run:
+            if rank == 1:
+                os._exit(3)
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        text = f"{type(error).__name__} "
+    after = [dict(m._forward_hooks) for m in model.modules()]
+    try:
+        run.passes[0].full("0", dim=0, timeout=1)
+    except hl.RanksError as error:
+        text += str(error)
+    return text, hooks == after, run.passes[0]["0"].shape
+
+
+def test_a_rank_that_dies_in_a_pass_is_an_error_elsewhere_and_leaves_nothing_on_the_model():
+    with PROCESSES["Processes"](2, 60.0) as processes:
+        (kind, found), (other, _) = processes.ask(__file__, "die_in_the_midst")
+    assert (kind, other) == ("ok", "died"), found
+    text, is_clean, shape = found
+    assert "RuntimeError" in text
+    assert "waited 1 s for rank 1, which did not come" in text
+    assert is_clean
+    assert shape == (2, 4)
+
+
+@on_ranks
+def test_a_group_of_some_ranks_is_asked_alone(rank, folder):
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    run = recorded()
+    assert run.full("0", dim=0, group=alone[rank]).shape == (2, 4)
+    assert "not in the group" in said(lambda: run.full("0", dim=0, group=alone[1 - rank]))
