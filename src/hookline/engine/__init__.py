@@ -2,8 +2,8 @@
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
 errors, locks, torch_internals, compile_internals, checkpoint_internals, distributed_internals,
-meeting, tree, local, site, modules, globs, select, passes, recompute, arguments, traced, taps,
-raw_taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
+meeting, tree, local, site, modules, globs, no_match, select, passes, recompute, arguments, traced,
+taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
 saved_taps, fast_paths, placing, compiled, everywhere, report, inventory, blame, line,
 hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """

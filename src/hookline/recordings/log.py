@@ -5,6 +5,7 @@ Imports index, entries, folder, engine. Look-ups never guess: what has several a
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -31,8 +32,12 @@ class Log:
         self.passes: list[Pass] = []
         # If the two held each other, every value would live until the next garbage collection.
         self._report = weakref.WeakMethod(report)
-        self._index = Index(sites)
         self._sorted: dict[int, tuple[int, dict[int, list[Entry]]]] = {}
+
+    @functools.cached_property
+    def index(self) -> Index:
+        """Finds sites; made at the first look-up: many a line is attached for each call."""
+        return Index(self.sites)
 
     def entries(self, current: Pass) -> dict[int, list[Entry]]:
         """A pass's entries by site; sorted anew only when the log has grown."""
@@ -75,7 +80,7 @@ class Log:
             AmbiguousError: it has gradients of several runs of autograd, and none is named.
             OverwrittenError: a value was changed in place since it was recorded.
         """
-        index, site = self._index.find(key)
+        index, site = self.index.find(key)
         kept = self.sites[index]
         entries = self._of_run(current, index, backward)
         if site.call is not None and kept.call is None:
@@ -99,7 +104,7 @@ class Log:
         Raises:
             NotRecordedError: there is none.
         """
-        index, site = self._index.find(key)
+        index, site = self.index.find(key)
         call = site.call if self.sites[index].call is None else None
         found = [
             current
@@ -130,7 +135,7 @@ class Log:
 
     def never(self, key: Key, among: Pass | None = None) -> NotRecordedError:
         """Why a site has no value."""
-        index, asked = self._index.find(key)
+        index, asked = self.index.find(key)
         site = self.sites[index]
         passes = self.passes if among is None else [among]
         found = [entry for one in passes for entry in self.entries(one).get(index, ())]

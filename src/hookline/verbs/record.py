@@ -149,9 +149,13 @@ def start_recording(
     fast, kept, rest = is_plain(options), keeper(options), keeper({**options, "keep": None})
     inside = _inside(options)
 
+    is_plain_output = fast and after is None
+
     def bind(site: Site) -> Bound:
         number = next(numbers)
         is_whole = not site.leaf and site.call is None
+        if is_plain_output and site.port == "output" and is_whole:
+            return _PlainTap(site, line.passes, number, kept)
         if site.is_gradient:
             on = KeepGradient(number, kept, tensors[site], keeps_graph=not detached)
             if fast and site.port == "grad_output" and is_whole:
@@ -161,8 +165,6 @@ def start_recording(
         bound: See | Halves = see if inside is None else Halves(see, inside, _keep(number, rest))
         if after is not None:
             return _then(see, after, site)
-        if fast and site.port == "output" and is_whole:
-            return _PlainTap(site, line.passes, see, number)
         return bound
 
     line.tap(selection, bind, Rank.RECORD)
@@ -195,8 +197,8 @@ class _PlainTap(OutputTap):
 
     __slots__ = ("number",)
 
-    def __init__(self, site: Site, passes: Passes, see: See, number: int) -> None:
-        super().__init__(site, passes, see, Rank.RECORD)
+    def __init__(self, site: Site, passes: Passes, number: int, kept: Callable[[Any], Any]) -> None:
+        super().__init__(site, passes, _keep(number, kept), Rank.RECORD)
         self.number = number
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
