@@ -15,10 +15,10 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "errors", "torch_internals", "compile_internals", "tree", "site", "modules", "globs", "select",
-    "passes", "arguments", "traced", "taps", "returns", "values", "flow", "graph_gradients",
-    "gradient_tap", "gradient_taps", "backward_taps", "saved_taps", "placing", "compiled",
-    "everywhere", "report", "inventory", "blame", "line",
+    "errors", "torch_internals", "compile_internals", "regime", "tree", "site", "modules", "globs",
+    "select", "passes", "arguments", "traced", "taps", "returns", "values", "flow",
+    "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps", "saved_taps", "placing",
+    "compiled", "everywhere", "report", "inventory", "blame", "line",
     "hooks_on_modules", "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.

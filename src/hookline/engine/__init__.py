@@ -1,10 +1,10 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, torch_internals, compile_internals, tree, site, modules, globs, select, passes, arguments,
-traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
-saved_taps, placing, compiled, everywhere, report, inventory, blame, line, hooks_on_modules,
-hooks_on_tensors, hooks_on_events, attach.
+errors, torch_internals, compile_internals, regime, tree, site, modules, globs, select, passes,
+arguments, traced, taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps,
+backward_taps, saved_taps, placing, compiled, everywhere, report, inventory, blame, line,
+hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -28,6 +28,11 @@ from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
 from hookline.engine.passes import stop_all as stop_all
+from hookline.engine.regime import has_numbers as has_numbers
+from hookline.engine.regime import innermost as innermost
+from hookline.engine.regime import is_transformed as is_transformed
+from hookline.engine.regime import plain as plain
+from hookline.engine.regime import without_autocast as without_autocast
 from hookline.engine.report import Report as Report
 from hookline.engine.select import Selection as Selection
 from hookline.engine.select import Selector as Selector
@@ -52,6 +57,6 @@ __all__ = [
     "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient", "OutputTap", "Pass",
     "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector", "Sink", "Site",
     "at_end_of_backward", "attach", "backward_number", "blame", "check_ports", "graph_snapshot",
-    "guarded", "hook_value", "inventory", "parse_site", "ports_for", "select", "snapshot",
-    "stop_all",
+    "guarded", "has_numbers", "hook_value", "innermost", "inventory", "is_transformed",
+    "parse_site", "plain", "ports_for", "select", "snapshot", "stop_all", "without_autocast",
 ]  # fmt: skip

@@ -89,7 +89,7 @@ class Compiled:
         self.look_around()
         if self.is_on:
             self._passes.numbered[current.number] = current
-            self._passes.switch.number = torch.tensor(current.number)
+            self._passes.switch.number = torch.tensor(current.number, device="cpu")
 
     def restart(self) -> None:
         """Nothing of another thread is kept here."""

@@ -1,4 +1,5 @@
-"""Flow: the gradients of one call on their way back, for raw backward hooks. Imports values, tree.
+"""Flow: the gradients of one call on their way back, for raw backward hooks. Imports values, tree,
+regime.
 
 torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
 through all its uses. So the module is given an alias of each input (a view, to which nothing is
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hookline.engine import tree
 from hookline.engine.errors import AttachError
+from hookline.engine.regime import is_transformed
 from hookline.engine.taps import Rank
 from hookline.engine.torch_internals import base_of_view, saves_itself, version_counter
 from hookline.engine.values import Arrival, View, hook_value
@@ -52,6 +54,12 @@ class Flow:
         self._counters: list[tuple[Tensor, int, bool]] = []
         self._views: list[View | None] = []
         if self.is_meeting:
+            if is_transformed():
+                raise AttachError(
+                    f"{name} takes or returns several tensors, and under torch.func a raw backward"
+                    " hook cannot be given all their gradients at once."
+                    f"\nRecord or edit them one by one: '{name}:grad_output', '{name}:grad_input'."
+                )
             self._counters = [
                 (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
                 for tensor in tensors

@@ -1,4 +1,6 @@
-"""Gradient tap: what all taps on gradients share. Imports flow, graph_gradients, taps, values.
+"""Gradient tap: what all taps on gradients share.
+
+Imports flow, graph_gradients, regime, taps, values.
 
 Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
 inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
@@ -22,6 +24,7 @@ from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow
 from hookline.engine.graph_gradients import number_of, sender
 from hookline.engine.passes import Pass, Passes
+from hookline.engine.regime import hides_gradients, refuse_mapped, refuse_tracing
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import backward_number
@@ -106,8 +109,14 @@ class GradientTap(Tap):
             assert self.traced is not None
             self.traced.number = number_of(self)
 
+    @while_tracing
+    def refuse_export(self) -> None:
+        """Code is being traced that calls this tap: to compile it, or to export it."""
+        refuse_tracing()
+
     def trace(self, value: Any) -> None:
         """Have the gradients of a value come out of the graph that is being compiled."""
+        self.refuse_export()
         traced = self.traced
         if traced is None or traced.number is None or not traced.switch.is_on:
             return
@@ -199,8 +208,18 @@ class GradientTap(Tap):
         if numbers:
             self.placed += 1
         else:
-            self.needless += 1
+            self.count_needless(value)
             self.on.missing(current, crossing)
+
+    def count_needless(self, value: Any) -> None:
+        """A value flowed that needs no gradient, as far as can be seen.
+
+        Raises:
+            AttachError: it does need one, which nothing here would be told of.
+        """
+        if not self.on.optional and any(hides_gradients(one) for _, one in tree.tensors(value)):
+            refuse_mapped(str(self.site) or self.site.module_type)
+        self.needless += 1
 
     def lose(self) -> None:
         """A gradient came back that cannot be told from others.

@@ -31,7 +31,7 @@ def number_of(waiting: Any) -> Tensor:
     define()
     number = next(_numbers)
     _waiting[number] = waiting
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 @functools.cache

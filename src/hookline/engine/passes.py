@@ -1,4 +1,4 @@
-"""Passes: which run of the root model a value belongs to. Imports only the standard library.
+"""Passes: which run of the root model a value belongs to. Imports regime, errors.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from hookline.engine.errors import AttachError
+from hookline.engine.regime import refuse_tracing
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -204,6 +205,7 @@ class Passes:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
         if current is None:
+            refuse_tracing()
             with self._lock:
                 if not self.is_here():  # it was entered, elsewhere, since we asked
                     return
@@ -231,9 +233,10 @@ class Passes:
         """Whether a pass is under way; asked while code is compiled that calls the root.
 
         Raises:
-            AttachError: none is, and the line would see nothing for ever after.
+            AttachError: none is, and the line would see nothing for ever after; or it is exported.
         """
         if self.lane.current is None and self.is_here():
+            refuse_tracing()
             raise AttachError(
                 "the model runs inside a compiled function, where no pass can be told from another."
                 "\nCompile the model, torch.compile(model), before the line is made; or put"
@@ -256,6 +259,7 @@ class Passes:
             if not self.closed:
                 self.elsewhere = max(self.elsewhere, 1)
             return None
+        refuse_tracing()
         lane = self.lane
         if lane.outside is None:
             with self._lock:

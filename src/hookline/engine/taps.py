@@ -1,6 +1,6 @@
 """Taps: the objects whose bound methods torch calls as hooks.
 
-Imports traced, passes, arguments, tree, site, torch_internals.
+Imports traced, passes, arguments, tree, site, regime, torch_internals.
 
 A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
 it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
@@ -20,6 +20,7 @@ from hookline.engine import tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.compile_internals import while_tracing
 from hookline.engine.passes import Pass, Passes
+from hookline.engine.regime import refuse_tracing
 from hookline.engine.site import Site
 from hookline.engine.torch_internals import discard_hooks_of
 from hookline.engine.traced import Halves, See, Traced, snapshot
@@ -83,7 +84,8 @@ class Tap:
 
     @while_tracing
     def prepare(self) -> None:
-        """Code is being compiled that calls this tap."""
+        """Code is being compiled that calls this tap; of an export, it would become a part."""
+        refuse_tracing()
         if self.traced is not None:
             return
         _, inside, after = self.halves or (None, snapshot, self.see)

@@ -190,9 +190,10 @@ def _saves_result(function: type, number: int) -> bool:
 
 
 def version_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares a tensor's `_version`, and not its memory."""
+    """An empty tensor that shares a tensor's `_version`, and where it can be, not its memory."""
     counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
+    if not is_wrapped(tensor):  # inside a transform of torch.func no memory can be exchanged
+        counter.data = tensor.new_empty(0)
     return counter
 
 
@@ -281,21 +282,26 @@ def pop_saved_tensors_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def _own(module: nn.Module, name: str) -> Any:
+    found = module.__dict__.get(name)
+    return getattr(module, name) if found is None else found  # a traced module holds another
+
+
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Direct children by name; `named_children` would drop an object's second name."""
-    found: dict[str, nn.Module | None] = module.__dict__["_modules"]
+    found: dict[str, nn.Module | None] = _own(module, "_modules")
     return found
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
-    found: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
+    found: dict[str, nn.Parameter | None] = _own(module, "_parameters")
     return found
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers by name; assigning to it replaces one."""
-    found: dict[str, torch.Tensor | None] = module.__dict__["_buffers"]
+    found: dict[str, torch.Tensor | None] = _own(module, "_buffers")
     return found
 
 
@@ -337,3 +343,56 @@ def has_forward(module: nn.Module) -> bool:
     except AttributeError:  # a scripted module's forward belongs to its instances
         return True
     return not inherited or "forward" in module.__dict__
+
+
+# Bound once: these are asked in every pass.
+_is_jit_tracing = torch._C._is_tracing
+_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def tracer() -> str | None:
+    """What is making a graph of the code that runs now, by its public name; None if nothing is.
+
+    `torch.compile` is none of them: it knows of lines.
+    """
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if _is_jit_tracing():
+        return "torch.jit.trace"
+    if _dispatch_mode(_PROXY) is not None:
+        return "make_fx"
+    symbolic = sys.modules.get("torch.fx._symbolic_trace")
+    return "torch.fx.symbolic_trace" if getattr(symbolic, "_is_fx_tracing_flag", False) else None
+
+
+# What wraps the tensors of torch.func: grad, jvp, vmap, functionalize.
+_functorch = torch._C._functorch
+
+
+def transform() -> str | None:
+    """The innermost transform of torch.func that runs now: "Vmap", "Grad", "Jvp"; None if none."""
+    innermost = _functorch.peek_interpreter_stack()
+    return None if innermost is None else innermost.key().name
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one inside a transform of torch.func, past or present."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor is one example's under vmap, which stands for the whole batch."""
+    return _functorch.is_batchedtensor(tensor)
+
+
+def is_of_running_transform(tensor: Tensor) -> bool:
+    """Whether the transform that wrapped a tensor is still running."""
+    level = _functorch.maybe_get_level(tensor)
+    return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
+
+
+def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """What a transform has wrapped, and under vmap the dimension in which its examples lie."""
+    dimension = _functorch.maybe_get_bdim(tensor) if is_mapped(tensor) else None
+    return _functorch.get_unwrapped(tensor), dimension

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Report, tree
+from hookline.engine import Report, has_numbers, tree
 from hookline.engine.errors import NotRecordedError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
@@ -37,7 +37,7 @@ class GradientRow:
         ratio: for parameters, the mean of the gradient's norm over the parameter's; else None.
         state: "dead" (every element zero, or none flowed where one should), "exploding" (not
             finite, 100 times the parameter's norm, or 1000 times the median norm of its port),
-            "none" (nothing there needs a gradient: frozen), or "".
+            "none" (nothing there needs a gradient: frozen; or it has no numbers: meta), or "".
         why: for "none", and for "dead" where none flowed, the reason.
     """
 
@@ -96,8 +96,9 @@ class GradientFlow:
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
-    if not row.count:
-        return (row.site, "0", "-", "-", "-", "-", f"{row.state}: {row.why.partition(';')[0]}")
+    if not row.count or row.why:
+        why = f"{row.state}: {row.why.partition(';')[0]}"
+        return (row.site, str(row.count), "-", "-", "-", "-", why)
     ratio = "-" if row.ratio is None else f"{row.ratio:.3g}"
     return (
         row.site, str(row.count), f"{row.norm:.3g}", ratio, f"{row.largest:.3g}",
@@ -157,7 +158,11 @@ def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool)
         why = report.why.get(site, "it needs no gradient")
         frozen = "frozen" in why or "needs no gradient" in why or not ran
         return GradientRow(str(site), state="none" if frozen else "dead", why=why)
-    measured = [_measure(log.check(entry)) for entry in entries]
+    values = [log.check(entry) for entry in entries]
+    if not all(has_numbers(tensor) for value in values for _, tensor in tree.tensors(value)):
+        why = "the gradients are meta or fake tensors, which have no numbers"
+        return GradientRow(str(site), count=len(entries), state="none", why=why)
+    measured = [_measure(value) for value in values]
     n_elements = sum(n for _, _, _, n in measured)
     ratios = [
         norm / float(entry.weight)
@@ -198,7 +203,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _judged(row: GradientRow, usual: float) -> GradientRow:
-    if not row.count:
+    if not row.count or row.why:
         return row
     state = ""
     if not math.isfinite(row.norm) or not math.isfinite(row.largest):
