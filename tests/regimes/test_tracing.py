@@ -66,7 +66,7 @@ LINES = {
     "gradients": lambda model: hl.record(model, nn.Linear, ports=("grad_output", "grad_input")),
     "edit": lambda model: hl.edit(model, "head", hl.edits.scale(2.0)),
     "raw": raw,
-    "watch": lambda model: hl.watch(model),
+    "watch": hl.watch,
 }
 
 

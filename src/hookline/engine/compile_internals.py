@@ -15,6 +15,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 
@@ -47,6 +48,8 @@ def mark_module(module: nn.Module, owner: object) -> None:
 
     Compiled code is guarded on whether an instance has a forward of its own. Nothing else changes.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # its class has no forward; and no hook on it is ever called
     with _marks_lock:
         if module not in _marks and "forward" in module.__dict__:
             return  # somebody else's, which the code is guarded on as it is

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from hookline.engine.errors import AttachError
-from hookline.engine.regime import refuse_tracing
+from hookline.engine.regime import is_transformed, refuse_tracing
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -122,7 +122,7 @@ class Passes:
 
     __slots__ = (
         "_latest", "_lock", "_numbers", "_open", "bound", "closed", "compiler", "elsewhere",
-        "failed", "lane", "numbered", "sink", "started", "switch",
+        "failed", "lane", "numbered", "sink", "started", "switch", "transformed",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
@@ -134,6 +134,7 @@ class Passes:
         self.compiler: Sink | None = None
         self.bound = False
         self.closed = False
+        self.transformed = False  # whether the root ran inside torch.func
         self.started = 0
         self.elsewhere = 0
         self.failed = 0
@@ -206,6 +207,7 @@ class Passes:
             self._finish(outside, failed=False)
         if current is None:
             refuse_tracing()
+            self.transformed = self.transformed or is_transformed()
             with self._lock:
                 if not self.is_here():  # it was entered, elsewhere, since we asked
                     return
