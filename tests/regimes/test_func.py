@@ -360,3 +360,32 @@ def test_recordings_of_transforms_are_saved_copied_and_freed(net, image, tmp_pat
         assert value() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "jacrev"])
+def test_views_that_are_written_to_have_their_own_gradients_under_transforms(transform):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    sequences = torch.randn(2, 3, 4)  # of which linear returns a view
+
+    def recorded(action):
+        with hl.record(model, ports=PORTS) as run:
+            action()
+        return values(run)
+
+    def backward(x, loss):
+        x = x.clone().requires_grad_()
+        return recorded(lambda: loss(model(x)).backward())
+
+    if transform == "grad":
+        found = recorded(lambda: grad(lambda x: model(x).sum())(sequences))
+        expected = backward(sequences, torch.sum)
+    elif transform == "vmap of grad":
+        found = recorded(lambda: vmap(grad(lambda x: model(x[None]).sum()))(sequences))
+        each = [backward(one[None], torch.sum) for one in sequences]
+        expected = {site: torch.stack([of[site] for of in each]) for site in each[0]}
+    else:
+        found = recorded(lambda: jacrev(lambda x: model(x).sum(dim=(0, 1)))(sequences))
+        each = [backward(sequences, lambda y, k=k: y[..., k].sum()) for k in range(2)]
+        expected = {site: torch.stack([of[site] for of in each]) for site in each[0]}
+    assert same(found, expected)

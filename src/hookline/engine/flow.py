@@ -220,6 +220,7 @@ def enter(
     Tensors inside lists, dicts and objects are not aliased.
     """
     found = _flowing((args, tuple(kwargs.values())), fixed_only=True)
+    _refuse_unaliased(name, (args, tuple(kwargs.values())))
     if not found:
         return args, kwargs, None
     flow = entered(key)
@@ -310,9 +311,27 @@ def _flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
     for tensor in _tensors(value, fixed_only):
-        if tensor.requires_grad and tensor.layout is torch.strided:
+        if tensor.requires_grad and _has_aliases(tensor):
             found[id(tensor)] = tensor
     return list(found.values())
+
+
+def _has_aliases(tensor: Tensor) -> bool:
+    """Whether torch can make an alias of it: not if sparse, nor nested in the older layout."""
+    return tensor.layout is torch.jagged or (
+        tensor.layout is torch.strided and not tensor.is_nested
+    )
+
+
+def _refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
+    for tensor in _tensors(values, fixed_only=True):
+        if torch.is_grad_enabled() and tensor.requires_grad and not _has_aliases(tensor):
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise AttachError(
+                f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"
+                " hook cannot be given its gradient."
+                f"\nUse line.backward_pre, or record '{name}:grad_output'."
+            )
 
 
 def _tensors(value: Any, fixed_only: bool) -> Iterator[Tensor]:

@@ -256,7 +256,13 @@ class GradientTap(Tap):
                 crossing.gathered[run] = None
                 self.fired += 1
         try:
-            return self.on.arrived(current, crossing, slot, grad)
+            new = self.on.arrived(current, crossing, slot, grad)
+            if new is not None and grad.is_nested and grad.layout is torch.strided:
+                raise StructureError(
+                    f"{self.site}: torch takes no changed gradient of a nested tensor of the"
+                    " strided layout.\nMake it with layout=torch.jagged, of which it does."
+                )
+            return new
         except Exception as error:
             self._note_backward(error)
             raise
@@ -283,10 +289,7 @@ class GradientTap(Tap):
     def why_silent(self) -> str | None:
         """Why no gradient arrived."""
         if self.off and not (self.placed or self.needless):
-            return (
-                "the model ran under torch.no_grad() or inference_mode(); run it with gradients"
-                " enabled"
-            )
+            return "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"
         if self.needless and not self.placed:
             return _NEEDLESS
         if self.n_lost:

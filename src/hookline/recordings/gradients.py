@@ -6,7 +6,7 @@ Imports log, engine. Norms are taken in at least float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -185,7 +185,7 @@ def _nan_last(number: float) -> float:
 
 def _measure(value: Any) -> tuple[float, float, int, int]:
     """The L2 norm, the largest absolute element, the zeros and the elements of a gradient."""
-    tensors = [_plain(tensor) for _, tensor in tree.tensors(value)]
+    tensors = [_plain(part) for _, tensor in tree.tensors(value) for part in _parts(tensor)]
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return 0.0, 0.0, 0, 0
@@ -193,6 +193,10 @@ def _measure(value: Any) -> tuple[float, float, int, int]:
     largest = max((float(tensor.max()) for tensor in tensors), key=_nan_last)
     zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
     return norm, largest, zeros, sum(tensor.numel() for tensor in tensors)
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.unbind() if tensor.is_nested else (tensor,)
 
 
 def _plain(tensor: Tensor) -> Tensor:
