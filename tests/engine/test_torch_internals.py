@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
-from hookline.engine import checkpoint_internals
+from hookline.engine import checkpoint_internals, regime_internals
 from hookline.engine import torch_internals as internals
 
 
@@ -237,14 +237,14 @@ def test_tracing_by_fx_is_noticed():
 
     class Model(nn.Module):
         def forward(self, x):
-            seen.append(internals.is_fx_tracing())
+            seen.append(regime_internals.tracer())
             return x
 
     model = Model()
     model(torch.zeros(1))
     torch.fx.symbolic_trace(model)
-    assert seen == [False, True]
-    assert not internals.is_fx_tracing()
+    assert seen == [None, "torch.fx.symbolic_trace"]
+    assert regime_internals.tracer() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,11 +1,11 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, locks, torch_internals, compile_internals, checkpoint_internals, distributed_internals,
-meeting, tree, local, site, modules, globs, no_match, select, passes, recompute, arguments, traced,
-taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps,
-saved_taps, fast_paths, placing, compiled, everywhere, report, inventory, blame, line,
-hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
+errors, locks, regime_internals, torch_internals, compile_internals, checkpoint_internals,
+distributed_internals, regime, meeting, tree, local, site, modules, globs, no_match, select, passes,
+recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap,
+gradient_taps, backward_taps, saved_taps, fast_paths, placing, compiled, everywhere, report,
+inventory, blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -41,6 +41,11 @@ from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
 from hookline.engine.passes import stop_all as stop_all
 from hookline.engine.recompute import same_draws as same_draws
+from hookline.engine.regime import has_numbers as has_numbers
+from hookline.engine.regime import innermost as innermost
+from hookline.engine.regime import is_transformed as is_transformed
+from hookline.engine.regime import plain as plain
+from hookline.engine.regime import without_autocast as without_autocast
 from hookline.engine.report import Report as Report
 from hookline.engine.select import Selection as Selection
 from hookline.engine.select import Selector as Selector
@@ -66,8 +71,8 @@ __all__ = [
     "GradOutputTap", "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient",
     "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector",
     "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number", "blame",
-    "check_ports", "full_value", "graph_snapshot", "guarded", "hook_value", "inventory",
-    "is_dtensor", "is_grouped", "local", "local_part", "meet", "outer_backward", "parse_site",
-    "ports_for", "ranks_of", "reshard", "same_draws", "say_by_rank", "select", "snapshot",
-    "stop_all",
+    "check_ports", "full_value", "graph_snapshot", "guarded", "has_numbers", "hook_value",
+    "innermost", "inventory", "is_dtensor", "is_grouped", "is_transformed", "local", "local_part",
+    "meet", "outer_backward", "parse_site", "plain", "ports_for", "ranks_of", "reshard",
+    "same_draws", "say_by_rank", "select", "snapshot", "stop_all", "without_autocast",
 ]  # fmt: skip

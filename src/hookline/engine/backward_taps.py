@@ -194,7 +194,7 @@ class BackwardPreTap(_RawBackwardTap):
         elif _needing(output):
             self.placed += 1
         else:
-            self.needless += 1
+            self.count_needless(output)
 
 
 @final
@@ -294,7 +294,7 @@ class BackwardTap(_RawBackwardTap):
         if found:
             self.placed += 1
         else:
-            self.needless += 1
+            self.count_needless(value)
         if call.outputs is not None:
             return None
         call.waits = bool(found)

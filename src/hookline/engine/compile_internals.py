@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -40,8 +41,15 @@ def has_compiled() -> bool:
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
 
+class _Mark(NamedTuple):
+    """Who has marked a module, and the function that is its forward."""
+
+    owners: set[int]
+    forward: Any
+
+
 # Who has marked a module; one that is gone takes its marks along.
-_marks: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+_marks: weakref.WeakKeyDictionary[nn.Module, _Mark] = weakref.WeakKeyDictionary()
 _marks_lock = lock()
 
 
@@ -50,22 +58,26 @@ def mark_module(module: nn.Module, owner: object) -> None:
 
     Compiled code is guarded on whether an instance has a forward of its own. Nothing else changes.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # its class has no forward; and no hook on it is ever called
     with _marks_lock:
         if module not in _marks and "forward" in module.__dict__:
             return  # somebody else's, which the code is guarded on as it is
-        _marks.setdefault(module, set()).add(id(owner))
+        _marks.setdefault(module, _Mark(set(), type(module).forward)).owners.add(id(owner))
         module.__dict__.setdefault("forward", types.MethodType(type(module).forward, module))
 
 
 def unmark_module(module: nn.Module, owner: object) -> None:
     """Take an owner's mark back; with the last, the attribute goes. Twice is no mistake."""
     with _marks_lock:
-        owners = _marks.get(module)
-        if owners is None:
+        mark = _marks.get(module)
+        if mark is None:
             return
-        owners.discard(id(owner))
-        if not owners:
-            module.__dict__.pop("forward", None)
+        mark.owners.discard(id(owner))
+        if not mark.owners:
+            # Somebody may have put a forward of theirs in its place meanwhile.
+            if getattr(module.__dict__.get("forward"), "__func__", None) is mark.forward:
+                del module.__dict__["forward"]
             del _marks[module]
 
 

@@ -1,4 +1,5 @@
-"""Flow: the gradients of one call on their way back, for raw backward hooks. Imports values, tree.
+"""Flow: the gradients of one call on their way back, for raw backward hooks. Imports values, tree,
+regime.
 
 torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
 through all its uses. So the module is given an alias of each input (a view, to which nothing is
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hookline.engine import tree
 from hookline.engine.errors import AttachError
+from hookline.engine.regime import is_transformed
 from hookline.engine.taps import Rank
 from hookline.engine.torch_internals import base_of_view, saves_itself, version_counter
 from hookline.engine.values import Arrival, View, hook_value
@@ -52,6 +54,12 @@ class Flow:
         self._counters: list[tuple[Tensor, int, bool]] = []
         self._views: list[View | None] = []
         if self.is_meeting:
+            if is_transformed():
+                raise AttachError(
+                    f"{name} takes or returns several tensors, and under torch.func a raw backward"
+                    " hook cannot be given all their gradients at once."
+                    f"\nRecord or edit them one by one: '{name}:grad_output', '{name}:grad_input'."
+                )
             self._counters = [
                 (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
                 for tensor in tensors
@@ -212,6 +220,7 @@ def enter(
     Tensors inside lists, dicts and objects are not aliased.
     """
     found = _flowing((args, tuple(kwargs.values())), fixed_only=True)
+    _refuse_unaliased(name, (args, tuple(kwargs.values())))
     if not found:
         return args, kwargs, None
     flow = entered(key)
@@ -302,9 +311,27 @@ def _flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
     for tensor in _tensors(value, fixed_only):
-        if tensor.requires_grad and tensor.layout is torch.strided:
+        if tensor.requires_grad and _has_aliases(tensor):
             found[id(tensor)] = tensor
     return list(found.values())
+
+
+def _has_aliases(tensor: Tensor) -> bool:
+    """Whether torch can make an alias of it: not if sparse, nor nested in the older layout."""
+    return tensor.layout is torch.jagged or (
+        tensor.layout is torch.strided and not tensor.is_nested
+    )
+
+
+def _refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
+    for tensor in _tensors(values, fixed_only=True):
+        if torch.is_grad_enabled() and tensor.requires_grad and not _has_aliases(tensor):
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise AttachError(
+                f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"
+                " hook cannot be given its gradient."
+                f"\nUse line.backward_pre, or record '{name}:grad_output'."
+            )
 
 
 def _tensors(value: Any, fixed_only: bool) -> Iterator[Tensor]:

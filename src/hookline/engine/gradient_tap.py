@@ -1,4 +1,6 @@
-"""Gradient tap: what all taps on gradients share. Imports flow, graph_gradients, taps, values.
+"""Gradient tap: what all taps on gradients share.
+
+Imports flow, graph_gradients, regime, taps, values.
 
 Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
 inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
@@ -20,9 +22,10 @@ from hookline.engine import tree
 from hookline.engine.compile_internals import hook_in_graph
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow
-from hookline.engine.graph_gradients import number_of, sender
+from hookline.engine.graph_gradients import emptied, number_of, outline, place_in, sender
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
+from hookline.engine.regime import hides_gradients, refuse_mapped
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import outer_backward
@@ -124,13 +127,13 @@ class GradientTap(Tap):
         for _, tensor in tree.tensors(value):
             slot = -1
             if tensor.requires_grad:
-                slot = _place_in(found, tensor)
+                slot = place_in(found, tensor)
                 if slot == len(found):
                     found.append(tensor)
                     hook_in_graph(tensor, sender(traced.number, number, call, slot, self.on.inside))
             slots.append(slot)
         # Of a value with parts, its structure: with tensors that hold nothing.
-        form = None if isinstance(value, Tensor) else tree.map_tensors(_emptied, value)
+        form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
         traced.caught = (*traced.caught, (tuple(slots), form))
 
     def harvest(self, current: Pass, run: Run) -> None:
@@ -145,7 +148,7 @@ class GradientTap(Tap):
             slots, form = known
             crossing = run.crossings[self, call] = Crossing(n_before + call)
             if form is not None:
-                crossing.form = _outline(form, slots)
+                crossing.form = outline(form, slots)
             if run.is_again:
                 continue
             if max(slots, default=-1) >= 0:
@@ -220,7 +223,7 @@ class GradientTap(Tap):
             self.placed += current.again is None
         else:
             self.placed -= current.again is not None
-            self.needless += 1
+            self.count_needless(value)
             self.on.missing(first_of(current), crossing)
 
     def _comes_later(self, current: Pass) -> bool:
@@ -245,6 +248,16 @@ class GradientTap(Tap):
 
     def _again(self, current: Pass) -> Pass | None:
         return current if current.again.has_gradients else None
+
+    def count_needless(self, value: Any) -> None:
+        """A value flowed that needs no gradient, as far as can be seen.
+
+        Raises:
+            AttachError: it does need one, which nothing here would be told of.
+        """
+        if not self.on.optional and any(hides_gradients(one) for _, one in tree.tensors(value)):
+            refuse_mapped(str(self.site) or self.site.module_type)
+        self.needless += 1
 
     def lose(self) -> None:
         """A gradient came back that cannot be told from others.
@@ -274,7 +287,13 @@ class GradientTap(Tap):
             return None
         self._arrives(crossing)
         try:
-            return self.on.arrived(current, crossing, slot, grad)
+            new = self.on.arrived(current, crossing, slot, grad)
+            if new is not None and grad.is_nested and grad.layout is torch.strided:
+                raise StructureError(
+                    f"{self.site}: torch takes no changed gradient of a nested tensor of the"
+                    " strided layout.\nMake it with layout=torch.jagged, of which it does."
+                )
+            return new
         except Exception as error:
             self._note_backward(error)
             raise
@@ -310,10 +329,7 @@ class GradientTap(Tap):
     def why_silent(self) -> str | None:
         """Why no gradient arrived."""
         if self.off and not (self.placed or self.needless):
-            return (
-                "the model ran under torch.no_grad() or inference_mode(); run it with gradients"
-                " enabled"
-            )
+            return "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"
         if self.needless and not self.placed:
             return _NEEDLESS
         if self.n_lost:
@@ -339,24 +355,6 @@ _NEEDLESS = (
     "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"
     " input without requires_grad)"
 )
-
-
-def _place_in(found: list[Tensor], tensor: Tensor) -> int:
-    for k, other in enumerate(found):
-        if other is tensor:
-            return k
-    return len(found)
-
-
-def _emptied(tensor: Tensor) -> Tensor:
-    return tensor.detach().new_empty(0)
-
-
-def _outline(form: Any, slots: tuple[int, ...]) -> Any:
-    numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
-    return tree.outline(
-        form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]
-    )
 
 
 def _part(site: Site) -> Callable[[Pass, Any], Any]:

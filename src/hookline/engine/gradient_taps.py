@@ -236,4 +236,9 @@ class ParameterTap(GradientTap):
         """Why no gradient arrived."""
         if self.off:
             return "it is frozen: requires_grad is False; call requires_grad_() on it first"
+        if self.passes.transformed:
+            return (
+                "torch.func returns gradients, and accumulates none; take them from what its"
+                " transform returns, or select ':grad_output' and ':grad_input' of modules"
+            )
         return f"{NO_BACKWARD}; or the model ran on another one in its place ({_REPLACED})"

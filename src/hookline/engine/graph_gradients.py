@@ -1,4 +1,4 @@
-"""Gradients inside compiled code, on their way out of the graph. Imports torch_internals.
+"""Gradients inside compiled code, on their way out of the graph. Imports tree, compile_internals.
 
 A hook on a tensor in a graph can run no Python of ours, but it can call an operator, and what the
 operator does when the graph runs is Python again. The operator is defined when the first line needs
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.engine import tree
 from hookline.engine.compile_internals import keep_in_graphs
 
 # By number, whoever waits. What a graph holds is a tensor with the number in it: another number
@@ -29,7 +30,7 @@ def number_of(waiting: Any) -> Tensor:
     define()
     number = next(_numbers)
     _waiting[number] = waiting
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 @functools.cache
@@ -64,3 +65,24 @@ def sender(
         return new
 
     return hook
+
+
+def place_in(found: list[Tensor], tensor: Tensor) -> int:
+    """Where a tensor stands in a list; its length if it does not."""
+    for k, other in enumerate(found):
+        if other is tensor:
+            return k
+    return len(found)
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """What stands for a tensor in a structure that leaves a graph: it holds nothing."""
+    return tensor.detach().new_empty(0)
+
+
+def outline(form: Any, slots: tuple[int, ...]) -> Any:
+    """The outline of a structure of emptied tensors, by the slots of their gradients or -1."""
+    numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
+    return tree.outline(
+        form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]
+    )

@@ -1,4 +1,4 @@
-"""Passes: which run of the root model a value belongs to. Imports locks, internals.
+"""Passes: which run of the root model a value belongs to. Imports locks, regime, internals.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -27,6 +27,7 @@ from typing import Any, Protocol, final
 
 from hookline.engine.checkpoint_internals import is_recomputing
 from hookline.engine.locks import lock
+from hookline.engine.regime import is_transformed, refuse_tracing
 
 # The passes of the lines entered in this context. A tuple, since contexts share it.
 _entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
@@ -151,7 +152,7 @@ class Passes:
 
     __slots__ = (
         "_latest", "_lock", "_numbers", "_open", "beside", "bound", "closed", "compiler",
-        "elsewhere", "failed", "lane", "sink", "started", "switch",
+        "elsewhere", "failed", "lane", "sink", "started", "switch", "transformed",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None) -> None:
@@ -162,6 +163,7 @@ class Passes:
         self.compiler: Compiler | None = None
         self.bound = False
         self.closed = False
+        self.transformed = False  # whether the root ran inside torch.func
         self.started = 0
         self.beside = 0  # of these, the ones of modules that were run outside a run of the root
         self.elsewhere = 0
@@ -241,6 +243,8 @@ class Passes:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
         if current is None:
+            refuse_tracing()
+            self.transformed = self.transformed or is_transformed()
             with self._lock:
                 if not self.is_here():  # it was entered, elsewhere, since we asked
                     return
@@ -290,6 +294,7 @@ class Passes:
             return None
         if is_recomputing():
             return None  # of a forward that ran before the line was there
+        refuse_tracing()
         lane = self.lane
         if lane.outside is None:
             with self._lock:

@@ -1,6 +1,6 @@
 """Taps: the objects whose bound methods torch calls as hooks.
 
-Imports traced, passes, arguments, tree, site, torch_internals.
+Imports traced, passes, arguments, tree, site, regime, torch_internals.
 
 A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
 it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
@@ -18,10 +18,10 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.compile_internals import while_tracing
-from hookline.engine.errors import AttachError
 from hookline.engine.passes import Pass, Passes
+from hookline.engine.regime import refuse_tracing
 from hookline.engine.site import Site
-from hookline.engine.torch_internals import discard_hooks_of, is_fx_tracing
+from hookline.engine.torch_internals import discard_hooks_of
 from hookline.engine.traced import Halves, Run, See, Traced, snapshot
 
 
@@ -96,6 +96,7 @@ class Tap:
     @while_tracing
     def is_traced(self) -> None:
         """Code is being compiled that calls this tap."""
+        refuse_tracing()
         if self.passes.compiler is not None:
             self.passes.compiler.is_traced(self.site)
         self.prepare()
@@ -138,7 +139,6 @@ class Tap:
         if self.passes is _INERT:
             discard_hooks_of(module, self, is_inert)
             return None
-        refuse_fx()
         current = self.passes.outside()
         return current if current is None or current.again is None else self._again(current)
 
@@ -275,12 +275,12 @@ class RootTap:
         if self.passes is _INERT:
             discard_hooks_of(module, self, is_inert)
             return
-        refuse_fx()
         self.passes.begin()
 
     @while_tracing
     def is_traced(self) -> None:
         """Code is being compiled that calls the root."""
+        refuse_tracing()
         if self.passes.compiler is not None:
             self.passes.compiler.is_traced(None)
 
@@ -296,20 +296,6 @@ class RootTap:
 
 def _inert_root(rank: int) -> RootTap:
     return RootTap(_INERT, Rank(rank))
-
-
-def refuse_fx() -> None:
-    """Values that torch.fx traces are stand-ins, and what hooks do to them would stay in the code.
-
-    Raises:
-        AttachError: torch.fx is tracing.
-    """
-    if is_fx_tracing():
-        raise AttachError(
-            "torch.fx is tracing a model that has hookline's hooks on it: what they do would become"
-            " part of the traced code.\nTrace it outside of the block, and attach to what"
-            " torch.fx.symbolic_trace (or create_feature_extractor) returns."
-        )
 
 
 def is_inert(owner: object) -> bool:

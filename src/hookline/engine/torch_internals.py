@@ -1,7 +1,7 @@
-"""Every private name of torch that hookline touches, each behind one function. Imports only torch.
+"""Private names of torch that hookline touches, each behind one function.
 
-When torch moves one of them, this is the one file to mend; `tests/engine/test_torch_internals.py`
-says for each what would break.
+Imports regime_internals. When torch moves one of them, this is the one file to mend;
+`tests/engine/test_torch_internals.py` says for each what would break.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from hookline.engine.regime_internals import is_wrapped
 
 HookDict = OrderedDict[Any, Callable[..., Any]]
 
@@ -204,9 +206,10 @@ def _saves_result(function: type, number: int) -> bool:
 
 
 def version_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares a tensor's `_version`, and not its memory."""
+    """An empty tensor that shares a tensor's `_version`, and where it can be, not its memory."""
     counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
+    if not is_wrapped(tensor):  # inside a transform of torch.func no memory can be exchanged
+        counter.data = tensor.new_empty(0)
     return counter
 
 
@@ -298,21 +301,26 @@ def pop_saved_tensors_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def _own(module: nn.Module, name: str) -> Any:
+    found = module.__dict__.get(name)
+    return getattr(module, name) if found is None else found  # a traced module holds another
+
+
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Direct children by name; `named_children` would drop an object's second name."""
-    found: dict[str, nn.Module | None] = module.__dict__["_modules"]
+    found: dict[str, nn.Module | None] = _own(module, "_modules")
     return found
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
-    found: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
+    found: dict[str, nn.Parameter | None] = _own(module, "_parameters")
     return found
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers by name; assigning to it replaces one."""
-    found: dict[str, torch.Tensor | None] = module.__dict__["_buffers"]
+    found: dict[str, torch.Tensor | None] = _own(module, "_buffers")
     return found
 
 
@@ -379,12 +387,6 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         and not torch.overrides.has_torch_function(tensors)
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     )
-
-
-def is_fx_tracing() -> bool:
-    """Whether torch.fx runs a model on stand-ins for its values, to write its code down."""
-    loaded = sys.modules.get("torch.fx._symbolic_trace")
-    return loaded is not None and loaded.is_fx_symbolic_tracing()
 
 
 def has_forward(module: nn.Module) -> bool:

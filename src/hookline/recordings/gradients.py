@@ -6,14 +6,14 @@ Imports log, engine. Norms are taken in at least float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from hookline.engine import Report, tree
+from hookline.engine import Report, has_numbers, tree
 from hookline.engine.errors import NotRecordedError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
@@ -37,7 +37,7 @@ class GradientRow:
         ratio: for parameters, the mean of the gradient's norm over the parameter's; else None.
         state: "dead" (every element zero, or none flowed where one should), "exploding" (not
             finite, 100 times the parameter's norm, or 1000 times the median norm of its port),
-            "none" (nothing there needs a gradient: frozen), or "".
+            "none" (nothing there needs a gradient: frozen; or it has no numbers: meta), or "".
         why: for "none", and for "dead" where none flowed, the reason.
     """
 
@@ -96,8 +96,9 @@ class GradientFlow:
 
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
-    if not row.count:
-        return (row.site, "0", "-", "-", "-", "-", f"{row.state}: {row.why.partition(';')[0]}")
+    if not row.count or row.why:
+        why = f"{row.state}: {row.why.partition(';')[0]}"
+        return (row.site, str(row.count), "-", "-", "-", "-", why)
     ratio = "-" if row.ratio is None else f"{row.ratio:.3g}"
     return (
         row.site, str(row.count), f"{row.norm:.3g}", ratio, f"{row.largest:.3g}",
@@ -157,7 +158,11 @@ def _row(log: Log, number: int, entries: list[Entry], report: Report, ran: bool)
         why = report.why.get(site, "it needs no gradient")
         frozen = "frozen" in why or "needs no gradient" in why or not ran
         return GradientRow(str(site), state="none" if frozen else "dead", why=why)
-    measured = [_measure(log.check(entry)) for entry in entries]
+    values = [log.check(entry) for entry in entries]
+    if not all(has_numbers(tensor) for value in values for _, tensor in tree.tensors(value)):
+        why = "the gradients are meta or fake tensors, which have no numbers"
+        return GradientRow(str(site), count=len(entries), state="none", why=why)
+    measured = [_measure(value) for value in values]
     n_elements = sum(n for _, _, _, n in measured)
     ratios = [
         norm / float(entry.weight)
@@ -180,7 +185,7 @@ def _nan_last(number: float) -> float:
 
 def _measure(value: Any) -> tuple[float, float, int, int]:
     """The L2 norm, the largest absolute element, the zeros and the elements of a gradient."""
-    tensors = [_plain(tensor) for _, tensor in tree.tensors(value)]
+    tensors = [_plain(part) for _, tensor in tree.tensors(value) for part in _parts(tensor)]
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return 0.0, 0.0, 0, 0
@@ -188,6 +193,10 @@ def _measure(value: Any) -> tuple[float, float, int, int]:
     largest = max((float(tensor.max()) for tensor in tensors), key=_nan_last)
     zeros = sum(int((tensor == 0).sum()) for tensor in tensors)
     return norm, largest, zeros, sum(tensor.numel() for tensor in tensors)
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.unbind() if tensor.is_nested else (tensor,)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -198,7 +207,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _judged(row: GradientRow, usual: float) -> GradientRow:
-    if not row.count:
+    if not row.count or row.why:
         return row
     state = ""
     if not math.isfinite(row.norm) or not math.isfinite(row.largest):

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import Site, parse_site, tree
+from hookline.engine import Site, innermost, parse_site, tree
 from hookline.engine.errors import NotRecordedError
 
 Key = str | Site
@@ -75,7 +75,9 @@ def stamp(value: Any) -> Any:
     None for inference tensors, which have no counter: who records them copies them.
     """
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    return tuple(
-        None if tensor.is_inference() else tensor._version for _, tensor in tree.tensors(value)
-    )
+        return _version(value)
+    return tuple(_version(tensor) for _, tensor in tree.tensors(value))
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else innermost(tensor)._version

@@ -9,9 +9,12 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
-from hookline.engine import Pass, Report, Site, local, tree
+from torch import Tensor
+
+from hookline.engine import Pass, Report, Site, innermost, local, plain, tree
 from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.recordings.entries import Entry, Gathered
 from hookline.recordings.folder import Stored
@@ -25,13 +28,17 @@ class Log:
     Args:
         sites: what was selected.
         report: the recording's method that says why a site did not fire. It is not held.
+        keeps_graph: whether values were recorded with their graph.
     """
 
-    def __init__(self, sites: tuple[Site, ...], report: Callable[[], Report]) -> None:
+    def __init__(
+        self, sites: tuple[Site, ...], report: Callable[[], Report], *, keeps_graph: bool = False
+    ) -> None:
         self.sites = sites
         self.passes: list[Pass] = []
         # If the two held each other, every value would live until the next garbage collection.
         self._report = weakref.WeakMethod(report)
+        self.keeps_graph = keeps_graph
         self._sorted: dict[int, tuple[int, dict[int, list[Entry]]]] = {}
 
     @functools.cached_property
@@ -131,7 +138,23 @@ class Log:
                 " (by an in-place operation such as ReLU(inplace=True) or +=)."
                 "\nRecord a copy: hl.record(..., copy=True)."
             )
+        value = self.plain(value)
         return local(value) if is_local else value
+
+    def plain(self, value: Any) -> Any:
+        """The value without the wrappers that transforms of torch.func, now over, had put on it."""
+        if not any(innermost(tensor) is not tensor for _, tensor in tree.tensors(value)):
+            return value
+        return tree.map_tensors(partial(plain, keeps_graph=self.keeps_graph), value)
+
+    def settle(self) -> None:
+        """No transform runs any more: keep no wrapper, which a later one could take for its own."""
+        for current in self.passes:
+            current.log[:] = [
+                (site, value if isinstance(value, Gathered) else self.plain(value), *rest)
+                for site, value, *rest in current.log
+            ]
+        self._sorted.clear()
 
     def never(self, key: Key, among: Pass | None = None) -> NotRecordedError:
         """Why a site has no value."""
@@ -157,6 +180,20 @@ class Log:
         if backward is None:
             return entries
         return [entry for entry in entries if entry.backward in (None, backward)]
+
+
+def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
+    """Note an entry while a transform of torch.func runs.
+
+    There tensors do not say that they need gradients, nor that they were written to; what they
+    stand for does.
+    """
+    site, value, version, *rest = entry
+    if version is not None:
+        if not keeps_graph:
+            value = tree.map_tensors(Tensor.detach, value)
+        version = stamp(value)
+    log.append((site, value, version, *rest))
 
 
 def _times(count: int) -> str:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, tree
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, tree
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key
-from hookline.recordings.log import Log
+from hookline.recordings.log import Log, note_transformed
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
 from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 from hookline.recordings.ranks import Ask, combined, full, joined, reduced
@@ -54,13 +55,16 @@ class Recording(Mapping[str, Any]):
         sites: tuple[Site, ...],
         report: Callable[[], Report] | Report,
         modules: tuple[tuple[str, str], ...] = (),
+        *,
+        keeps_graph: bool = False,
     ) -> None:
         self.sites = sites
         self.modules = modules
         self.lost: list[str] = []
         self.ranks: tuple[Recording, ...] = ()
         self._report: Callable[[], Report] | Report = report
-        self._log = Log(sites, self.report)
+        self._log = Log(sites, self.report, keeps_graph=keeps_graph)
+        self._is_transformed = False
 
     # -- a sink: the line tells when passes begin and end ---------------------------------------
 
@@ -71,6 +75,9 @@ class Recording(Mapping[str, Any]):
     def begin_pass(self, current: Pass) -> None:
         """A pass begins: its log fills as the sites fire."""
         self._log.passes.append(current)
+        if is_transformed():
+            current.note = partial(note_transformed, current.log, self._log.keeps_graph)
+            self._is_transformed = True
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended. One that fired nothing (an edit elsewhere) stays, empty."""
@@ -78,6 +85,8 @@ class Recording(Mapping[str, Any]):
     def finish(self, report: Report) -> None:
         """The line has ended: keep its report, and no longer the line."""
         self._report = report
+        if self._is_transformed and not is_transformed():
+            self._log.settle()
 
     # -- look-ups -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Never, Self, final
@@ -21,6 +22,8 @@ from hookline.engine import (
     Selector,
     Site,
     check_ports,
+    has_numbers,
+    innermost,
     is_grouped,
     local_part,
 )
@@ -89,6 +92,8 @@ def _text(row: ClipRow, width: int, report: Report) -> str:
     if not row.seen:
         why = {str(site): reason for site, reason in report.why.items()}.get(row.site, "")
         return f"{row.site:{width}}  never{': ' if why else ''}{why}"
+    if math.isnan(row.largest) and not row.nonfinite:
+        return f"{row.site:{width}}  {row.seen} without numbers: they are meta or fake tensors"
     text = f"{row.site:{width}}  {row.clipped:>5} of {row.seen}  largest {row.largest:.4g}"
     if row.clipped:
         text += f", smallest factor {row.factor:.3g}"
@@ -118,11 +123,15 @@ class _Tally:
 
     def add(self, size: Tensor, bound: float) -> None:
         """A gradient came by: its norm, or its largest element."""
-        size = size.detach()
-        self.seen += 1
-        self._clipped = self._clipped + (size > bound)
-        self._nonfinite = self._nonfinite + ~torch.isfinite(size)
-        self._largest = size if self._largest is None else torch.maximum(self._largest, size)
+        sizes = innermost(size.detach())  # under vmap, of all examples
+        self.seen += sizes.numel()
+        if not has_numbers(sizes):
+            self._largest = torch.tensor(float("nan"), device="cpu")
+            return
+        self._clipped = self._clipped + (sizes > bound).sum()
+        self._nonfinite = self._nonfinite + (~torch.isfinite(sizes)).sum()
+        largest = sizes.amax()
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def row(self, bound: float) -> ClipRow:
         """The counts as numbers."""
@@ -261,7 +270,8 @@ class _ClipGradient(OnGradient):
         if limit.kind == "value":
             self._tally.add(_largest(grad), limit.bound)
             return grad.clamp(-limit.bound, limit.bound)
-        wide = grad if grad.dtype in (torch.float64, torch.complex128) else grad.float()
+        wide = grad.abs() if grad.is_complex() else grad
+        wide = wide if wide.dtype is torch.float64 else wide.float()
         norm = torch.linalg.vector_norm(wide, limit.norm_type)
         self._tally.add(norm, limit.bound)
         factor = (limit.bound / (norm + _EPSILON)).clamp(max=1.0)

@@ -30,7 +30,7 @@ def scale(factor: float | Tensor) -> Edit:
         factor: a number, or a tensor that broadcasts to the value's shape.
     """
     given = _Given(factor)
-    return lambda value: given.like(_tensor(value, "scale")) * value
+    return _edit("scale", lambda value: given.like(value) * value)
 
 
 def add(offset: float | Tensor) -> Edit:
@@ -43,7 +43,7 @@ def add(offset: float | Tensor) -> Edit:
         offset: a number, or a tensor that broadcasts to the value's shape.
     """
     given = _Given(offset)
-    return lambda value: given.like(_tensor(value, "add")) + value
+    return _edit("add", lambda value: given.like(value) + value)
 
 
 def replace(new: float | Tensor) -> Edit:
@@ -55,16 +55,14 @@ def replace(new: float | Tensor) -> Edit:
     Args:
         new: a number, or a tensor that broadcasts to the value's shape.
     """
-
     given = _Given(new)
 
-    def change(value: Tensor) -> Tensor:
-        tensor = _tensor(value, "replace")
+    def change(tensor: Tensor) -> Tensor:
         other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
         # A copy: an expanded tensor could not be written to by an in-place layer behind.
         return other.expand_as(tensor).clone()
 
-    return change
+    return _edit("replace", change)
 
 
 def noise(std: float, *, seed: int | None = None) -> Edit:
@@ -81,9 +79,10 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
     generators: dict[torch.device, torch.Generator] = {}
     given = _Given(float(std))
 
-    def change(value: Tensor) -> Tensor:
-        tensor = _tensor(value, "noise")
+    def change(tensor: Tensor) -> Tensor:
         given.like(tensor)
+        if tensor.is_meta:  # it has a shape, and no numbers to add to
+            return tensor + std
         generator = generators.get(tensor.device)
         if generator is None:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
@@ -93,7 +92,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         )
         return tensor + std * drawn
 
-    return change
+    return _edit("noise", change)
 
 
 def clamp(min: float | None = None, max: float | None = None) -> Edit:
@@ -106,7 +105,37 @@ def clamp(min: float | None = None, max: float | None = None) -> Edit:
         min: the lower bound, or None.
         max: the upper bound, or None.
     """
-    return lambda value: _tensor(value, "clamp").clamp(min, max)
+    return _edit("clamp", lambda value: value.clamp(min, max))
+
+
+def _edit(name: str, change: Edit) -> Edit:
+    """An edit that says so where torch cannot change a kind of tensor in this way."""
+
+    def edit(value: Tensor) -> Tensor:
+        tensor = _tensor(value, name)
+        if not _is_special(tensor):
+            return change(tensor)
+        try:
+            return change(tensor)
+        except StructureError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            kind = str(tensor.dtype if tensor.layout is torch.strided else tensor.layout)
+            first = str(error).strip().splitlines()[0][:80]
+            raise StructureError(
+                f"hl.edits.{name} cannot change {tree.full(tensor)}, which is"
+                f" {'nested' if tensor.is_nested else kind.removeprefix('torch.')}: {first}."
+                "\nGive hl.edit a function of your own; for an 8-bit float, say,"
+                " lambda t: (t.float() * 2).to(t.dtype)."
+            ) from error
+
+    return edit
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether it is of a kind for which torch has but some of its functions."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return not is_plain or tensor.is_complex() or tensor.dtype.itemsize == 1
 
 
 def _tensor(value: Any, name: str) -> Tensor:
@@ -132,10 +161,13 @@ class _Given:
     def __init__(self, given: float | Tensor) -> None:
         self._is_tensor = isinstance(given, Tensor)
         self._number = given
-        self._tensor = torch.as_tensor(given)
+        if isinstance(given, Tensor):
+            self._tensor, self._kind = given, given.dtype
+            return
+        # Whatever torch's defaults are now: as exact as the number, where any value can meet it.
+        dtype = {float: torch.float64, complex: torch.complex128}.get(type(given))
+        self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
         self._kind = self._tensor.dtype
-        if not self._is_tensor and self._kind.is_floating_point:
-            self._tensor = self._tensor.double()  # as exact as the number; the value's dtype wins
 
     def like(self, value: Tensor) -> float | Tensor:
         """It, on the value's device and in its dtype, or the value's dtype would change.

@@ -1,6 +1,6 @@
 """What of a value is kept, and where: the options that `record` and `features` share.
 
-Imports tree, errors.
+Imports engine, measuring.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from hookline.engine import local, tree
+from hookline.engine import innermost, local, tree
 from hookline.engine.errors import AttachError
+from hookline.verbs.measuring import measured
 
 
 class Keep(TypedDict, total=False):
@@ -77,7 +78,7 @@ def keeper(options: Keep) -> Callable[[Any], Any]:
         if keep is not None:
             try:
                 # Whatever keep= computes is of this rank's part, and talks to no other rank.
-                value = keep(local(value))
+                value = measured(keep, local(value))
             except Exception as error:
                 error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
                 raise
@@ -92,4 +93,5 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    held = innermost(tensor)
+    return held.layout is torch.strided and held.untyped_storage().nbytes() > held.nbytes

@@ -32,6 +32,7 @@ from hookline.engine import (
 from hookline.engine.errors import SelectionError
 from hookline.recordings import Recording, stamp
 from hookline.verbs.keeping import Keep, check_options, is_plain, keeper
+from hookline.verbs.measuring import measured
 from hookline.verbs.record_gradients import KeepGradient, PlainGradTap
 from hookline.verbs.verb_line import VerbLine
 
@@ -141,9 +142,11 @@ def start_recording(
             f" {str(back)!r}), and call backward() inside the block."
         )
     modules = tuple([(node.path, node.type_name) for node in line.nodes])
-    recording = Recording(selection.sites, _report_of(line, selection.sites), modules)
-    line.passes.sink = recording
     detached = options.get("detach", True)
+    recording = Recording(
+        selection.sites, _report_of(line, selection.sites), modules, keeps_graph=not detached
+    )
+    line.passes.sink = recording
     numbers = itertools.count()  # `bind` is called once for each site, in their order
     tensors = {site: getattr(node, "tensor", None) for site, node in selection.places()}
     fast, kept, rest = is_plain(options), keeper(options), keeper({**options, "keep": None})
@@ -236,7 +239,7 @@ def _inside(options: Keep) -> Callable[[Any], Any] | None:
     keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
     if keep is None:
         return None if copied is snapshot else copied
-    return lambda value: copied(keep(value))
+    return lambda value: copied(measured(keep, value))
 
 
 def _then(see: See, after: Callable[[Site], None], site: Site) -> See:

@@ -21,6 +21,7 @@ from hookline.engine import (
     Rank,
     Site,
     backward_number,
+    has_numbers,
     hook_value,
     local_part,
     outer_backward,
@@ -78,9 +79,11 @@ class KeepGradient(OnGradient):
 
     def _weight(self) -> Tensor | None:
         parameter = None if self._parameter is None else self._parameter()
-        if parameter is None:
+        if parameter is None or not has_numbers(parameter):
             return None
         plain = local_part(parameter.detach())
+        if plain.is_complex():
+            plain = plain.abs()
         wide = plain if plain.dtype is torch.float64 else plain.float()
         norm: Tensor = torch.linalg.vector_norm(wide)
         return norm

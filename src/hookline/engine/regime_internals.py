@@ -1,0 +1,63 @@
+"""Every private name by which torch says what the present code runs in. Imports only torch.
+
+Tracing, and the transforms of torch.func.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+# Bound once: these are asked in every pass.
+_is_jit_tracing = torch._C._is_tracing
+_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def tracer() -> str | None:
+    """What is making a graph of the code that runs now, by its public name; None if nothing is.
+
+    `torch.compile` is none of them: it knows of lines.
+    """
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if _is_jit_tracing():
+        return "torch.jit.trace"
+    if _dispatch_mode(_PROXY) is not None:
+        return "make_fx"
+    symbolic = sys.modules.get("torch.fx._symbolic_trace")
+    return "torch.fx.symbolic_trace" if getattr(symbolic, "_is_fx_tracing_flag", False) else None
+
+
+# What wraps the tensors of torch.func: grad, jvp, vmap, functionalize.
+_functorch = torch._C._functorch
+
+
+def transform() -> str | None:
+    """The innermost transform of torch.func that runs now: "Vmap", "Grad", "Jvp"; None if none."""
+    innermost = _functorch.peek_interpreter_stack()
+    return None if innermost is None else innermost.key().name
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one inside a transform of torch.func, past or present."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor is one example's under vmap, which stands for the whole batch."""
+    return _functorch.is_batchedtensor(tensor)
+
+
+def is_of_running_transform(tensor: Tensor) -> bool:
+    """Whether the transform that wrapped a tensor is still running."""
+    level = _functorch.maybe_get_level(tensor)
+    return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
+
+
+def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """What a transform has wrapped, and under vmap the dimension in which its examples lie."""
+    dimension = _functorch.maybe_get_bdim(tensor) if is_mapped(tensor) else None
+    return _functorch.get_unwrapped(tensor), dimension

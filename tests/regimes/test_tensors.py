@@ -1,0 +1,352 @@
+"""Kinds of tensors: nested, sparse, complex, quantized, 8-bit, empty, viewed in unusual ways."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:.*are deprecated"),
+]
+
+BASE = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+COMPLEX = torch.complex(BASE, BASE.flip(0))
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([BASE[:2], BASE[:3]], layout=layout)
+
+
+SAVED = {
+    "complex": COMPLEX.clone,
+    "complex128": lambda: COMPLEX.to(torch.complex128),
+    "conjugated view": COMPLEX.conj,
+    "negated view": lambda: COMPLEX.conj().imag,
+    "float8": lambda: BASE.to(torch.float8_e4m3fn),
+    "float8 e5m2": lambda: BASE.to(torch.float8_e5m2),
+    "bool": lambda: BASE > 0,
+    "uint16": lambda: torch.arange(16).reshape(4, 4).to(torch.uint16),
+    "empty": lambda: torch.zeros(0, 4),
+    "scalar": lambda: torch.tensor(1.5),
+    "transposed": BASE.t,
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: BASE[:1].expand(4, 4),
+    "strided": lambda: BASE[::2, ::2],
+}
+LOST = {
+    "sparse": lambda: BASE.relu().to_sparse(),
+    "sparse rows": lambda: BASE.relu().to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(BASE, 0.1, 0, torch.qint8),
+    "complex32": lambda: COMPLEX.to(torch.complex32),
+    "nested": lambda: nested(torch.strided),
+    "jagged": lambda: nested(torch.jagged),
+    "mkldnn": BASE.to_mkldnn,
+}
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def wide(tensor):
+    """The numbers of any tensor, comparable."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.is_nested:
+        return torch.cat([part.flatten() for part in tensor.unbind()])
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.dtype is torch.complex32:
+        return torch.view_as_real(tensor).float()
+    return tensor if tensor.is_complex() else tensor.double()
+
+
+@pytest.mark.cell(
+    "kinds of tensors", "record", "features", "watch",
+    note="sparse, complex, quantized, 8-bit, nested, empty, viewed: as they are; of sparse,"
+    " quantized, nested and complex32 ones the numbers are not saved, and `run.lost` says so",
+)  # fmt: skip
+@pytest.mark.parametrize("name", [*SAVED, *LOST])
+def test_a_tensor_is_recorded_as_it_is_copied_and_saved_or_named_as_lost(name, tmp_path):
+    value, model = {**SAVED, **LOST}[name](), nn.Sequential(Same())
+    with hl.record(model, "0") as run, hl.watch(model, file=io.StringIO()):
+        model(value)
+    with hl.record(model, "0", copy=True, device="cpu") as copied:
+        model(value)
+    for found in (run["0"], copied["0"], hl.features(model, value, ["0"])["0"]):
+        assert (found.dtype, found.layout, type(found)) == (value.dtype, value.layout, type(value))
+        assert torch.equal(wide(found), wide(value))
+    if name in SAVED and name != "empty":
+        assert copied["0"].data_ptr() != value.data_ptr()
+    run.save(tmp_path / "run")
+    opened = hl.open(tmp_path / "run")
+    assert bool(run.lost) == (name in LOST)
+    if name in LOST:
+        assert "not saved" in repr(opened["0"])
+        assert str(value.dtype).removeprefix("torch.") in run.lost[0]
+    else:
+        assert opened["0"].dtype is value.dtype
+        assert torch.equal(wide(opened["0"]), wide(value))
+
+
+@pytest.mark.parametrize("name", [*SAVED, *LOST])
+def test_dtype_is_for_floating_tensors_and_leaves_the_others(name):
+    value, model = {**SAVED, **LOST}[name](), nn.Sequential(Same())
+    with hl.record(model, "0", dtype=torch.float64) as run:
+        if name == "mkldnn":
+            with pytest.raises(NotImplementedError, match="Mkldnn") as caught:
+                model(value)
+            assert "raised by the hook at 0 (Same)" in str(caught.value.__notes__)
+            return
+        model(value)
+    expected = torch.float64 if value.is_floating_point() else value.dtype
+    assert run["0"].dtype is expected
+    assert torch.equal(wide(run["0"]), wide(value))
+
+
+EDITS = {
+    "scale": (hl.edits.scale(2.0), lambda t: t * 2),
+    "add": (hl.edits.add(1.0), lambda t: t + 1),
+    "replace": (hl.edits.replace(0.5), lambda t: torch.full_like(t, 0.5)),
+    "noise": (hl.edits.noise(0.1, seed=0), None),
+    "clamp": (hl.edits.clamp(-0.5, 0.5), lambda t: t.clamp(-0.5, 0.5)),
+}
+# What torch can do with a kind; where it cannot, the edit is refused.
+WORKS = {
+    "complex": {"scale", "add", "replace", "noise"},
+    "complex128": {"scale", "add", "replace", "noise"},
+    "conjugated view": {"scale", "add", "replace", "noise"},
+    "complex32": {"scale", "add", "replace", "noise"},
+    "float8": {"replace"}, "float8 e5m2": {"replace"},
+    "bool": set(), "uint16": set(), "quantized": {"clamp"},
+    "sparse": {"scale"}, "sparse rows": {"scale"}, "mkldnn": {"scale"},
+    "nested": {"scale", "add"}, "jagged": {"scale", "add", "clamp"},
+}  # fmt: skip
+
+
+@pytest.mark.cell(
+    "kinds of tensors", "edit", note="an edit that torch has not for a kind is a StructureError"
+)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", [*SAVED, *LOST])
+def test_an_edit_is_right_or_refused_and_keeps_the_kind(name, edit):
+    value, model = {**SAVED, **LOST}[name](), nn.Sequential(Same())
+    change, expected = EDITS[edit]
+    with hl.edit(model, "0", change):
+        if edit not in WORKS.get(name, set(EDITS)):
+            with pytest.raises(hl.StructureError):
+                model(value)
+            return
+        found = model(value)
+    assert (found.dtype, found.layout, type(found)) == (value.dtype, value.layout, type(value))
+    if expected is not None and edit != "replace":
+        torch.testing.assert_close(wide(found), wide(expected(value)))
+
+
+def test_the_refusal_of_an_edit_names_the_kind_and_a_way_that_works():
+    model, value = nn.Sequential(Same()), SAVED["float8"]()
+    with hl.edit(model, "0", hl.edits.scale(2.0)), pytest.raises(hl.StructureError) as caught:
+        model(value)
+    assert str(caught.value).startswith(
+        "hl.edits.scale cannot change Tensor[4, 4] float8_e4m3fn on cpu, which is float8_e4m3fn:"
+    )
+    assert str(caught.value).endswith("lambda t: (t.float() * 2).to(t.dtype).")
+    with hl.edit(model, "0", lambda t: (t.float() * 2).to(t.dtype)):
+        assert torch.equal(model(value).float(), value.float() * 2)
+
+
+@pytest.mark.cell("kinds of tensors", "gradients", "edit gradients", "clip", "statistics")
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_complex_gradients_are_autograds_and_their_norms_whole(port):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3, dtype=torch.complex64), Same())
+    x = COMPLEX.clone().requires_grad_()
+    hidden = model[0](x)
+    (expected,) = torch.autograd.grad(hidden.abs().square().sum(), hidden)
+    with hl.record(model, "1", ports=port) as run, hl.record(model, ports="grad") as weights:
+        model(x).abs().square().sum().backward()
+    torch.testing.assert_close(run[f"1:{port}"], expected)
+    torch.testing.assert_close(
+        weights.gradients()["0.weight:grad"].ratio,
+        (model[0].weight.grad.norm() / model[0].weight.detach().norm()).item(),
+    )
+    norm = torch.linalg.vector_norm(expected).item()
+    with hl.clip(model, "1", norm=norm / 2, ports=port) as line:
+        with (
+            hl.record(model, "1", ports=port) as run,
+            hl.record(model, "1", ports=port, keep=lambda g: g.norm()) as norms,
+        ):
+            model(x).abs().square().sum().backward()
+    torch.testing.assert_close(line.report().rows[0].largest, norm)
+    torch.testing.assert_close(run[f"1:{port}"], expected / 2, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norms[f"1:{port}"].item(), norm / 2, rtol=1e-4, atol=0)
+    with hl.edit(model, f"1:{port}", lambda g: g * 1j), hl.record(model, "1", ports=port) as run:
+        model(x).abs().square().sum().backward()
+    torch.testing.assert_close(run[f"1:{port}"], expected * 1j)
+
+
+class Pooled(nn.Module):
+    """A linear layer on a nested tensor, and a loss of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 3), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.linear(x))
+
+
+def total(value):
+    return sum(part.square().sum() for part in value.unbind())
+
+
+@pytest.mark.cell(
+    "nested tensors", "record", "gradients", "statistics", "edit", "features", "watch",
+    note="both layouts; not saved, and `run.lost` says so",
+)  # fmt: skip
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_values_and_gradients_of_nested_tensors_are_those_of_their_parts(layout):
+    torch.manual_seed(0)
+    model, x = Pooled(), nested(layout)
+    sites = ["linear", "act"]
+    apart = []
+    for part in (BASE[:2], BASE[:3]):
+        with hl.record(model, sites, ports=("output", "grad_output")) as run:
+            model(part).square().sum().backward()
+        apart.append(dict(run.items()))
+    with hl.record(model, sites, ports=("output", "grad_output")) as run:
+        total(model(x)).backward()
+    for site, value in run.items():
+        assert value.is_nested
+        assert value.layout is layout
+        for found, of in zip(value.unbind(), apart, strict=True):
+            torch.testing.assert_close(found, of[site])
+    with hl.record(model, "linear", keep=lambda t: [part.mean() for part in t.unbind()]) as run:
+        model(x)
+    torch.testing.assert_close(run["linear"], [of["linear"].mean() for of in apart])
+    with hl.edit(model, "act", hl.edits.scale(2.0)), hl.record(model, "act") as run:
+        model(x)
+    torch.testing.assert_close(run["act"].unbind()[1], apart[1]["act"] * 2)
+    with hl.watch(model, file=io.StringIO()):
+        assert hl.features(model, x, ["linear"])["linear"].is_nested
+
+
+@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="of the jagged layout")
+def test_gradients_of_jagged_tensors_are_changed_and_given_to_raw_hooks():
+    torch.manual_seed(0)
+    model, x, given = Pooled(), nested(torch.jagged), []
+    with hl.attach(model) as line:
+        line.backward("act", lambda module, grad_input, grad_output: given.append(grad_input))
+        with hl.record(model, "act:grad_input") as run:
+            total(model(x)).backward()
+    for found, expected in zip(given[0][0].unbind(), run["act:grad_input"].unbind(), strict=True):
+        assert torch.equal(found, expected)
+    assert model.linear.weight.grad.any()
+    model.zero_grad()
+    with hl.edit(model, "act:grad_output", lambda g: g * 0):
+        total(model(x)).backward()
+    assert not model.linear.weight.grad.any()
+
+
+def test_what_torch_cannot_do_with_gradients_of_the_older_layout_is_refused():
+    model, x = Pooled(), nested(torch.strided)
+    with hl.edit(model, "act:grad_output", lambda g: g * 0):
+        with pytest.raises(hl.StructureError, match=r"Make it with layout=torch\.jagged"):
+            total(model(x)).backward()
+    with hl.attach(model) as line:
+        line.backward("act", lambda *a: None)
+        with pytest.raises(hl.AttachError, match="act takes a nested tensor, of which torch makes"):
+            model(x)
+
+
+def test_a_raw_backward_hook_on_a_sparse_input_is_refused():
+    class Product(nn.Module):
+        def forward(self, a):
+            return a @ torch.ones(4, 1)
+
+    model, x = Product(), BASE.relu().to_sparse().requires_grad_()
+    with hl.attach(model) as line:
+        line.backward("", lambda *a: None)
+        with pytest.raises(hl.AttachError, match="takes a sparse_coo tensor, of which torch makes"):
+            model(x)
+    with hl.attach(model) as line:
+        line.backward_pre("", lambda module, grad_output: None)
+        model(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_the_table_of_gradients_holds_nested_ones(layout):
+    torch.manual_seed(0)
+    model = Pooled()
+    with hl.record(model, "act", ports="grad_output") as run:
+        y = model(nested(layout))
+        total(y).backward()
+    expected = torch.cat([2 * part.detach().flatten() for part in y.unbind()]).norm()
+    torch.testing.assert_close(run.gradients()["act:grad_output"].norm, expected.item())
+
+
+class Tagged(torch.Tensor):
+    """A subclass by `__torch_function__`."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Boxed(torch.Tensor):
+    """A subclass by `__torch_dispatch__`, which has no numbers of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def opened(value):
+            return value.inner if isinstance(value, Boxed) else value
+
+        flat = torch.utils._pytree.tree_map(opened, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, Boxed, function(*flat[0], **flat[1]))
+
+
+@pytest.mark.cell(
+    "tensor subclasses", "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks"
+)
+@pytest.mark.parametrize("kind", [Tagged, Boxed])
+def test_a_subclass_is_recorded_as_one_and_its_gradients_are_right(kind, net, image):
+    def of(value):
+        return value.inner if kind is Boxed else value
+
+    x = image.clone().as_subclass(Tagged) if kind is Tagged else Boxed(image)
+    with hl.record(net, "fc", ports=("output", "grad_output", "grad_input")) as expected:
+        net(image).square().sum().backward()
+    with hl.record(net, "fc", ports=("output", "grad_output", "grad_input")) as run:
+        net(x).square().sum().backward()
+    assert type(run["fc"]) is kind
+    for site, value in expected.items():
+        torch.testing.assert_close(
+            torch.Tensor(of(run[site])) if kind is Tagged else of(run[site]), value
+        )
+    with hl.record(net, "fc", keep=lambda t: t.mean(), copy=True) as run:
+        net(x)
+    torch.testing.assert_close(float(of(run["fc"])), expected["fc"].mean().item())
+    with hl.edit(net, "fc", hl.edits.scale(2.0)):
+        assert type(net(x)) is kind
+    net.zero_grad()
+    with hl.edit(net, "fc:grad_output", lambda g: g * 0), hl.attach(net) as line:
+        line.backward("fc", lambda *a: None)
+        net(x).sum().backward()
+    assert not of(net.fc.weight.grad).any()
