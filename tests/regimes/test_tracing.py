@@ -89,7 +89,7 @@ def test_a_line_that_is_on_is_refused_and_leaves_the_model_and_the_tracer_unhurt
         trace(model)
     assert str(caught.value).startswith(
         f"{tracer.partition(',')[0]} traces this model while a line is on, and would bake its hooks"
-        " into the graph.\nTrace it outside of the block."
+        " into the graph.\nTrace it outside of the block,"
     )
     assert left_as_found(model) == before
     torch.testing.assert_close(trace(model)(X), expected)
