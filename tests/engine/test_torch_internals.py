@@ -192,3 +192,72 @@ def test_all_hooks_of_an_owner_are_taken_off_with_their_marks():
     assert not module._forward_hooks_with_kwargs
     assert not module._forward_hooks_always_called
     assert not module._load_state_dict_pre_hooks
+
+
+def test_what_wraps_the_tensors_of_torch_func_can_be_taken_off():
+    """If one moves, recordings hold wrappers, or take a past transform for one that runs."""
+    seen = []
+
+    def look(tensor):
+        assert internals.is_wrapped(tensor)
+        assert internals.is_of_running_transform(tensor)
+        seen.append((internals.transform(), tensor))
+        return tensor.sum()
+
+    batch = torch.ones(3, 2)
+    assert internals.transform() is None
+    torch.func.vmap(look, in_dims=1)(batch)
+    torch.func.grad(look)(batch)
+    (vmap, one), (grad, whole) = seen
+    assert (vmap, grad) == ("Vmap", "Grad")
+    assert internals.is_mapped(one)
+    assert not internals.is_mapped(whole)
+    assert not internals.is_of_running_transform(one)
+    assert not internals.is_of_running_transform(whole)
+    assert internals.unwrapped(one)[1] == 1
+    assert torch.equal(internals.unwrapped(one)[0], batch)
+    assert internals.unwrapped(whole)[1] is None
+    assert not internals.is_wrapped(internals.unwrapped(whole)[0])
+
+
+def test_under_vmap_only_what_is_wrapped_counts_its_versions():
+    """When torch counts them on the wrapper, too, `regime.innermost` can go."""
+
+    def write(tensor):
+        inner, _ = internals.unwrapped(tensor)
+        before = tensor._version, inner._version
+        tensor.add_(1)
+        assert (tensor._version, inner._version) == (before[0], before[1] + 1)
+        return tensor
+
+    torch.func.vmap(write)(torch.ones(3, 2))
+
+
+def test_who_makes_a_graph_is_known():
+    """If one moves, a line is baked into that tracer's graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            found.append(internals.tracer())
+            return x * 2
+
+    model, x = Model(), torch.ones(2)
+    model(x)
+    torch.export.export(model, (x,), strict=False)
+    torch.jit.trace(model, (x,), check_trace=False)
+    make_fx(model)(x)
+    torch.fx.symbolic_trace(model)
+    names = ["torch.export", "torch.jit.trace", "make_fx", "torch.fx.symbolic_trace"]
+    assert list(dict.fromkeys(found)) == [None, *names]
+
+
+def test_a_traced_module_says_what_it_holds():
+    """If torch keeps it elsewhere, a line cannot be made on a model that holds one."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    traced = torch.jit.trace(model, torch.ones(1, 2))
+    (held,) = internals.children(traced).items()
+    assert held[0] == "0"
+    assert [name for name, _ in internals.parameters(held[1]).items()] == ["weight", "bias"]
