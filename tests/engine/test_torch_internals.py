@@ -324,3 +324,12 @@ def test_what_is_done_aside_is_not_counted():
         with checkpoint_internals.aside(None):
             torch.ones(1)
     assert len(seen) == 1
+
+
+def test_a_traced_module_says_what_it_holds():
+    """If torch keeps it elsewhere, a line cannot be made on a model that holds one."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    traced = torch.jit.trace(model, torch.ones(1, 2))
+    (held,) = internals.children(traced).items()
+    assert held[0] == "0"
+    assert [name for name, _ in internals.parameters(held[1]).items()] == ["weight", "bias"]

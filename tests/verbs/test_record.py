@@ -227,7 +227,7 @@ def test_memory_stays_flat_when_recordings_are_dropped(net, image):
     before = tensors()
     for _ in range(20):
         once()
-    assert tensors() == before
+    assert tensors() <= before  # fewer, where what other tests left goes meanwhile
 
 
 def test_a_line_without_a_with_block_is_ended_by_remove(net, image, left_as_found):

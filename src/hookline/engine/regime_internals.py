@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 # Bound once: these are asked in every pass.
+_is_exporting = torch.compiler.is_exporting
 _is_jit_tracing = torch._C._is_tracing
 _dispatch_mode = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -21,7 +22,7 @@ def tracer() -> str | None:
 
     `torch.compile` is none of them: it knows of lines.
     """
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         return "torch.export"
     if _is_jit_tracing():
         return "torch.jit.trace"

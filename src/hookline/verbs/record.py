@@ -98,7 +98,8 @@ def record(
             module was called with, else a dict of its arguments by name; a gradient has the
             structure of the value it belongs to.
         keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
-            for gradients with each tensor, as they arrive one by one.
+            for gradients with each tensor, as they arrive one by one. Sums, means, norms and
+            powers of 16-bit floats are computed, and kept, in float32; autocast is off.
         device: where to keep tensors.
         dtype: the dtype of floating tensors as kept; others stay as they are.
         detach: False keeps the autograd graph, and with it the memory of the whole pass.

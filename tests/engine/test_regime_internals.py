@@ -1,0 +1,68 @@
+"""What breaks when torch moves one of the names by which it says what runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hookline.engine import regime_internals
+
+
+def test_what_wraps_the_tensors_of_torch_func_can_be_taken_off():
+    """If one moves, recordings hold wrappers, or take a past transform for one that runs."""
+    seen = []
+
+    def look(tensor):
+        assert regime_internals.is_wrapped(tensor)
+        assert regime_internals.is_of_running_transform(tensor)
+        seen.append((regime_internals.transform(), tensor))
+        return tensor.sum()
+
+    batch = torch.ones(3, 2)
+    assert regime_internals.transform() is None
+    torch.func.vmap(look, in_dims=1)(batch)
+    torch.func.grad(look)(batch)
+    (vmap, one), (grad, whole) = seen
+    assert (vmap, grad) == ("Vmap", "Grad")
+    assert regime_internals.is_mapped(one)
+    assert not regime_internals.is_mapped(whole)
+    assert not regime_internals.is_of_running_transform(one)
+    assert not regime_internals.is_of_running_transform(whole)
+    assert regime_internals.unwrapped(one)[1] == 1
+    assert torch.equal(regime_internals.unwrapped(one)[0], batch)
+    assert regime_internals.unwrapped(whole)[1] is None
+    assert not regime_internals.is_wrapped(regime_internals.unwrapped(whole)[0])
+
+
+def test_under_vmap_only_what_is_wrapped_counts_its_versions():
+    """When torch counts them on the wrapper, too, `regime.innermost` can go."""
+
+    def write(tensor):
+        inner, _ = regime_internals.unwrapped(tensor)
+        before = tensor._version, inner._version
+        tensor.add_(1)
+        assert (tensor._version, inner._version) == (before[0], before[1] + 1)
+        return tensor
+
+    torch.func.vmap(write)(torch.ones(3, 2))
+
+
+def test_who_makes_a_graph_is_known():
+    """If one moves, a line is baked into that tracer's graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            found.append(regime_internals.tracer())
+            return x * 2
+
+    model, x = Model(), torch.ones(2)
+    model(x)
+    torch.export.export(model, (x,), strict=False)
+    torch.jit.trace(model, (x,), check_trace=False)
+    make_fx(model)(x)
+    torch.fx.symbolic_trace(model)
+    names = ["torch.export", "torch.jit.trace", "make_fx", "torch.fx.symbolic_trace"]
+    assert list(dict.fromkeys(found)) == [None, *names]

@@ -1,0 +1,220 @@
+"""Modes of torch that are set around a line: none is changed, and none changes what is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hookline as hl
+
+PORTS = ("output", "input", "grad_output", "grad_input", "grad")
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
+
+
+def recorded(model, x=X, **options):
+    model.zero_grad()
+    with hl.record(model, ports=PORTS, **options) as run:
+        model(x.clone().requires_grad_()).square().sum().backward()
+    return dict(run.items())
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    for site, value in expected.items():
+        assert torch.equal(found[site], value) if value is not None else found[site] is None
+    return True
+
+
+class Logged(TorchFunctionMode):
+    """A mode that sees each function, and leaves it alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    """A mode that sees each operation, and leaves it alone."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES = {
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
+    "deterministic": deterministic,
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.clone(), lambda tensor: tensor
+    ),
+    "default device": lambda: torch.device("meta"),
+    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "function mode": Logged,
+    "dispatch mode": Dispatched,
+    "multithreading off": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.cell(
+    "anomaly, deterministic, saved tensors' hooks, default device and dtype, modes of torch",
+    "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
+    "clip",
+)  # fmt: skip
+@pytest.mark.parametrize("name", MODES)
+def test_what_is_seen_and_changed_is_the_same_in_the_mode(name, model, left_as_found):
+    def actions():
+        found = [recorded(model), recorded(model, copy=True), recorded(model, keep=torch.sum)]
+        file, given = io.StringIO(), []
+        changes = [
+            hl.edits.scale(1 / 3), hl.edits.add(0.1), hl.edits.replace(0.7), hl.edits.clamp(0, 1),
+            hl.edits.noise(0.1, seed=3),
+        ]  # fmt: skip
+        for change in changes:
+            with (
+                hl.edit(model, "1", change),
+                hl.edit(model, "2:grad_output", hl.edits.scale(1 / 3)),
+            ):
+                found.append(recorded(model))
+        with hl.attach(model) as line, hl.watch(model, file=file):
+            line.backward(
+                "**", lambda module, grad_input, grad_output: given.append(grad_output[0])
+            )
+            recorded(model)
+        with hl.clip(model, norm=0.01) as line:
+            found.append(recorded(model))
+        shown = "".join(part.split("  ")[0] for part in file.getvalue().splitlines())
+        found.append({**dict(enumerate(given)), "features": hl.features(model, X, ["1"])["1"]})
+        return found, shown, str(line.report())
+
+    before = left_as_found(model)
+    expected, shown, report = actions()
+    with MODES[name]():
+        found, shown_there, report_there = actions()
+    model.zero_grad()
+    for one, other in zip(found, expected, strict=True):
+        assert same(one, other)
+    assert (shown_there, report_there) == (shown, report)
+    assert left_as_found(model) == before
+
+
+def test_a_recording_is_opened_and_measured_where_another_device_is_the_default(model, tmp_path):
+    with hl.record(model, ports=("output", "grad")) as run:
+        model(X).sum().backward()
+    run.save(tmp_path / "run")
+    with torch.device("meta"):
+        opened = hl.open(tmp_path / "run")
+        assert torch.equal(opened["1"], run["1"])
+        assert str(opened.gradients()) == str(run.gradients())
+        assert opened.stack("1").device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("mode", ["default device", "default dtype"])
+def test_compiled_code_meets_hooklines_own_numbers_on_any_default(mode, model):
+    def actions(call):
+        with hl.edit(model, "1", hl.edits.scale(1 / 3)):
+            with hl.record(model, "1", ports=("output", "grad_output")) as run:
+                call(X).sum().backward()
+        return dict(run.items())
+
+    torch.compiler.reset()
+    expected = actions(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(X)
+    with MODES[mode]():
+        found = actions(compiled)
+    assert list(found) == list(expected)
+    for site in expected:
+        torch.testing.assert_close(found[site], expected[site])
+    torch.compiler.reset()
+
+
+@pytest.mark.cell(
+    "forward-mode AD", "record", "edit",
+    note="detached, of the tangent too; `detach=False, keep=forward_ad.unpack_dual` keeps both",
+)  # fmt: skip
+def test_dual_numbers_are_recorded_whole_where_that_is_asked_for(model):
+    tangent = torch.ones_like(X)
+    model.requires_grad_(False)
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, tangent)
+        expected = forward_ad.unpack_dual(model[0](x))
+        with hl.record(model, "0", detach=False, keep=forward_ad.unpack_dual) as run:
+            model(x)
+        with hl.record(model, "0") as plain:
+            model(x)
+        with hl.edit(model, "0", hl.edits.scale(2.0)):
+            edited = forward_ad.unpack_dual(model(x)).tangent
+        twice = forward_ad.unpack_dual(model[1:](model[0](x) * 2)).tangent
+    assert torch.equal(run["0"].primal, expected.primal)
+    assert torch.equal(run["0"].tangent, expected.tangent)
+    assert torch.equal(plain["0"], expected.primal)
+    assert torch.equal(edited, twice)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_still_finds_where_a_nan_began_behind_a_line(model):
+    with torch.autograd.detect_anomaly(), hl.record(model, ports=PORTS) as run:
+        y = model(X.clone().requires_grad_())
+        with pytest.raises(RuntimeError, match=r"SqrtBackward0.*nan"):
+            (y * 0).sqrt().mul(0).sum().backward()
+    assert run["2"].shape == (3, 2)
+
+
+def test_deterministic_algorithms_still_refuse_what_is_not_so_inside_a_model(model):
+    class Random(nn.Module):
+        def forward(self, x):
+            out = x.new_zeros(4)
+            return out.put_(torch.tensor([0, 0]), x[:2], accumulate=False)
+
+    whole = nn.Sequential(Random())
+    with deterministic(), hl.record(whole, "0"), pytest.raises(RuntimeError, match="put_ does not"):
+        whole(torch.ones(4))
+
+
+def test_a_mode_that_counts_functions_sees_the_models_own_in_their_order(model):
+    with Logged() as alone:
+        model(X)
+    with hl.record(model), Logged() as mode:
+        model(X)
+    ours = [function for function in mode.seen if function in alone.seen]
+    assert ours == alone.seen
