@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 import hookline as hl
 
@@ -44,6 +45,7 @@ def test_a_recording_outlives_a_line_that_was_dropped(net, image):
 @pytest.mark.filterwarnings("ignore:an hl.record line was dropped")
 def test_an_interrupt_at_any_line_of_hooklines_code_leaves_nothing(interrupted):
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    torchs = checkpoint._checkpoint_hook, vars(checkpoint.CheckpointFunction).copy()
 
     def action():
         with hl.record(model):
@@ -52,6 +54,8 @@ def test_an_interrupt_at_any_line_of_hooklines_code_leaves_nothing(interrupted):
     step = 1
     while interrupted(step, ("hookline.",), action):
         assert not len(hl.inventory(model)), step
+        now = checkpoint._checkpoint_hook, vars(checkpoint.CheckpointFunction).copy()
+        assert now == torchs, step
         step += 2
     assert step > 200
 

@@ -264,7 +264,8 @@ def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
     hook = inner.register_forward_hook(
         lambda *_: told.append(("runs", checkpoint_internals.is_recomputing()))
     )
-    put_back = checkpoint_internals.tell_of_checkpoints(begin)
+    telling = checkpoint_internals.Telling(begin)
+    telling.start()
     try:
         y = checkpointing.checkpoint(
             nn.Sequential(inner, nn.Tanh()), torch.ones(1, requires_grad=True),
@@ -274,7 +275,7 @@ def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
         y.register_hook(lambda _: numbers.append(internals.backward_number()))
         y.sum().backward()
     finally:
-        put_back()
+        telling.stop()
         hook.remove()
     second = ("again", True, numbers[0] if reentrant else None)
     if not reentrant:  # seen from the frame in which torch unpacks, it has not begun
@@ -285,7 +286,8 @@ def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
 
 def test_the_end_of_a_backward_is_that_of_the_users_own():
     """If it were that of one inside a checkpoint, clipping would come before the sum is there."""
-    put_back = checkpoint_internals.tell_of_checkpoints(lambda run, _: (run, lambda: None))
+    telling = checkpoint_internals.Telling(lambda run, _: (run, lambda: None))
+    telling.start()
     weight, seen = torch.ones(1, requires_grad=True), []
 
     def at_end():
@@ -302,7 +304,7 @@ def test_the_end_of_a_backward_is_that_of_the_users_own():
             x = checkpointing.checkpoint(lambda t: t * weight, x, use_reentrant=True)
         x.sum().backward()
     finally:
-        put_back()
+        telling.stop()
     assert [grad.item() for grad, _ in seen] == [2.0, 2.0]
 
 

@@ -26,20 +26,25 @@ checkpointing: Any = checkpoint  # untyped, and written to
 Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[[], None]]]
 
 
-def tell_of_checkpoints(begin: Begin) -> Callable[[], None]:
-    """Have `begin` called whenever torch checkpoints; what is returned puts all back."""
-    function, hooks = checkpointing.CheckpointFunction, checkpointing._checkpoint_hook
-    backward = function.__dict__["backward"]
-    told_hooks, told_apply, told_backward = _told(begin)
-    checkpointing._checkpoint_hook = told_hooks
-    function.apply, function.backward = told_apply, told_backward
+class Telling:
+    """Has `begin` called whenever torch checkpoints, from `start` to `stop`."""
 
-    def put_back() -> None:
-        checkpointing._checkpoint_hook = hooks
-        function.backward = backward
-        del function.apply
+    def __init__(self, begin: Begin) -> None:
+        function = checkpointing.CheckpointFunction
+        self._before = checkpointing._checkpoint_hook, function.__dict__["backward"]
+        self._told = _told(begin)
 
-    return put_back
+    def start(self) -> None:
+        """Begin to tell. Whatever interrupts it, `stop` puts all back."""
+        function = checkpointing.CheckpointFunction
+        checkpointing._checkpoint_hook, function.apply, function.backward = self._told
+
+    def stop(self) -> None:
+        """Put all back."""
+        function = checkpointing.CheckpointFunction
+        checkpointing._checkpoint_hook, function.backward = self._before
+        if "apply" in vars(function):
+            del function.apply
 
 
 @functools.cache

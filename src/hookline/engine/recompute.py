@@ -8,7 +8,6 @@ were. Where the first run had no gradients (`use_reentrant=True`), the second on
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.checkpoint_internals import aside, tell_of_checkpoints
+from hookline.engine.checkpoint_internals import Telling, aside
 from hookline.engine.errors import AttachError
+from hookline.engine.locks import lock
 from hookline.engine.passes import THREAD, Pass, Passes
 
 # Of a changed value, this many elements and partial sums are kept to compare.
@@ -327,9 +327,9 @@ class _Watch:
     """Torch is told to say when it checkpoints as long as any line needs it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._lines: tuple[Passes, ...] = ()
-        self._put_back: Callable[[], None] | None = None
+        self._telling: Telling | None = None
 
     def lines(self) -> tuple[Passes, ...]:
         """The passes of all lines that are on."""
@@ -341,16 +341,17 @@ class _Watch:
             if passes in self._lines:
                 return
             self._lines = (*self._lines, passes)
-            if self._put_back is None:
-                self._put_back = tell_of_checkpoints(_begin)
+            if self._telling is None:
+                self._telling = Telling(_begin)
+                self._telling.start()
 
     def release(self, passes: Passes) -> None:
         """A line ends. Twice is no mistake."""
         with self._lock:
             self._lines = tuple(one for one in self._lines if one is not passes)
-            if not self._lines and self._put_back is not None:
-                put_back, self._put_back = self._put_back, None
-                put_back()
+            if not self._lines and self._telling is not None:
+                self._telling.stop()
+                self._telling = None
 
 
 def _begin(
