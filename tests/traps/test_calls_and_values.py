@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 import hookline as hl
+from hookline.models._torchvision_import import import_torchvision
 
 
 class Looped(nn.Module):
@@ -190,6 +190,9 @@ class Cached(nn.Module):
 
 @pytest.mark.trap(24)
 def test_a_recorded_cache_keeps_growing():
+    import_torchvision()  # transformers imports it, and cannot where its operators are missing
+    from transformers import DynamicCache
+
     model, kept = nn.ModuleDict({"inner": Cached()}), []
     handle = model["inner"].register_forward_hook(lambda m, args, output: kept.append(output[1]))
     cache = DynamicCache()
