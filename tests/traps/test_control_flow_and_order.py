@@ -113,6 +113,34 @@ def test_a_hook_on_a_module_list_never_fires():
         hl.record(model, "blocks")
 
 
+@pytest.mark.trap(34)
+def test_a_process_wide_hook_leaves_the_fast_path_on_and_misses_what_is_in_it():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model, seen = nn.TransformerEncoder(layer, 1).eval(), []
+    x = X.view(1, 3, 4)
+
+    def hook(module, args, output):
+        seen.append(type(module))
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    with torch.no_grad():
+        model(x)
+    handle.remove()
+    assert nn.TransformerEncoderLayer in seen
+    assert nn.Linear not in seen
+    line = hl.attach(hl.EVERYWHERE)
+    line.forward(nn.Linear, lambda *_: None)
+    with torch.no_grad():
+        model(x)
+    with pytest.warns(hl.HooklineWarning, match="did not see the modules"):
+        line.remove()
+    with pytest.warns(hl.HooklineWarning, match="turned off torch's fast path"):
+        with torch.no_grad(), hl.record(model, "layers.0.linear1") as run:
+            model(x)
+    assert run["layers.0.linear1"].shape == (1, 3, 8)
+
+
 @pytest.mark.trap(35)
 def test_attention_patterns_are_none_under_sdpa_and_empty_where_they_were_asked_for():
     import_torchvision()  # transformers imports it, and cannot where its operators are missing
