@@ -53,9 +53,11 @@ _UNTRACEABLE = (
     "\n    with torch.compiler.set_stance('force_eager'): ..."
 )
 _LIMIT = (
-    "hookline: hooks are part of compiled code, so another function in a hook, or another Python"
-    " number, costs another graph.\nMake the function once and keep it; give numbers as tensors, or"
-    " by hl.edits, which does; or raise torch._dynamo.config.recompile_limit."
+    "hookline: hooks are part of compiled code, so another function in a hook, another Python"
+    " number, or hooks at other sites cost another graph.\nMake the function once and keep it; give"
+    " numbers as tensors, or by hl.edits, which does; in a sweep over sites, have a line at each of"
+    " them all the time, with hl.edits.scale(1.0) where nothing is to change; or raise"
+    " torch._dynamo.config.recompile_limit."
 )
 
 

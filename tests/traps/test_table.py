@@ -1,0 +1,41 @@
+"""The table of docs/traps.md has a row for each trap, and names its tests."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+MAKER = runpy.run_path(str(Path(__file__).parent / "table.py"))
+
+
+def test_the_page_is_up_to_date():
+    text = MAKER["PAGE"].read_text()
+    assert text == MAKER["page"](text, MAKER["proofs"]()), "run python tests/traps/table.py"
+
+
+def test_every_trap_has_one_row_and_a_test():
+    numbers = list(MAKER["NUMBERS"])
+    assert sorted({proof.trap for proof in MAKER["proofs"]()}) == numbers
+    assert [int(row[1]) for row in MAKER["ROW"].finditer(MAKER["PAGE"].read_text())] == numbers
+
+
+def test_tests_of_one_file_name_it_once_and_those_that_fail_say_so(tmp_path):
+    (tmp_path / "test_one.py").write_text(
+        "@pytest.mark.trap(3)\n@pytest.mark.trap(4)\ndef test_a(): ...\n"
+        "@pytest.mark.xfail(strict=True)\n@pytest.mark.trap(3)\ndef test_b(): ...\n"
+    )
+    text = MAKER["page"](
+        "| 3 | raw | line | old |\n| | raw | line | by hand |\n", MAKER["proofs"](tmp_path)
+    )
+    assert text == (
+        "| 3 | raw | line | `test_one.py::test_a`, `::test_b` (it does not pass yet) |\n"
+        "| | raw | line | by hand |\n"
+    )
+
+
+def test_a_trap_that_there_is_not_is_an_error(tmp_path):
+    (tmp_path / "test_one.py").write_text("@pytest.mark.trap(42)\ndef test_a(): ...\n")
+    with pytest.raises(ValueError, match="no trap 42"):
+        MAKER["proofs"](tmp_path)
