@@ -310,3 +310,33 @@ def test_gradients_are_clipped_as_without_checkpointing(way):
             step(one)
         assert line.report().seen == 3
     assert_same(gradients(plain), gradients(model))
+
+
+KINDS = {
+    "conjugated": lambda: torch.randn(3, dtype=torch.cfloat).conj(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "eight bits": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_value_of_any_kind_can_be_changed_in_a_stretch(kind):
+    class Gives(nn.Module):
+        def forward(self, x):
+            return x * 2, KINDS[kind]()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Gives()
+
+        def forward(self, x):
+            return checkpoint(lambda x: self.inner(x)[0], x, use_reentrant=False)
+
+    model, x = Outer(), torch.ones(2, requires_grad=True)
+    with hl.edit(model, "inner", lambda pair: (pair[0] * 3, pair[1])):
+        model(x).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]

@@ -182,15 +182,26 @@ def _gist(value: Any) -> list[Tensor]:
     found = []
     with torch.no_grad(), aside(True):
         for _, tensor in tree.tensors(value):
-            if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
                 continue
-            flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-            flat = flat.reshape(-1)
+            if not tensor.numel():
+                continue
+            flat = _real(tensor.detach()).reshape(-1)
             step = max(1, flat.numel() // _N_SAMPLES)
             whole = flat[: step * (flat.numel() // step)].view(-1, step)
             wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
             found.append(torch.cat([whole[:, 0].to(wide), whole.sum(1, dtype=wide)]))
     return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Numbers that can be summed."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    return tensor.float() if is_narrow else tensor
 
 
 def _match(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -1,0 +1,98 @@
+"""A Llama of 12 blocks and a ResNet-34: the values and gradients of every block, compiled as eager.
+
+Checkpointed and on many ranks they are compared in `test_checkpoint_training.py` and
+`test_distributed.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.models import load_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+PORTS = ("output", "grad_output")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@functools.cache
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=12,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    return model, (lambda run: run(input_ids=tokens, labels=tokens).loss), re.compile(
+        r"^model\.layers\.\d+$"
+    )  # fmt: skip
+
+
+@functools.cache
+def resnet34():
+    torch.manual_seed(0)
+    model = load_model("torchvision:resnet34", weights="none").model.eval()
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return model, (lambda run: run(image).square().mean()), re.compile(r"^layer\d\.\d+$")
+
+
+def recorded(make, run):
+    model, loss, blocks = make()
+    model.zero_grad()
+    with hl.record(model, blocks, ports=PORTS) as seen:
+        loss(run).backward()
+    weights = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**seen, **weights}
+
+
+@pytest.mark.parametrize("make", [llama, resnet34], ids=["llama", "resnet34"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.cell("torch.compile", "record", "gradients")
+def test_every_block_has_the_eager_models_values_and_gradients(make, backend):
+    model = make()[0]
+    expected = recorded(make, model)
+    found = recorded(make, torch.compile(model, backend=backend, fullgraph=True))
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_twenty_steps_of_training_are_the_same_with_a_line_on(backend):
+    def losses(attach):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 2)
+        )
+        run = torch.compile(model, backend=backend, fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        x, found = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)), []
+        for _ in range(20):
+            optimizer.zero_grad()
+            with attach(model):
+                loss = run(x).square().mean()
+                loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    with_line = losses(lambda model: hl.record(model, "*", ports=("output", "grad_output", "grad")))
+    assert with_line == losses(lambda model: torch.enable_grad())
+    assert with_line[-1] < with_line[0]
