@@ -322,6 +322,7 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_value_of_any_kind_can_be_changed_in_a_stretch(kind):
     class Gives(nn.Module):
