@@ -14,6 +14,9 @@ import torch
 
 import hookline as hl
 from hookline.models import load_model
+from hookline.models._torchvision_import import import_torchvision
+
+import_torchvision()  # transformers imports it, and cannot where its operators are missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
