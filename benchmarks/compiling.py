@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +55,9 @@ def _idle(model: nn.Module, case: Case) -> Iterator[None]:
     try:
         yield
     finally:
-        line.remove()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it saw nothing: that is the point
+            line.remove()
 
 
 class _Store:

@@ -324,6 +324,26 @@ def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("verb", ["record", "edit", "attach"])
+def test_a_line_that_is_made_inside_a_compiled_function_is_refused(fullgraph, verb):
+    model = make()
+    make_line = {
+        "record": lambda: hl.record(model, "1"),
+        "edit": lambda: hl.edit(model, "1", hl.edits.scale(2)),
+        "attach": lambda: hl.attach(model),
+    }[verb]
+
+    def inside(x):
+        with make_line():
+            return model(x)
+
+    run = torch.compile(inside, backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises(Exception, match=rf"hl\.{verb} is called inside a compiled.*\n.*around"):
+        run(X)
+    assert is_bare(model)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_graph_limit_that_is_reached_is_explained_and_never_wrong(fullgraph):
     model = make()
     run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)

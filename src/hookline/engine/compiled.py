@@ -29,6 +29,7 @@ from hookline.engine.compile_internals import (
     mark_module,
     not_alone,
     unmark_module,
+    while_tracing,
 )
 from hookline.engine.errors import AttachError
 from hookline.engine.locks import lock
@@ -302,6 +303,20 @@ class Compiled:
             self._borders = None
         _GUARDS.release(self)
         self.is_on = False
+
+
+@while_tracing
+def refuse_inside(name: str) -> None:
+    """A function is being compiled in which a line is made.
+
+    Raises:
+        AttachError: always.
+    """
+    raise AttachError(
+        f"hl.{name} is called inside a compiled function, where no line can be made."
+        "\nMake it around"
+        f" the compiled call: with hl.{name}(model, ...): compiled(x)."
+    )
 
 
 def _keep_hooks_whole(kind: type) -> None:

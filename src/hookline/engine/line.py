@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile_internals import has_compiled
-from hookline.engine.compiled import Compiled
+from hookline.engine.compiled import Compiled, refuse_inside
 from hookline.engine.errors import AttachError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
@@ -58,6 +59,8 @@ class Line:
         name: str = "attach",
         sink: Sink | None = None,
     ) -> None:
+        if is_dynamo_compiling():
+            refuse_inside(name)
         self.name = name
         self.passes = Passes(sink)
         self.taps: list[Tap] = []
