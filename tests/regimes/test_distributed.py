@@ -10,14 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -27,91 +19,14 @@ PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
 on_ranks = PROCESSES["on_ranks"]
 ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
 
-EVERYTHING = ("input", "output", "grad_output", "grad")
-
-
-class ConvNet(nn.Module):
-    """A little network with an in-place layer and a residual, without batch statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU())
-        self.fc = nn.Linear(4, 6)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.fc((x + self.block(x)).mean((2, 3)))
-
-
-def conv_net():
-    torch.manual_seed(0)
-    return ConvNet()
-
-
-def images():
-    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-
-
-def half(batch, rank):
-    return batch[2 * rank : 2 * rank + 2]
-
-
-def llama():
-    from hookline.models._torchvision_import import import_torchvision
-
-    import_torchvision()  # transformers wants it, and it wants a guard
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def tokens():
-    return torch.randint(0, 64, (4, 5), generator=torch.Generator().manual_seed(1))
-
-
-def loss_of(model, batch):
-    """A sum, so that the gradients of a batch are the sum over its parts."""
-    if batch.is_floating_point():
-        return model(batch).square().sum()
-    return model(input_ids=batch).logits.square().sum()
-
-
-def recorded(model, batch, selector=None, ports=EVERYTHING, **options):
-    model.zero_grad()
-    with hl.record(model, selector, ports=ports, **options) as run:
-        loss_of(model, batch).backward()
-    return run
-
-
-def mesh():
-    return init_device_mesh("cpu", (2,))
-
-
-def sharded(model):
-    """As people shard: each block, then the rest."""
-    for block in getattr(getattr(model, "model", None), "layers", None) or [model.block]:
-        fully_shard(block, mesh=mesh())
-    fully_shard(model, mesh=mesh())
-    return model
-
-
-def split(model):
-    """As people split a Llama over two ranks."""
-    plan = {}
-    for k in range(len(model.model.layers)):
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"model.layers.{k}.{name}"] = ColwiseParallel()
-        plan[f"model.layers.{k}.self_attn.o_proj"] = RowwiseParallel()
-        plan[f"model.layers.{k}.mlp.gate_proj"] = ColwiseParallel()
-        plan[f"model.layers.{k}.mlp.up_proj"] = ColwiseParallel()
-        plan[f"model.layers.{k}.mlp.down_proj"] = RowwiseParallel()
-    return parallelize_module(model, mesh(), plan)
+PARALLEL = runpy.run_path(str(Path(__file__).parent / "parallel.py"))
+EVERYTHING, conv_net, half, images = (
+    PARALLEL[name] for name in ("EVERYTHING", "conv_net", "half", "images")
+)
+llama, loss_of, mesh, recorded = (
+    PARALLEL[name] for name in ("llama", "loss_of", "mesh", "recorded")
+)
+sharded, split, tokens = (PARALLEL[name] for name in ("sharded", "split", "tokens"))
 
 
 # -- data parallel ------------------------------------------------------------------------------
@@ -399,124 +314,3 @@ def test_what_was_selected_before_wrapping_keeps_working_or_tells(rank, folder):
         loss_of(wrapped, half(images(), rank)).backward()
     assert run.sites[0].path == "fc"
     assert run["fc.weight:grad"].shape == (6, 4)
-
-
-# -- tensor parallel ----------------------------------------------------------------------------
-
-
-@pytest.mark.cell("tensor parallel", "record", "gradients", "statistics")
-@on_ranks
-def test_what_is_gathered_under_tensor_parallelism_is_the_single_processs(rank, folder):
-    model, batch = split(llama()), tokens()
-    run = recorded(model, batch)
-    expected = recorded(llama(), batch)
-    assert list(run) == list(expected)
-    replicated = ("model.layers.0", "model.layers.1.mlp", "lm_head", "model.layers.1:grad_output")
-    for site in replicated:
-        assert type(run[site]) is torch.Tensor
-        assert_close(run[site], expected[site])
-    for site in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.act_fn",
-                 "model.layers.1.mlp.up_proj:grad_output"):  # fmt: skip
-        assert run[site].shape[-1] * 2 == expected[site].shape[-1]
-        assert_close(run.full(site, dim=-1), expected[site])
-    for name, _ in model.named_parameters():
-        site = f"{name}:grad"
-        found = run.full(site) if "_proj" in name else run[site]
-        assert_close(found, expected[site])
-    # What is a DTensor where it was recorded knows how its parts lie; keep= gets this rank's part.
-    assert_close(
-        run.full("model.layers.0.mlp.down_proj:input"),
-        expected["model.layers.0.mlp.down_proj:input"],
-    )
-    kept = recorded(
-        model, batch, "model.layers.0.mlp.down_proj", "input", keep=lambda t: t.square().sum()
-    )
-    whole = expected["model.layers.0.mlp.down_proj:input"].square().sum()
-    assert_close(kept.reduced("model.layers.0.mlp.down_proj:input", op="sum"), whole)
-
-
-@pytest.mark.cell(
-    "tensor parallel", "edit", "edit gradients", "raw hooks", "watch", "features", "clip"
-)
-@on_ranks
-def test_lines_change_under_tensor_parallelism_what_they_do_in_one_process(rank, folder):
-    model, plain, batch = split(llama()), llama(), tokens()
-    found = []
-    for one in (model, plain):
-        one.zero_grad()
-        with (
-            hl.edit(one, "model.layers.0.mlp", hl.edits.scale(0.5)),
-            hl.edit(one, "model.layers.1.mlp.gate_proj:grad_output", hl.edits.scale(0)),
-            hl.edit(one, "lm_head.weight:grad", hl.edits.scale(2)),
-            hl.clip(one, total_norm=0.5) as line,
-            hl.attach(one) as raw,
-        ):
-            raw.forward("model.norm", lambda module, args, output: output + 1)
-            loss_of(one, batch).backward()
-        found.append((line.report().rows[0].largest, [
-            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            for p in one.parameters()
-        ]))  # fmt: skip
-    (norm, grads), (expected_norm, expected) = found
-    assert norm == pytest.approx(expected_norm, rel=1e-4)
-    for mine, theirs in zip(grads, expected, strict=True):
-        assert_close(mine, theirs)
-    with hl.watch(model, "model.layers.*.mlp.**", file=io.StringIO()) as watching:
-        model(input_ids=batch)
-    assert all(count for site, count in watching.report().fired if site.port == "output")
-    layer = "model.layers.0"
-    assert_close(
-        hl.features(model, {"input_ids": batch}, layer),
-        hl.features(plain, {"input_ids": batch}, layer),
-    )
-
-
-# -- training -----------------------------------------------------------------------------------
-
-
-def trained(wrap, make, batch, *, is_watched):
-    model = wrap(make())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    line = hl.record(model, ports=EVERYTHING) if is_watched else None
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    if line is not None:
-        assert len(line.recording.passes) == 20
-        line.remove()
-    return torch.stack([getattr(loss, "to_local", lambda loss=loss: loss)() for loss in losses])
-
-
-@on_ranks
-def test_twenty_steps_with_a_line_on_give_the_same_losses_to_the_last_bit(rank, folder):
-    setups = (
-        (DistributedDataParallel, conv_net, half(images(), rank)),
-        (DistributedDataParallel, llama, half(tokens(), rank)),
-        (sharded, llama, half(tokens(), rank)),
-        (split, llama, tokens()),
-    )
-    for wrap, make, batch in setups:
-        without = trained(wrap, make, batch, is_watched=False)
-        with_line = trained(wrap, make, batch, is_watched=True)
-        assert torch.equal(without, with_line), wrap
-        assert without[-1] < without[0]
-
-
-@on_ranks
-def test_a_line_on_one_rank_only_holds_up_no_other(rank, folder):
-    for wrap, batch in ((DistributedDataParallel, half(tokens(), rank)),
-                        (sharded, half(tokens(), rank)), (split, tokens())):  # fmt: skip
-        model = wrap(llama())
-        if rank == 0:
-            run = recorded(model, batch)
-            run.gradients()
-            assert all(value is None or value.sum() is not None for value in run.values()
-                       if torch.is_tensor(value))  # fmt: skip
-            assert run.save(folder / wrap.__name__, alone=True).is_dir()
-        else:
-            loss_of(model, batch).backward()
-    dist.barrier()

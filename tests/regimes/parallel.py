@@ -1,0 +1,101 @@
+"""Models for tests of distributed training, and how people put them on two ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import hookline as hl
+
+EVERYTHING = ("input", "output", "grad_output", "grad")
+
+
+class ConvNet(nn.Module):
+    """A little network with an in-place layer and a residual, without batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU())
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.fc((x + self.block(x)).mean((2, 3)))
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return ConvNet()
+
+
+def images():
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def half(batch, rank):
+    return batch[2 * rank : 2 * rank + 2]
+
+
+def llama(n_blocks=2):
+    from hookline.models._torchvision_import import import_torchvision
+
+    import_torchvision()  # transformers wants it, and it wants a guard
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=n_blocks, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def tokens():
+    return torch.randint(0, 64, (4, 5), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, batch):
+    """A sum, so that the gradients of a batch are the sum over its parts."""
+    if batch.is_floating_point():
+        return model(batch).square().sum()
+    return model(input_ids=batch).logits.square().sum()
+
+
+def recorded(model, batch, selector=None, ports=EVERYTHING, **options):
+    model.zero_grad()
+    with hl.record(model, selector, ports=ports, **options) as run:
+        loss_of(model, batch).backward()
+    return run
+
+
+def mesh():
+    return init_device_mesh("cpu", (2,))
+
+
+def sharded(model):
+    """As people shard: each block, then the rest."""
+    for block in getattr(getattr(model, "model", None), "layers", None) or [model.block]:
+        fully_shard(block, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    return model
+
+
+def split(model):
+    """As people split a Llama over two ranks."""
+    plan = {}
+    for k in range(len(model.model.layers)):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            plan[f"model.layers.{k}.{name}"] = ColwiseParallel()
+        plan[f"model.layers.{k}.self_attn.o_proj"] = RowwiseParallel()
+        plan[f"model.layers.{k}.mlp.gate_proj"] = ColwiseParallel()
+        plan[f"model.layers.{k}.mlp.up_proj"] = ColwiseParallel()
+        plan[f"model.layers.{k}.mlp.down_proj"] = RowwiseParallel()
+    return parallelize_module(model, mesh(), plan)

@@ -1,0 +1,195 @@
+"""Tensor parallelism, training, and deep models on real processes."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import hookline as hl
+
+PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
+on_ranks = PROCESSES["on_ranks"]
+ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
+
+PARALLEL = runpy.run_path(str(Path(__file__).parent / "parallel.py"))
+EVERYTHING, conv_net, half, images = (
+    PARALLEL[name] for name in ("EVERYTHING", "conv_net", "half", "images")
+)
+llama, loss_of, mesh, recorded = (
+    PARALLEL[name] for name in ("llama", "loss_of", "mesh", "recorded")
+)
+sharded, split, tokens = (PARALLEL[name] for name in ("sharded", "split", "tokens"))
+
+
+# -- tensor parallel ----------------------------------------------------------------------------
+
+
+@pytest.mark.cell("tensor parallel", "record", "gradients", "statistics")
+@on_ranks
+def test_what_is_gathered_under_tensor_parallelism_is_the_single_processs(rank, folder):
+    model, batch = split(llama()), tokens()
+    run = recorded(model, batch)
+    expected = recorded(llama(), batch)
+    assert list(run) == list(expected)
+    replicated = ("model.layers.0", "model.layers.1.mlp", "lm_head", "model.layers.1:grad_output")
+    for site in replicated:
+        assert type(run[site]) is torch.Tensor
+        assert_close(run[site], expected[site])
+    for site in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.act_fn",
+                 "model.layers.1.mlp.up_proj:grad_output"):  # fmt: skip
+        assert run[site].shape[-1] * 2 == expected[site].shape[-1]
+        assert_close(run.full(site, dim=-1), expected[site])
+    for name, _ in model.named_parameters():
+        site = f"{name}:grad"
+        found = run.full(site) if "_proj" in name else run[site]
+        assert_close(found, expected[site])
+    # What is a DTensor where it was recorded knows how its parts lie; keep= gets this rank's part.
+    assert_close(
+        run.full("model.layers.0.mlp.down_proj:input"),
+        expected["model.layers.0.mlp.down_proj:input"],
+    )
+    kept = recorded(
+        model, batch, "model.layers.0.mlp.down_proj", "input", keep=lambda t: t.square().sum()
+    )
+    whole = expected["model.layers.0.mlp.down_proj:input"].square().sum()
+    assert_close(kept.reduced("model.layers.0.mlp.down_proj:input", op="sum"), whole)
+
+
+@pytest.mark.cell(
+    "tensor parallel", "edit", "edit gradients", "raw hooks", "watch", "features", "clip"
+)
+@on_ranks
+def test_lines_change_under_tensor_parallelism_what_they_do_in_one_process(rank, folder):
+    model, plain, batch = split(llama()), llama(), tokens()
+    found = []
+    for one in (model, plain):
+        one.zero_grad()
+        with (
+            hl.edit(one, "model.layers.0.mlp", hl.edits.scale(0.5)),
+            hl.edit(one, "model.layers.1.mlp.gate_proj:grad_output", hl.edits.scale(0)),
+            hl.edit(one, "lm_head.weight:grad", hl.edits.scale(2)),
+            hl.clip(one, total_norm=0.5) as line,
+            hl.attach(one) as raw,
+        ):
+            raw.forward("model.norm", lambda module, args, output: output + 1)
+            loss_of(one, batch).backward()
+        found.append((line.report().rows[0].largest, [
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for p in one.parameters()
+        ]))  # fmt: skip
+    (norm, grads), (expected_norm, expected) = found
+    assert norm == pytest.approx(expected_norm, rel=1e-4)
+    for mine, theirs in zip(grads, expected, strict=True):
+        assert_close(mine, theirs)
+    with hl.watch(model, "model.layers.*.mlp.**", file=io.StringIO()) as watching:
+        model(input_ids=batch)
+    assert all(count for site, count in watching.report().fired if site.port == "output")
+    layer = "model.layers.0"
+    assert_close(
+        hl.features(model, {"input_ids": batch}, layer),
+        hl.features(plain, {"input_ids": batch}, layer),
+    )
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def trained(wrap, make, batch, *, is_watched):
+    model = wrap(make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    line = hl.record(model, ports=EVERYTHING) if is_watched else None
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    if line is not None:
+        assert len(line.recording.passes) == 20
+        line.remove()
+    return torch.stack([getattr(loss, "to_local", lambda loss=loss: loss)() for loss in losses])
+
+
+@on_ranks
+def test_twenty_steps_with_a_line_on_give_the_same_losses_to_the_last_bit(rank, folder):
+    setups = (
+        (DistributedDataParallel, conv_net, half(images(), rank)),
+        (DistributedDataParallel, llama, half(tokens(), rank)),
+        (sharded, llama, half(tokens(), rank)),
+        (split, llama, tokens()),
+    )
+    for wrap, make, batch in setups:
+        without = trained(wrap, make, batch, is_watched=False)
+        with_line = trained(wrap, make, batch, is_watched=True)
+        assert torch.equal(without, with_line), wrap
+        assert without[-1] < without[0]
+
+
+@on_ranks
+def test_a_line_on_one_rank_only_holds_up_no_other(rank, folder):
+    for wrap, batch in ((DistributedDataParallel, half(tokens(), rank)),
+                        (sharded, half(tokens(), rank)), (split, tokens())):  # fmt: skip
+        model = wrap(llama())
+        if rank == 0:
+            run = recorded(model, batch)
+            run.gradients()
+            assert all(value is None or value.sum() is not None for value in run.values()
+                       if torch.is_tensor(value))  # fmt: skip
+            assert run.save(folder / wrap.__name__, alone=True).is_dir()
+        else:
+            loss_of(model, batch).backward()
+    dist.barrier()
+
+
+# -- deep models --------------------------------------------------------------------------------
+
+
+def resnet34():
+    from hookline.models import load_model
+
+    torch.manual_seed(0)
+    return load_model("torchvision:resnet34", weights="none").model.eval()
+
+
+def pictures():
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def in_stages(model):
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4, model):
+        fully_shard(stage, mesh=mesh())
+    return model
+
+
+DEEP = {
+    "llama, DDP": (DistributedDataParallel, lambda: llama(12), tokens, r"^model\.layers\.\d+$"),
+    "llama, FSDP2": (sharded, lambda: llama(12), tokens, r"^model\.layers\.\d+$"),
+    "llama, TP": (split, lambda: llama(12), tokens, r"^model\.layers\.\d+$"),
+    "resnet34, DDP": (DistributedDataParallel, resnet34, pictures, r"^layer\d\.\d+$"),
+    "resnet34, FSDP2": (in_stages, resnet34, pictures, r"^layer\d\.\d+$"),
+}
+
+
+@on_ranks
+def test_every_block_of_a_deep_model_has_the_single_processs_values_and_gradients(rank, folder):
+    for name, (wrap, make, batch, blocks) in DEEP.items():
+        mine = batch() if "TP" in name else half(batch(), rank)
+        ports = ("output", "grad_output")
+        expected = recorded(make(), mine, re.compile(blocks), ports)
+        model = wrap(make())
+        found = recorded(model, mine, re.compile(blocks), ports)
+        assert list(found) == list(expected), name
+        for site, value in found.items():
+            scale = expected[site].abs().max().item()
+            assert_close(value, expected[site], rtol=1e-3, atol=1e-4 * scale, msg=f"{name} {site}")
