@@ -1,4 +1,4 @@
-"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding and engine.
+"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding, files, engine.
 
     manifest.json            sites, passes, structures, the report; names every tensor
     values-*.safetensors     the tensors, in files of about 2 GiB
@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.engine import PORTS, Report, Site
 from hookline.engine.errors import FolderError
-from hookline.recordings.encoding import decode, encode
+from hookline.recordings.encoding import encode
 from hookline.recordings.entries import Contents, Entry, Gathered
+from hookline.recordings.files import DAMAGE, Files, Stored, first_line
 
 FORMAT = "hookline-recording"
 VERSION = 1
@@ -36,58 +37,6 @@ MANIFEST = "manifest.json"
 _FILE_BYTES = 2 * 1024**3
 # What may lie in a recording's folder, to be replaced with it: ours, the page included.
 _OURS = re.compile(r"manifest\.json|values-[\w-]+\.safetensors|report\.html")
-# What reading a manifest that nobody should trust can raise.
-_DAMAGE = (
-    KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
-    RuntimeError, UnicodeError,
-)  # fmt: skip
-
-
-@final
-class Files:
-    """The tensor files of one folder, each opened once, when first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._opened: dict[str, Any] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Files, (self.folder,)
-
-    def tensor(self, name: str) -> Tensor:
-        """Read a tensor by the name that the manifest gives it."""
-        file, _, key = str(name).partition("/")
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"a tensor's file is outside the folder: {file!r}")
-        if file not in self._opened:
-            self._opened[file] = safe_open(self.folder / file, framework="pt")
-        tensor: Tensor = self._opened[file].get_tensor(key)
-        return tensor
-
-
-@final
-class Stored:
-    """A value that lies in a folder; `load()` reads it, memory-mapped."""
-
-    __slots__ = ("_data", "_files")
-
-    def __init__(self, files: Files, data: Any) -> None:
-        self._files = files
-        self._data = data
-
-    def load(self) -> Any:
-        """Read the value.
-
-        Raises:
-            FolderError: the folder is gone or damaged.
-        """
-        try:
-            return decode(self._data, self._files.tensor)
-        except (*_DAMAGE, OSError, SafetensorError) as error:
-            raise FolderError(
-                f"{self._files.folder} is damaged, gone, or replaced since it was opened:"
-                f" {_first_line(error)}.\nOpen it again, or record it again."
-            ) from error
 
 
 @final
@@ -164,7 +113,7 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
         _move_into_place(building, target)
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise FolderError(
-            f"cannot write the recording {target}: {_first_line(error)}."
+            f"cannot write the recording {target}: {first_line(error)}."
             "\nNothing was left behind; choose a folder on a disk with room that you may write to."
         ) from error
     finally:
@@ -192,7 +141,7 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     except FolderError:
         raise
     except (OSError, ValueError) as error:
-        raise FolderError(f"{target} cannot be used: {_first_line(error)}.") from error
+        raise FolderError(f"{target} cannot be used: {first_line(error)}.") from error
     if others:
         raise FolderError(
             f"{target} holds something else ({', '.join(others[:3])}{', …' * (len(others) > 3)})."
@@ -222,8 +171,8 @@ def read(folder: str | os.PathLike[str]) -> Contents:
         raise FolderError(
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
         ) from None
-    except (*_DAMAGE, OSError) as error:
-        raise FolderError(f"{path / MANIFEST} cannot be read: {_first_line(error)}.") from error
+    except (*DAMAGE, OSError) as error:
+        raise FolderError(f"{path / MANIFEST} cannot be read: {first_line(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FolderError(f"{path} is not a recording: its {MANIFEST} is something else's.")
     if manifest.get("version") != VERSION:
@@ -234,9 +183,9 @@ def read(folder: str | os.PathLike[str]) -> Contents:
         )
     try:
         return _read_contents(path, manifest)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise FolderError(
-            f"{path / MANIFEST} is damaged: {type(error).__name__} {_first_line(error)}."
+            f"{path / MANIFEST} is damaged: {type(error).__name__} {first_line(error)}."
             "\nRecord it again."
         ) from error
 
@@ -369,11 +318,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
 
 
 def _version() -> str:

@@ -1,6 +1,6 @@
 """Log: the passes of a recording and the one place where a key is looked up in them.
 
-Imports index, entries, folder, engine. Look-ups never guess: what has several answers raises.
+Imports index, entries, files, engine. Look-ups never guess: what has several answers raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, final
 from hookline.engine import Pass, Report, Site, tree
 from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.recordings.entries import Entry, Gathered
-from hookline.recordings.folder import Stored
+from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, stamp
 
 
@@ -64,8 +64,12 @@ class Log:
             seen[entry.site] += 1
         return found
 
-    def find(self, current: Pass, key: Key, backward: int | None = None) -> list[tuple[int, Any]]:
+    def find(
+        self, current: Pass, key: Key, backward: int | None = None, *, outline: bool = False
+    ) -> list[tuple[int, Any]]:
         """The values of all calls of a site in a pass, each with its call.
+
+        With `outline`, tensors of a folder come without their data, and nothing is checked.
 
         Raises:
             AmbiguousError: it has gradients of several runs of autograd, and none is named.
@@ -84,8 +88,9 @@ class Log:
                     f"\nWrite run.passes[{current.number}].backwards[0][{str(key)!r}] for one."
                 )
         deeper = site.leaf[len(kept.leaf) :]
+        read = _outline if outline else self.check
         return [
-            (entry.call or 0, tree.get(self.check(entry), deeper, str(key)))
+            (entry.call or 0, tree.get(read(entry), deeper, str(key)))
             for entry in sorted(entries, key=lambda entry: entry.call or 0)
         ]
 
@@ -148,6 +153,13 @@ class Log:
         if backward is None:
             return entries
         return [entry for entry in entries if entry.backward in (None, backward)]
+
+
+def _outline(entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, Stored):
+        return value.outline()
+    return value.load() if isinstance(value, Gathered) else value
 
 
 def _times(count: int) -> str:

@@ -50,7 +50,20 @@ class PassRecord(Mapping[str, Any]):
         return [(self._log.sites[index], call) for index, call in self._fired()]
 
     def __getitem__(self, key: Key) -> Any:
-        found = self._find(key)
+        return self._only(key, self._find(key))
+
+    def outline(self, key: Key) -> Any:
+        """A value's structure: of a folder, its tensors come on the meta device, without data.
+
+        What lies in memory comes as it is, also if it was changed in place since.
+
+        Raises:
+            NotRecordedError, AmbiguousError: as in a look-up. FolderError: the folder is gone or
+                damaged.
+        """
+        return self._only(key, self._find(key, outline=True))
+
+    def _only(self, key: Key, found: list[tuple[int, Any]]) -> Any:
         if len(found) > 1:
             calls = [f"{key!s}#{call}" for call, _ in found]
             raise AmbiguousError(
@@ -74,8 +87,8 @@ class PassRecord(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _find(self, key: Key) -> list[tuple[int, Any]]:
-        found = self._log.find(self._pass, key, self._backward)
+    def _find(self, key: Key, *, outline: bool = False) -> list[tuple[int, Any]]:
+        found = self._log.find(self._pass, key, self._backward, outline=outline)
         if not found:
             raise self._log.never(key, self._pass)
         return found
