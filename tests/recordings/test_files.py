@@ -23,7 +23,7 @@ def test_an_outline_tells_shapes_and_dtypes_without_the_data(holder, tmp_path):
 
 
 def test_a_released_recording_holds_no_file_and_is_still_read(net, image, tmp_path):
-    with hl.record(net) as run:
+    with hl.record(net, copy=True) as run:
         net(image)
     opened = hl.open(run.save(tmp_path / "run"))
     value = opened["fc"]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from hookline.views.page.rows import Row, Seen
+from hookline.views.page.rows import Row
+from hookline.views.page.seen import Seen
 from hookline.views.statistics import Statistics
 from hookline.views.units import measure, share
 
@@ -95,11 +96,11 @@ def _of_statistics(
 
 
 def _dtype(one: Seen) -> str:
-    return one.statistics.dtype if one.statistics else ""
+    return one.dtype if one.shape else ""
 
 
 def _numel(one: Seen) -> int | None:
-    return one.statistics.numel if one.statistics else None
+    return one.numel if one.shape else None
 
 
 def _n_channels(one: Seen) -> int | None:

@@ -72,7 +72,7 @@ def feature_strip(tensor: Tensor) -> Strip | None:
     Raises:
         HooklineError: pillow is not installed.
     """
-    if not _is_image_like(tensor):
+    if not is_image_like(tensor) or tensor.is_meta:
         return None
     maps = tensor[0, :MAX_CHANNELS].detach().cpu().to(torch.float64)
     shrink = min(MAX_TILE_PIXELS / max(maps.shape[1:]), 1)
@@ -97,11 +97,12 @@ def input_thumbnail(image: Image) -> str:
     return _data_address(small)
 
 
-def _is_image_like(tensor: Tensor) -> bool:
+def is_image_like(tensor: Tensor) -> bool:
+    """Whether a tensor holds maps: shape `(N, C, H, W)`, with H and W of at least 4."""
     return (
         not tensor.is_nested
         and tensor.layout is torch.strided
-        and not (tensor.is_complex() or tensor.is_meta or tensor.is_quantized)
+        and not (tensor.is_complex() or tensor.is_quantized)
         and tensor.dim() == 4
         and tensor.numel() > 0
         and min(tensor.shape[2:]) >= _MIN_MAP_PIXELS

@@ -16,7 +16,8 @@ from hookline.engine.errors import FolderError
 from hookline.recordings import Recording
 from hookline.views.page.columns import Column, columns
 from hookline.views.page.extras import load
-from hookline.views.page.rows import Row, read_values, tree_rows
+from hookline.views.page.rows import Row, tree_rows
+from hookline.views.page.seen import read_values
 from hookline.views.page.thumbnails import MAX_CHANNELS, input_thumbnail
 from hookline.views.tables import SummaryLike
 from hookline.views.units import count, plural, size
