@@ -78,7 +78,7 @@ def test_the_data_is_plain_json_even_with_nan(tmp_path, strange_run):
 
 def test_it_refers_to_nothing_outside(tmp_path, strange_run):
     text = write_page(strange_run, tmp_path, title="A page").read_text("utf-8")
-    assert not re.search(r"""(src|href)=["'](?!data:)""", text)
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
     assert "@import" not in text
     assert "default-src 'none'" in text
 

@@ -34,12 +34,14 @@ class Column:
     sort_key: Callable[[Row], SortKey]
 
 
-def columns(rows: list[Row]) -> list[Column]:
+def columns(rows: list[Row], *, is_compared: bool = False) -> list[Column]:
     """The columns that these rows need: calls, passes and maps only where there are some."""
     seen = [row.seen for row in rows if row.seen is not None]
+    gap = [_of_value("gap", "Difference", _gap_text, _gap_key)] if is_compared else []
     chosen = [
         Column("path", "Module", False, lambda row: row.label, lambda row: row.label),
         Column("type", "Type", False, lambda row: row.module_type, lambda row: row.module_type),
+        *gap,
         _of_value("shape", "Shape", lambda one: one.shape, _numel),
         _of_value("dtype", "Dtype", _dtype, _dtype, is_number=False),
         _of_statistics("mean", "Mean", lambda found: found.mean),
@@ -58,7 +60,7 @@ def columns(rows: list[Row]) -> list[Column]:
             "pass", "Pass", lambda one: str(one.pass_number), lambda one: one.pass_number
         )
         chosen += [number]
-    if any(one.strip for one in seen):
+    if any(one.form for one in seen):
         chosen += [_of_value("maps", "Feature maps", lambda _: "", _n_channels)]
     return chosen
 
@@ -104,7 +106,19 @@ def _numel(one: Seen) -> int | None:
 
 
 def _n_channels(one: Seen) -> int | None:
-    return one.strip.channels if one.strip else None
+    return one.form.channels if one.form and not one.problem else None
+
+
+def _gap_text(one: Seen) -> str:
+    if one.difference is None:
+        return ""
+    return one.difference.problem or (
+        "0" if not one.difference.differs else measure(one.difference.relative)
+    )
+
+
+def _gap_key(one: Seen) -> float | None:
+    return None if one.difference is None else one.difference.relative
 
 
 def _whole(number: float | None) -> str:

@@ -13,7 +13,13 @@ from torch import Tensor
 from hookline.engine import Site, tree
 from hookline.engine.errors import FolderError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
-from hookline.views.page.thumbnails import Strip, feature_strip, is_image_like
+from hookline.views.page.thumbnails import (
+    Strip,
+    StripForm,
+    feature_strip,
+    is_image_like,
+    strip_form,
+)
 from hookline.views.plots.differences import Difference
 from hookline.views.plots.reducing import histogram
 from hookline.views.statistics import Statistics, main_tensor
@@ -52,7 +58,7 @@ class Seen:
         dtype: of the tensor that stands for it; empty if it holds none.
         numel: how many elements that tensor has; None if there is none.
         n_bytes: the memory of all its tensors.
-        has_maps: whether feature maps can be drawn of it.
+        form: of the strip of its feature maps; None if it has none.
         statistics: None if it holds no tensor, could not be read, or has not been measured yet.
         counts: a histogram from the least to the greatest finite element, in `BINS` equal parts.
         strip: its feature maps; None if it is not image-like.
@@ -70,7 +76,7 @@ class Seen:
     dtype: str = ""
     numel: int | None = None
     n_bytes: int = 0
-    has_maps: bool = False
+    form: StripForm | None = None
     statistics: Statistics | None = None
     counts: tuple[int, ...] = ()
     strip: Strip | None = None
@@ -166,7 +172,7 @@ def _outlined(record: PassRecord, seen: Seen) -> Seen:
         seen,
         dtype=str(tensor.dtype).removeprefix("torch."),
         numel=tensor.numel(),
-        has_maps=is_image_like(tensor),
+        form=strip_form(tensor.shape) if is_image_like(tensor) else None,
     )
 
 

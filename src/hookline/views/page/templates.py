@@ -1,0 +1,79 @@
+"""How a page becomes text: the environment of its templates. Imports extras, site_view."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hookline.views.page.columns import Column
+from hookline.views.page.extras import load
+from hookline.views.page.links import query_of
+from hookline.views.page.rows import Row
+from hookline.views.page.shown import data_of
+from hookline.views.page.site_view import facts_of, path_of, zero_of
+from hookline.views.page.thumbnails import MAX_CHANNELS
+from hookline.views.units import measure
+
+FOLDER = Path(__file__).parent / "templates"
+
+
+def environment() -> Any:
+    """The templates, with every text escaped and every unknown name an error.
+
+    Raises:
+        HooklineError: jinja2 is not installed.
+    """
+    jinja2 = load("jinja2")
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals.update(
+        facts_of=facts_of, path_of=path_of, zero_of=zero_of, measure=measure,
+        max_channels=MAX_CHANNELS, version=_version(),
+    )  # fmt: skip
+    return found
+
+
+def table_data(rows: list[Row], chosen: list[Column], **more: Any) -> dict[str, Any]:
+    """What the page's script reads: how the lines nest, sort and are found, and their maps."""
+    lines = []
+    for row in rows:
+        line: dict[str, Any] = {
+            "label": row.label,
+            "text": " ".join([row.label, row.module_type, *row.aliases]).lower(),
+            "parent": row.parent,
+            "holdsValue": row.seen is not None,
+            "keys": sort_keys(row, chosen),
+        }
+        if row.seen is not None:
+            line["key"] = query_of(row.seen.place)
+            strip = row.seen.strip
+            if strip is not None:
+                line["maps"] = {
+                    "width": strip.width, "height": strip.height, "ranges": strip.ranges,
+                }  # fmt: skip
+        lines.append(line)
+    return {
+        "lines": lines,
+        "numbers": [column.is_number for column in chosen],
+        "columns": [column.key for column in chosen],
+        "sort": None,
+        **more,
+    }
+
+
+def sort_keys(row: Row, chosen: list[Column]) -> list[Any]:
+    """By what a line is sorted, in each column."""
+    return [data_of(column.sort_key(row)) for column in chosen]
+
+
+def _version() -> str:
+    try:
+        return version("hookline")
+    except PackageNotFoundError:  # run from its sources
+        return ""
