@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote_plus
 
 from hookline.engine.errors import InputError
 from hookline.views.page.pictures import ORDERS, Choice
@@ -18,15 +18,15 @@ def query_of(place: Place, choice: Choice | None = None) -> str:
     >>> query_of(Place("layer1:grad_output", 0, 2), Choice(sample=3))
     'at=layer1%3Agrad_output&pass=0&call=2&sample=3'
     """
-    found: dict[str, object] = {"at": place.at, "pass": place.pass_number, "call": place.call}
+    at = quote_plus(place.at, errors=_ERRORS)
+    text = f"at={at}&pass={place.pass_number}&call={place.call}"
     if place.backward is not None:
-        found["backward"] = place.backward
+        text += f"&backward={place.backward}"
     if choice is not None:
-        usual = Choice()
-        for name in ("sample", "order", "first"):
-            if getattr(choice, name) != getattr(usual, name):
-                found[name] = getattr(choice, name)
-    return urlencode(found, errors=_ERRORS)
+        for name, usual in (("sample", 0), ("order", "index"), ("first", 0)):
+            if getattr(choice, name) != usual:
+                text += f"&{name}={getattr(choice, name)}"
+    return text
 
 
 def parameters_of(query: bytes) -> dict[str, str]:

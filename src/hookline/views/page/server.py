@@ -23,7 +23,7 @@ from hookline.views.page.seen import Seen
 from hookline.views.page.shown import Shown, notices_of
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import Shelf
-from hookline.views.page.templates import FOLDER, environment, sort_keys, table_data
+from hookline.views.page.templates import FOLDER, environment, sort_keys, table
 from hookline.views.page.thumbnails import feature_strip
 from hookline.views.units import size
 
@@ -54,14 +54,16 @@ class Pages:
         report = shown.recording.report()
         to_measure = shown.bytes_to_measure
         names = [name for name in shown.names if name]
-        data = table_data(
+        found = table(
             shown.rows,
             shown.columns,
+            "site?",
+            "strip?",
             sort="gap" if shown.other is not None else None,
             size=size(to_measure),
             start=to_measure <= _UNASKED_BYTES,
         )
-        for line, row in zip(data["lines"], shown.rows, strict=True):
+        for line, row in zip(found["data"]["lines"], shown.rows, strict=True):
             line["waits"] = row.seen is not None and not shown.is_measured(row.seen)
         return "text/html", self._render(
             "index.html",
@@ -81,12 +83,8 @@ class Pages:
             classes=(),
             n_images_left_out=0,
             notices=notices_of(shown),
-            columns=shown.columns,
-            rows=shown.rows,
-            data=data,
-            link=lambda row: f"site?{query_of(row.seen.place)}",
-            strip_link=lambda row: f"strip?{query_of(row.seen.place)}",
             embedded=False,
+            **found,
             silent=[(site, report.why.get(site, "")) for site in report.silent],
         )
 

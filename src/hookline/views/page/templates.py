@@ -1,4 +1,4 @@
-"""How a page becomes text: the environment of its templates. Imports extras, site_view."""
+"""How a page becomes text: the environment of its templates. Imports cells, site_view."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hookline.views.page.cells import cells_html
 from hookline.views.page.columns import Column
 from hookline.views.page.extras import load
 from hookline.views.page.links import query_of
@@ -39,32 +40,48 @@ def environment() -> Any:
     return found
 
 
-def table_data(rows: list[Row], chosen: list[Column], **more: Any) -> dict[str, Any]:
-    """What the page's script reads: how the lines nest, sort and are found, and their maps."""
-    lines = []
-    for row in rows:
-        line: dict[str, Any] = {
-            "label": row.label,
-            "text": " ".join([row.label, row.module_type, *row.aliases]).lower(),
-            "parent": row.parent,
-            "holdsValue": row.seen is not None,
-            "keys": sort_keys(row, chosen),
-        }
-        if row.seen is not None:
-            line["key"] = query_of(row.seen.place)
-            strip = row.seen.strip
-            if strip is not None:
-                line["maps"] = {
-                    "width": strip.width, "height": strip.height, "ranges": strip.ranges,
-                }  # fmt: skip
-        lines.append(line)
-    return {
-        "lines": lines,
+def table(
+    rows: list[Row], chosen: list[Column], prefix: str, strip_prefix: str = "", **more: Any
+) -> dict[str, Any]:
+    """What the template of the table needs of its lines.
+
+    Args:
+        rows: the lines.
+        chosen: the columns.
+        prefix: what stands before a value's key in its address.
+        strip_prefix: the same for feature maps that have not been drawn.
+        more: what else the page's script reads.
+    """
+    keys = ["" if row.seen is None else query_of(row.seen.place) for row in rows]
+    lines = [
+        (row, prefix + key, cells_html(row, chosen, prefix + key, strip_prefix + key))
+        for row, key in zip(rows, keys, strict=True)
+    ]
+    data = {
+        "lines": [_line_data(row, key, chosen) for row, key in zip(rows, keys, strict=True)],
         "numbers": [column.is_number for column in chosen],
         "columns": [column.key for column in chosen],
         "sort": None,
         **more,
     }
+    return {"columns": chosen, "lines": lines, "data": data}
+
+
+def _line_data(row: Row, key: str, chosen: list[Column]) -> dict[str, Any]:
+    """What the page's script reads of a line: how it nests, sorts and is found, and its maps."""
+    line: dict[str, Any] = {
+        "label": row.label,
+        "text": " ".join([row.label, row.module_type, *row.aliases]).lower(),
+        "parent": row.parent,
+        "holdsValue": row.seen is not None,
+        "keys": sort_keys(row, chosen),
+    }
+    if row.seen is not None:
+        line["key"] = key
+        strip = row.seen.strip
+        if strip is not None:
+            line["maps"] = {"width": strip.width, "height": strip.height, "ranges": strip.ranges}
+    return line
 
 
 def sort_keys(row: Row, chosen: list[Column]) -> list[Any]:

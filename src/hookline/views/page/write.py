@@ -15,11 +15,10 @@ from hookline.engine.errors import FolderError
 from hookline.recordings import Recording
 from hookline.views.page.columns import columns
 from hookline.views.page.extras import load
-from hookline.views.page.links import query_of
 from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.seen import read_values
 from hookline.views.page.shown import failed_passes, notices_of_rows
-from hookline.views.page.templates import FOLDER, environment, table_data
+from hookline.views.page.templates import FOLDER, environment, table
 from hookline.views.page.thumbnails import input_thumbnail
 from hookline.views.tables import SummaryLike
 from hookline.views.units import count, size
@@ -75,7 +74,6 @@ def write_page(
     # Both are asked for before any work, so that a missing one is known at once.
     templates, _ = environment(), load("PIL.Image")
     rows = tree_rows(recording, read_values(recording))
-    chosen = columns(rows)
     script = (FOLDER / "page.js").read_text("utf-8")
     text = templates.get_template("index.html").render(
         title=title,
@@ -88,11 +86,8 @@ def write_page(
         n_images_left_out=max(len(images) - _MAX_IMAGES, 0),
         classes=classes or (),
         notices=_notices(recording, rows, summary),
-        columns=chosen,
-        rows=rows,
-        data=table_data(rows, chosen),
-        link=lambda row: f"#{query_of(row.seen.place)}",
         embedded=True,
+        **table(rows, columns(rows), "#"),
         silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
         style=(FOLDER / "page.css").read_text("utf-8"),
         script=script,

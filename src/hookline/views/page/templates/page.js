@@ -111,7 +111,11 @@
       if (parent !== null && (collapsed.has(parent) || underCollapsed.has(parent))) underCollapsed.add(number);
     }
     const ordered = sort ? [...lines].sort(compare) : lines;
-    body.append(...ordered.map((line) => line.element));
+    if (ordered.some((line, place) => body.rows[place] !== line.element)) {
+      const focused = document.activeElement; // which is lost when its line is moved
+      body.append(...ordered.map((line) => line.element));
+      if (body.contains(focused)) focused.focus({ preventScroll: true });
+    }
     let nShown = 0;
     for (const line of lines) {
       line.element.hidden = !isShown(line, underCollapsed);
