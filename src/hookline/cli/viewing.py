@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hookline.cli.terminal import out, say
 from hookline.engine.errors import FolderError
-from hookline.recordings import open_recording
 from hookline.views.page import FolderSource, Serving, Shelf
 
 
@@ -21,19 +20,17 @@ def serving_of(folder: Path, other: Path | None, host: str, port: int, wait: boo
             port is free, or an extra is missing.
     """
     folders = [folder] if other is None else [folder, other]
-    for one in folders:
-        if wait and not (one / "manifest.json").exists():
-            continue
+    shelf = Shelf(*(FolderSource(one) for one in folders))
+    if not wait or shelf.state():
         try:
-            open_recording(one)
+            shelf.shown()  # so that what is wrong is said here, and the first page is there at once
         except FolderError as error:
-            if wait or one.exists():
+            if wait or all(one.exists() for one in folders):
                 raise
             raise FolderError(
                 f"{error}\nTo wait for one that is still to be written: --wait."
             ) from None
-    sources = [FolderSource(one) for one in folders]
-    return Serving(Shelf(*sources), host, port)
+    return Serving(shelf, host, port)
 
 
 def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:

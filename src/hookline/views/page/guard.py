@@ -18,9 +18,8 @@ COOKIE = "hookline-token"
 _LOCAL = {"localhost", "127.0.0.1", "[::1]"}
 
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; img-src 'self' data:; style-src 'self'"
-    " 'unsafe-inline'; script-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none';"
-    " frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; img-src 'self' data:;"
+    " style-src 'unsafe-inline'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -80,11 +79,14 @@ class Guard:
     Args:
         app: the app, as ASGI has it.
         rules: whom to answer.
+        scripts: which scripts a browser may run, as a policy names them.
     """
 
-    def __init__(self, app: Any, rules: Rules) -> None:
+    def __init__(self, app: Any, rules: Rules, scripts: str) -> None:
         self._app = app
         self._rules = rules
+        policy = f"{_HEADERS['content-security-policy']}; script-src {scripts}"
+        self._headers = {**_HEADERS, "content-security-policy": policy}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request, or refuse it."""
@@ -115,7 +117,7 @@ class Guard:
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *_encoded(_HEADERS)]}
+                message = {**message, "headers": [*message["headers"], *_encoded(self._headers)]}
             await send(message)
 
         await self._app(scope, receive, with_headers)

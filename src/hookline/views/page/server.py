@@ -3,7 +3,6 @@
     /           the table of all values         /measure   numbers of some lines, as JSON
     /site       one value                       /numbers   one value's numbers, as HTML
     /strip      a line's feature maps, as PNG   /state     whether the recording has changed
-    /page.css, /page.js
 
 No part of an address is ever the name of a file.
 """
@@ -23,7 +22,7 @@ from hookline.views.page.seen import Seen
 from hookline.views.page.shown import Shown, notices_of
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import Shelf
-from hookline.views.page.templates import FOLDER, environment, sort_keys, table
+from hookline.views.page.templates import environment, script_hash, sort_keys, table
 from hookline.views.page.thumbnails import feature_strip
 from hookline.views.units import size
 
@@ -47,6 +46,7 @@ class Pages:
         load("PIL.Image")
         self._shelf = shelf
         self._templates = environment()
+        self._templates.globals["is_served"] = True
 
     def index(self, _: dict[str, str]) -> tuple[str, str]:
         """The table of all values."""
@@ -219,24 +219,18 @@ def make_app(shelf: Shelf, rules: Rules) -> Any:
     routes = [
         route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
         route("/strip", pages.strip), route("/measure", pages.measure),
-        route("/state", pages.state), route("/page.css", _file("page.css", "text/css")),
-        route("/page.js", _file("page.js", "text/javascript")),
+        route("/state", pages.state),
     ]  # fmt: skip
     handlers = {404: missing, Exception: failed}
-    return Guard(applications.Starlette(routes=routes, exception_handlers=handlers), rules)
+    return Guard(
+        applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hash()
+    )
 
 
 def _response(responses: Any, content: str | bytes, media: str, status: int) -> Any:
     # Names of modules may hold lone surrogates, which UTF-8 refuses.
     body = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     return responses.Response(body, status, media_type=media)
-
-
-def _file(name: str, media: str) -> Callable[[dict[str, str]], tuple[str, str]]:
-    def make(_: dict[str, str]) -> tuple[str, str]:
-        return media, (FOLDER / name).read_text("utf-8")
-
-    return make
 
 
 def _named(shown: Shown, parameters: dict[str, str]) -> Seen:

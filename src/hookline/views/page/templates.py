@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,21 @@ def environment() -> Any:
     )
     found.globals.update(
         facts_of=facts_of, path_of=path_of, zero_of=zero_of, measure=measure,
-        max_channels=MAX_CHANNELS, version=_version(),
+        max_channels=MAX_CHANNELS, version=_version(), is_served=False,
+        style=(FOLDER / "page.css").read_text("utf-8"), script=script(), script_hash=script_hash(),
     )  # fmt: skip
     return found
+
+
+def script() -> str:
+    """The page's only script."""
+    return (FOLDER / "page.js").read_text("utf-8")
+
+
+def script_hash() -> str:
+    """What a page says of its script, so that the browser runs no other, whatever names hold."""
+    digest = hashlib.sha256(script().encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
 def table(
@@ -58,7 +72,7 @@ def table(
         for row, key in zip(rows, keys, strict=True)
     ]
     data = {
-        "lines": [_line_data(row, key, chosen) for row, key in zip(rows, keys, strict=True)],
+        "lines": [_line_data(row, chosen) for row in rows],
         "numbers": [column.is_number for column in chosen],
         "columns": [column.key for column in chosen],
         "sort": None,
@@ -67,20 +81,12 @@ def table(
     return {"columns": chosen, "lines": lines, "data": data}
 
 
-def _line_data(row: Row, key: str, chosen: list[Column]) -> dict[str, Any]:
-    """What the page's script reads of a line: how it nests, sorts and is found, and its maps."""
-    line: dict[str, Any] = {
-        "label": row.label,
-        "text": " ".join([row.label, row.module_type, *row.aliases]).lower(),
-        "parent": row.parent,
-        "holdsValue": row.seen is not None,
-        "keys": sort_keys(row, chosen),
-    }
-    if row.seen is not None:
-        line["key"] = key
-        strip = row.seen.strip
-        if strip is not None:
-            line["maps"] = {"width": strip.width, "height": strip.height, "ranges": strip.ranges}
+def _line_data(row: Row, chosen: list[Column]) -> dict[str, Any]:
+    """What the page's script cannot read off a line: how it nests and sorts, and its maps."""
+    line: dict[str, Any] = {"parent": row.parent, "keys": sort_keys(row, chosen)}
+    strip = row.seen.strip if row.seen is not None else None
+    if strip is not None:
+        line["maps"] = {"width": strip.width, "height": strip.height, "ranges": strip.ranges}
     return line
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from hookline.views.page.extras import load
 from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.seen import read_values
 from hookline.views.page.shown import failed_passes, notices_of_rows
-from hookline.views.page.templates import FOLDER, environment, table
+from hookline.views.page.templates import environment, table
 from hookline.views.page.thumbnails import input_thumbnail
 from hookline.views.tables import SummaryLike
 from hookline.views.units import count, size
@@ -74,7 +72,6 @@ def write_page(
     # Both are asked for before any work, so that a missing one is known at once.
     templates, _ = environment(), load("PIL.Image")
     rows = tree_rows(recording, read_values(recording))
-    script = (FOLDER / "page.js").read_text("utf-8")
     text = templates.get_template("index.html").render(
         title=title,
         subtitle=subtitle,
@@ -89,10 +86,6 @@ def write_page(
         embedded=True,
         **table(rows, columns(rows), "#"),
         silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
-        style=(FOLDER / "page.css").read_text("utf-8"),
-        script=script,
-        # The only script that the browser runs is ours, whatever a module is called.
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
     )
     return _replace(Path(path), text)
 

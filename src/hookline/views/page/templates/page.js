@@ -66,11 +66,24 @@
 
   // -- the table of all values ---------------------------------------------------------------
 
+  const STEP = 150;
   const data = JSON.parse(byId("data").textContent);
   const table = byId("modules");
   const body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells];
-  const lines = [...body.rows].map((element, number) => ({ element, number, ...data.lines[number] }));
+  const lines = [...body.rows].map((element, number) => {
+    const head = element.cells[0];
+    const link = head.querySelector("a");
+    return {
+      element,
+      number,
+      label: head.title || "(root)",
+      text: `${head.title} ${element.cells[1].textContent} ${head.querySelector("small")?.textContent ?? ""}`.toLowerCase(),
+      holdsValue: Boolean(link),
+      key: link?.getAttribute("href").slice(1), // of a page in one file
+      ...data.lines[number],
+    };
+  });
   const holders = lines.filter((line) => foldOf(line)).map((line) => line.number);
   const nValues = lines.filter((line) => line.holdsValue).length;
   const collapsed = new Set();
@@ -82,9 +95,17 @@
   let query = (address.get("q") ?? "").toLowerCase();
   byId("search").value = address.get("q") ?? "";
 
+  let most = STEP; // lines that are laid out: thousands at once would take seconds
+
   function foldOf(line) {
     return line.element.querySelector(".fold");
   }
+
+  new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    most += STEP;
+    render();
+  }, { root: table.closest(".scroller"), rootMargin: "1500px" }).observe(byId("more"));
 
   // -- which lines show, and in which order --------------------------------------------------
 
@@ -117,10 +138,15 @@
       if (body.contains(focused)) focused.focus({ preventScroll: true });
     }
     let nShown = 0;
-    for (const line of lines) {
-      line.element.hidden = !isShown(line, underCollapsed);
-      if (!line.element.hidden && line.holdsValue) nShown += 1;
+    let nLines = 0;
+    for (const line of ordered) {
+      const shows = isShown(line, underCollapsed);
+      nLines += shows;
+      nShown += shows && line.holdsValue;
+      const hidden = !shows || nLines > most;
+      if (line.element.hidden !== hidden) line.element.hidden = hidden;
     }
+    byId("more").hidden = nLines <= most;
     table.classList.toggle("flat", Boolean(sort || query));
     heads.forEach((head, column) => {
       const direction = sort && sort.column === column ? (sort.descending ? "descending" : "ascending") : "none";
@@ -354,7 +380,7 @@
     }
     opened = line;
     const template = [...document.querySelectorAll("template[data-key]")].find((one) => one.dataset.key === key);
-    byId("site-heading").textContent = line.label || "(root)";
+    byId("site-heading").textContent = line.label;
     byId("site-body").replaceChildren(template.content.cloneNode(true));
     if (line.maps) byId("site-body").querySelector(".strip-tiles").append(...tilesOf(line));
     if (!dialog.open) dialog.showModal();
