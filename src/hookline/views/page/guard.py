@@ -17,9 +17,12 @@ from urllib.parse import parse_qsl, urlencode
 COOKIE = "hookline-token"
 _LOCAL = {"localhost", "127.0.0.1", "[::1]"}
 
+_POLICY = (
+    "default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; connect-src 'self';"
+    " form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; img-src 'self' data:;"
-    " style-src 'unsafe-inline'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -85,7 +88,7 @@ class Guard:
     def __init__(self, app: Any, rules: Rules, scripts: str) -> None:
         self._app = app
         self._rules = rules
-        policy = f"{_HEADERS['content-security-policy']}; script-src {scripts}"
+        policy = f"{_POLICY}; script-src {scripts}"
         self._headers = {**_HEADERS, "content-security-policy": policy}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -22,6 +22,7 @@ from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.seen import Place, Seen, list_values, measured, read_value
 from hookline.views.plots.differences import Difference, difference
 from hookline.views.statistics import main_tensor
+from hookline.views.units import plural
 
 Notice = tuple[str, str]
 
@@ -60,6 +61,7 @@ class Shown:
         ]
         if self.other is not None:
             self._note_what_is_missing()
+        self._release()
 
     # -- finding ---------------------------------------------------------------------------------
 
@@ -114,9 +116,7 @@ class Shown:
             try:
                 yield
             finally:
-                self.recording.release()
-                if self.other is not None:
-                    self.other.release()
+                self._release()
 
     def tensor(self, seen: Seen, *, of_other: bool = False) -> Tensor:
         """The tensor that stands for a value; to be called while `reading`.
@@ -181,6 +181,11 @@ class Shown:
         """How much would have to be read."""
         return sum(seen.n_bytes for seen in self.values if not self.is_measured(seen))
 
+    def _release(self) -> None:
+        for one in (self.recording, self.other):
+            if one is not None:
+                one.release()
+
     def _remember(self, seen: Seen, of_other: bool) -> None:
         if of_other:
             self._others[seen.place] = seen
@@ -213,11 +218,10 @@ def notices_of(shown: Shown) -> list[Notice]:
     """What a reader must not miss, as (text, label of the line that it is about)."""
     notices = failed_passes(shown.recording) + notices_of_rows(shown.rows)
     if shown.only_there:
-        names = ", ".join(seen.place.at or "(root)" for seen in shown.only_there[:3])
-        more = ", …" if len(shown.only_there) > 3 else ""
-        notices.append(
-            (f"Only in {shown.names[1]}: {len(shown.only_there):,} values ({names}{more}).", "")
-        )
+        names = ", ".join(seen.place.at for seen in shown.only_there[:3])
+        names += ", …" if len(shown.only_there) > 3 else ""
+        values = plural(len(shown.only_there), "value")
+        notices.append((f"Only in {shown.names[1]}: {values} ({names}).", ""))
     if shown.recording.lost:
         lost = shown.recording.lost
         notices.append((f"Not saved when it was written: {lost[0]}{', …' * (len(lost) > 1)}", ""))
@@ -239,16 +243,14 @@ def notices_of_rows(rows: Sequence[Row]) -> list[Notice]:
     notices = []
     broken = sorted((one.order, label) for one, label in seen if one.non_finite)
     if broken:
-        values = "value holds" if len(broken) == 1 else "values hold"
-        text = f"{len(broken):,} {values} NaN or infinity; the first, as they ran, is"
+        values = plural(len(broken), "value holds", "values hold")
+        text = f"{values} NaN or infinity; the first, as they ran, is"
         notices.append((text, broken[0][1]))
     n_overwritten = sum(one.is_overwritten for one, _ in seen)
     if n_overwritten:
-        values = "value was" if n_overwritten == 1 else "values were"
+        values = plural(n_overwritten, "value was", "values were")
         advice = "Record copies to see them: hl.record(..., copy=True)."
-        notices.append(
-            (f"{n_overwritten:,} {values} overwritten in place after being recorded. {advice}", "")
-        )
+        notices.append((f"{values} overwritten in place after being recorded. {advice}", ""))
     return notices
 
 
