@@ -74,7 +74,7 @@ def test_it_opens_measures_searches_sorts_and_leads_to_a_value(visit, runs):
     assert sorted(map(float, stds), reverse=True) == list(map(float, stds))
     assert page.url.endswith("?q=conv2d&sort=std")
     page.reload()
-    expect(page.get_by_role("searchbox")).to_have_value("conv")
+    expect(page.get_by_role("searchbox")).to_have_value("conv2d")
     assert sorted(labels(page)) == ["again#0", "again#1", "first"]
     page.locator("tbody th a").filter(has_text="first").click()
     expect(page.get_by_role("heading", name="first")).to_be_visible()

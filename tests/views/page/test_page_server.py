@@ -135,6 +135,13 @@ def test_a_sites_page_shows_numbers_histogram_channels_gradient_and_class_maps(s
     assert "2 of 3" in text
 
 
+def test_the_gradient_beside_a_value_shows_the_same_channels(served, runs):
+    text = served(runs / "passes").get("site?at=first&order=std").text
+    shown = re.findall(r'alt="Channel (\d+):', text)
+    assert len(shown) == 64
+    assert shown[:32] == shown[32:] != [str(k) for k in range(32)]
+
+
 def test_calls_passes_and_samples_can_be_stepped_through(served, runs):
     text = served(runs / "passes").get("site?at=again&pass=1&call=1&sample=1").text
     for link in (

@@ -2,8 +2,7 @@
 
 from hookline.views.page.serving import Serving as Serving
 from hookline.views.page.sources import FolderSource as FolderSource
-from hookline.views.page.sources import RunSource as RunSource
 from hookline.views.page.sources import Shelf as Shelf
 from hookline.views.page.write import write_page as write_page
 
-__all__ = ["FolderSource", "RunSource", "Serving", "Shelf", "write_page"]
+__all__ = ["FolderSource", "Serving", "Shelf", "write_page"]

@@ -50,6 +50,7 @@ class Picture:
         total: how many channels there are.
         first: the number of the first one shown.
         n_samples: how many samples can be stepped through.
+        channels: which channels are shown, in order.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Picture:
     total: int = 1
     first: int = 0
     n_samples: int = 1
+    channels: tuple[int, ...] = ()
 
 
 @final
@@ -69,11 +71,13 @@ class Choice:
         sample: which sample.
         order: of channels: as they are, or the largest mean, deviation or maximum first.
         first: from which place in that order.
+        channels: these channels and no others; so pictures side by side show the same.
     """
 
     sample: int = 0
     order: str = "index"
     first: int = 0
+    channels: tuple[int, ...] = ()
 
 
 def picture_of(tensor: Tensor, module_type: str, choice: Choice) -> Picture:
@@ -153,6 +157,8 @@ def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_signed: bool = Fal
     chosen = order_of(data, choice.order, None, "it")
     first = min(max(choice.first, 0), max(len(chosen) - 1, 0)) // PER_PAGE * PER_PAGE
     shown = chosen[first : first + PER_PAGE]
+    if choice.channels and max(choice.channels) < len(data):
+        shown = list(choice.channels)
     scale = scale_of(data[shown], robust=True, signed=True) if is_signed else None
     tiles = []
     for channel in shown:
@@ -165,7 +171,7 @@ def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_signed: bool = Fal
     about = f"{arranged.text}; each channel from its least value (dark) to its greatest (light)"
     if scale is not None:
         about = f"{arranged.text}; blue below zero, red above, to ±{measure(scale.high)}"
-    return Picture("channels", tuple(tiles), about, len(chosen), first, n_samples)
+    return Picture("channels", tuple(tiles), about, len(chosen), first, n_samples, tuple(shown))
 
 
 def _table(arranged: Arranged, n_samples: int, is_signed: bool) -> Picture:

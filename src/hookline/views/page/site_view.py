@@ -113,6 +113,9 @@ def site_view(shown: Shown, seen: Seen, choice: Choice) -> SiteView:
     twin = _twin(shown, seen)
     with shown.reading():
         panels = [_panel(shown, seen, _title(seen), choice)]
+        drawn = panels[0].picture
+        if drawn is not None:
+            choice = replace(choice, channels=drawn.channels)
         there = shown.there(seen.place)
         if there is not None:
             panels = [replace(panels[0], title=f"{_title(seen)} in {shown.names[0]}")]

@@ -1,4 +1,4 @@
-"""What is shown: folders that may be replaced, deleted or not there yet; recordings in memory.
+"""What is shown: folders that may be replaced, deleted or not there yet.
 
 Imports shown.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from hookline.recordings import Recording, open_recording
 from hookline.views.page.shown import Shown
@@ -16,34 +16,20 @@ from hookline.views.page.shown import Shown
 _MANIFEST = "manifest.json"
 
 
-class Source(Protocol):
-    """Where a recording comes from."""
-
-    name: str
-
-    def state(self) -> str:
-        """A text that changes whenever the recording does; empty while there is none."""
-        ...
-
-    def read(self) -> Recording:
-        """The recording as it is now.
-
-        Raises:
-            FolderError: there is none, or it is damaged.
-        """
-        ...
-
-
 @final
 class FolderSource:
-    """A recording in a folder. `run.save` replaces it whole, so that its manifest is a new file."""
+    """A recording in a folder. `run.save` replaces it whole, so that its manifest is a new file.
+
+    Args:
+        folder: the folder, which need not be there yet.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.name = os.fspath(folder)
 
     def state(self) -> str:
-        """Changes when another manifest takes the place of the one that was read."""
+        """A text that changes with the manifest; empty while there is none."""
         try:
             found = (self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
@@ -51,32 +37,24 @@ class FolderSource:
         return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
     def read(self) -> Recording:
-        """Read the manifest."""
+        """Read the manifest.
+
+        Raises:
+            FolderError: there is no recording, it is of another version, or it is damaged.
+        """
         return open_recording(self.folder)
 
 
 @final
-class RunSource:
-    """A recording in memory, which may still be growing."""
-
-    def __init__(self, run: Recording, name: str) -> None:
-        self._run = run
-        self.name = name
-
-    def state(self) -> str:
-        """Changes with every value that is added."""
-        return f"{len(self._run.passes)}-{sum(len(one.fired()) for one in self._run.passes)}"
-
-    def read(self) -> Recording:
-        """The recording itself."""
-        return self._run
-
-
-@final
 class Shelf:
-    """The recordings that are shown, opened anew when they have changed."""
+    """The recordings that are shown, opened anew when they have changed.
 
-    def __init__(self, source: Source, other: Source | None = None) -> None:
+    Args:
+        source: the one whose sites are listed.
+        other: one to compare it with.
+    """
+
+    def __init__(self, source: FolderSource, other: FolderSource | None = None) -> None:
         self.source = source
         self.other = other
         self._lock = threading.Lock()
