@@ -231,6 +231,7 @@ def test_a_replaced_recording_is_followed(served, runs, tmp_path):
     hl.open(runs / "passes").save(folder)
     after = json.loads(server.get("state").text)["state"]
     assert after != before
+    assert json.loads(server.get(f"measure?from=0&state={before}").text) == {}
     text = server.get().text
     assert f'data-state="{after}"' in text
     assert "<dt>Passes</dt><dd>3</dd>" in text

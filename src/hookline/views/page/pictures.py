@@ -193,7 +193,7 @@ def _table(arranged: Arranged, n_samples: int, is_signed: bool) -> Picture:
     if tuple(small.shape) != (height, width):
         text += "; each dot is the mean of an area"
     if steps != [1, 1]:
-        text += f", of every {math.prod(steps)}th element"
+        text += f", of one element in {math.prod(steps)}"
     tile = Tile(coloured(drawn, is_signed=scale.is_signed), f"{size}: {range_text(rows)}")
     return Picture("table", (tile,), text, 1, 0, n_samples)
 

@@ -131,7 +131,9 @@ class Pages:
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Measure some lines, and say what was found."""
-        shown, _ = self._shelf.shown()
+        shown, state = self._shelf.shown()
+        if parameters.get("state", state) != state:
+            return "application/json", "{}"  # its lines are another recording's
         done, after = shown.measure_some(number(parameters, "from") or 0, _SECONDS)
         lines = []
         for at in done:

@@ -272,11 +272,11 @@
       showProgress();
       let answer;
       try {
-        answer = await (await fetch(`measure?from=${at}`)).json();
+        answer = await (await fetch(`measure?from=${at}&state=${encodeURIComponent(state)}`)).json();
       } catch {
         break; // the follower says why
       }
-      if (!answer.lines) break;
+      if (!answer.lines) break; // another recording: the page is about to follow
       at = answer.next;
       for (const found of answer.lines) take(found);
       showNotices(answer.notices);
