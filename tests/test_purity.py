@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 EXTRAS = [
-    "typer", "PIL", "jinja2.environment", "torchvision", "timm", "transformers", "sklearn",
-    "matplotlib", "torch._dynamo", "torch._inductor",
+    "typer", "PIL", "jinja2.environment", "starlette", "uvicorn", "torchvision", "timm",
+    "transformers", "sklearn", "matplotlib", "torch._dynamo", "torch._inductor",
 ]  # fmt: skip
 
 CHECK = """

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hookline.views import site_statistics, statistics
+from hookline.views.plots.reducing import histogram
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -113,3 +114,13 @@ def test_a_nested_tensor_is_measured_by_its_parts():
     x = torch.nested.as_nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
     found = site_statistics(x)
     assert (found.numel, found.mean) == (5, pytest.approx(0.4))
+
+
+@pytest.mark.parametrize(
+    "values", [[-1.7e308, 0.0, 1.7e308], [1e16, 1e16 + 2, 1e16 + 4], [5.0, 5.0]]
+)
+def test_a_histogram_of_the_widest_and_the_narrowest_range_counts_all(values):
+    counts, edges, _ = histogram(torch.tensor(values, dtype=torch.float64), 48)
+    assert counts.sum() == len(values)
+    assert len(counts) == 48
+    assert bool((edges[1:] >= edges[:-1]).all())

@@ -17,6 +17,7 @@ import hookline as hl
 from hookline.cli.diagnosing import diagnose
 from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
+from hookline.cli.viewing import open_page, serve, serving_of
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
 from hookline.views import (
@@ -96,6 +97,7 @@ def inspect_command(
     plot: Annotated[
         bool, typer.Option("--plot", help="draw histograms and small maps in the terminal, too")
     ] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
     """Run a model on an input: print the table, write a recording and a page."""
     with complaints():
@@ -114,6 +116,8 @@ def inspect_command(
         out.print()
         out.print(shown)
     _say_where(found)
+    if open_it:
+        open_page(found.page.resolve().as_uri())
     if found.summary.failure:
         say(f"the forward failed in {found.summary.failure}\nWhat ran before it was recorded.")
         raise typer.Exit(1)
@@ -142,6 +146,27 @@ def summary(
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
+
+
+@app.command()
+def view(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="what run.save(DIR) wrote")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[DIR2]", help="another, to compare it with")
+    ] = None,
+    port: Annotated[int, typer.Option(help="if it is taken, the next free one")] = 8765,
+    host: Annotated[
+        str, typer.Option(help="others than this machine's own need the token that is printed")
+    ] = "127.0.0.1",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="a folder may be still to be written: follow it")
+    ] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="open no browser")] = False,
+) -> None:
+    """Look at a recording in the browser, or at two side by side; new ones are followed."""
+    with complaints():
+        serving = serving_of(folder, other, host, port, wait)
+        serve(serving, [folder] if other is None else [folder, other], not no_open)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding, place, engine.
+"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding, files, place.
 
     manifest.json            sites, passes, structures, the report; names every tensor
     values-*.safetensors     the tensors, in files of about 2 GiB
@@ -18,14 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.engine import PORTS, Report, Site
 from hookline.engine.errors import FolderError
-from hookline.recordings.encoding import decode, encode
+from hookline.recordings.encoding import encode
 from hookline.recordings.entries import Contents, Entry, Gathered
+from hookline.recordings.files import DAMAGE, Files, Stored
 from hookline.recordings.place import (
     FORMAT,
     MANIFEST,
@@ -39,58 +40,6 @@ from hookline.recordings.place import (
 )
 
 _FILE_BYTES = 2 * 1024**3
-# What reading a manifest that nobody should trust can raise.
-_DAMAGE = (
-    KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
-    RuntimeError, UnicodeError,
-)  # fmt: skip
-
-
-@final
-class Files:
-    """The tensor files of one folder, each opened once, when first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._opened: dict[str, Any] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Files, (self.folder,)
-
-    def tensor(self, name: str) -> Tensor:
-        """Read a tensor by the name that the manifest gives it."""
-        file, _, key = str(name).partition("/")
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"a tensor's file is outside the folder: {file!r}")
-        if file not in self._opened:
-            self._opened[file] = safe_open(self.folder / file, framework="pt")
-        tensor: Tensor = self._opened[file].get_tensor(key)
-        return tensor
-
-
-@final
-class Stored:
-    """A value that lies in a folder; `load()` reads it, memory-mapped."""
-
-    __slots__ = ("_data", "_files")
-
-    def __init__(self, files: Files, data: Any) -> None:
-        self._files = files
-        self._data = data
-
-    def load(self) -> Any:
-        """Read the value.
-
-        Raises:
-            FolderError: the folder is gone or damaged.
-        """
-        try:
-            return decode(self._data, self._files.tensor)
-        except (*_DAMAGE, OSError, SafetensorError) as error:
-            raise FolderError(
-                f"{self._files.folder} is damaged, gone, or replaced since it was opened:"
-                f" {first_line(error)}.\nOpen it again, or record it again."
-            ) from error
 
 
 @final
@@ -190,7 +139,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise FolderError(
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
         ) from None
-    except (*_DAMAGE, OSError) as error:
+    except (*DAMAGE, OSError) as error:
         raise FolderError(f"{path / MANIFEST} cannot be read: {first_line(error)}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FolderError(f"{path} is not a recording: its {MANIFEST} is something else's.")
@@ -212,7 +161,7 @@ def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Content
     path = Path(folder)
     try:
         return _read_contents(path, manifest)
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise FolderError(
             f"{path / MANIFEST} is damaged: {type(error).__name__} {first_line(error)}."
             "\nRecord it again."

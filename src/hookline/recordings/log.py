@@ -1,6 +1,6 @@
 """Log: the passes of a recording and the one place where a key is looked up in them.
 
-Imports index, entries, folder, engine. Look-ups never guess: what has several answers raises.
+Imports index, entries, files, engine. Look-ups never guess: what has several answers raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hookline.engine import Pass, Report, Site, innermost, local, plain, tree
 from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.recordings.entries import Entry, Gathered
-from hookline.recordings.folder import Stored
+from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, stamp
 
 
@@ -77,11 +77,18 @@ class Log:
         return found
 
     def find(
-        self, current: Pass, key: Key, backward: int | None = None, *, is_local: bool = True
+        self,
+        current: Pass,
+        key: Key,
+        backward: int | None = None,
+        *,
+        is_local: bool = True,
+        outline: bool = False,
     ) -> list[tuple[int, Any]]:
         """The values of all calls of a site in a pass, each with its call.
 
-        Of a DTensor this rank's part, or unless `is_local` the DTensor itself.
+        Of a DTensor this rank's part, or unless `is_local` the DTensor itself. With
+        `outline`, tensors of a folder come without their data, and nothing is checked.
 
         Raises:
             AmbiguousError: it has gradients of several runs of autograd, and none is named.
@@ -100,8 +107,9 @@ class Log:
                     f"\nWrite run.passes[{current.number}].backwards[0][{str(key)!r}] for one."
                 )
         deeper = site.leaf[len(kept.leaf) :]
+        read = _outline if outline else partial(self.check, is_local=is_local)
         return [
-            (entry.call or 0, tree.get(self.check(entry, is_local=is_local), deeper, str(key)))
+            (entry.call or 0, tree.get(read(entry), deeper, str(key)))
             for entry in sorted(entries, key=lambda entry: entry.call or 0)
         ]
 
@@ -194,6 +202,13 @@ def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) 
             value = tree.map_tensors(Tensor.detach, value)
         version = stamp(value)
     log.append((site, value, version, *rest))
+
+
+def _outline(entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, Stored):
+        return value.outline()
+    return value.load() if isinstance(value, Gathered) else value
 
 
 def _times(count: int) -> str:

@@ -59,7 +59,20 @@ class PassRecord(Mapping[str, Any]):
         Raises:
             NotRecordedError: it did not fire in this pass. AmbiguousError: it ran several times.
         """
-        found = self._find(key, is_local=is_local)
+        return self._only(key, self._find(key, is_local=is_local))
+
+    def outline(self, key: Key) -> Any:
+        """A value's structure: of a folder, its tensors come on the meta device, without data.
+
+        What lies in memory comes as it is, also if it was changed in place since.
+
+        Raises:
+            NotRecordedError, AmbiguousError: as in a look-up. FolderError: the folder is gone or
+                damaged.
+        """
+        return self._only(key, self._find(key, outline=True))
+
+    def _only(self, key: Key, found: list[tuple[int, Any]]) -> Any:
         if len(found) > 1:
             calls = [f"{key!s}#{call}" for call, _ in found]
             raise AmbiguousError(
@@ -99,8 +112,10 @@ class PassRecord(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _find(self, key: Key, *, is_local: bool = True) -> list[tuple[int, Any]]:
-        found = self._log.find(self._pass, key, self._backward, is_local=is_local)
+    def _find(
+        self, key: Key, *, is_local: bool = True, outline: bool = False
+    ) -> list[tuple[int, Any]]:
+        found = self._log.find(self._pass, key, self._backward, is_local=is_local, outline=outline)
         if not found:
             raise self._log.never(key, self._pass)
         return found

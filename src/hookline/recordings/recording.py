@@ -1,4 +1,4 @@
-"""Recording: what a line kept, as passes x sites x calls -> values. Imports log, folder, engine.
+"""Recording: what a line kept, as passes x sites x calls -> values. Imports log, files, folder.
 
 Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
 are errors that say what to write instead.
@@ -18,6 +18,7 @@ from torch import Tensor
 from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, tree
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.entries import Contents, Entry
+from hookline.recordings.files import Stored
 from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key
@@ -314,6 +315,18 @@ class Recording(Mapping[str, Any]):
                 self._log.check(entry)
             passes.append((current.number, current.failed, entries))
         return Contents(self.report(), self.sites, passes, list(self.lost), self.modules)
+
+    def release(self) -> None:
+        """Close the files of the folder that this recording was opened from.
+
+        A file that was read stays mapped until then, and counts as this process's memory. The next
+        look-up opens it again; values that are held stay whole.
+        """
+        for current in self._log.passes:
+            for entry in current.log:
+                if isinstance(entry[1], Stored):
+                    entry[1].release()
+                    return  # all lie in one folder
 
     def __getstate__(self) -> dict[str, Any]:
         """Copied and pickled by value; the copy's tensors have histories of their own."""

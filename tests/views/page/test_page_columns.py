@@ -4,7 +4,8 @@ import torch
 
 import hookline as hl
 from hookline.views.page.columns import columns
-from hookline.views.page.rows import read_values, tree_rows
+from hookline.views.page.rows import tree_rows
+from hookline.views.page.seen import read_values
 
 
 def cells_of(recording, label):

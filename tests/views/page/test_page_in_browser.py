@@ -6,22 +6,12 @@ import re
 
 import pytest
 from PIL import Image
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import hookline as hl
 from hookline.views import write_page
 
 SCRIPT = "<script>alert(1)<"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -223,18 +213,39 @@ def test_what_never_fired_stands_at_the_end_with_its_reason(page):
     expect(section).to_contain_text("not reached in this forward")
 
 
-def test_feature_maps_open_large_and_give_the_focus_back(page):
-    button = page.get_by_role("button", name="Feature maps of relu")
-    button.focus()
+def test_a_value_opens_large_and_gives_the_focus_back(page):
+    link = page.get_by_role("link", name="Feature maps of relu")
+    link.focus()
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_role("heading")).to_have_text("relu")
-    expect(dialog.locator("figure")).to_have_count(6)
+    expect(dialog.get_by_role("img", name=re.compile("^Histogram of 768 elements"))).to_be_visible()
+    expect(dialog.locator("figure:not(.histogram)")).to_have_count(6)
     page.keyboard.press("ArrowRight")
     expect(dialog.get_by_role("heading")).to_have_text("blocks.0#0")
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
-    expect(page.get_by_role("button", name="Feature maps of blocks.0#0")).to_be_focused()
+    expect(page.locator("tbody tr th a").filter(has_text="blocks.0#0")).to_be_focused()
+
+
+def test_an_address_leads_straight_to_a_value(open_page, address):
+    page = open_page()
+    page.goto("about:blank")
+    page.goto(f"{address}#at=blocks.0&pass=0&call=1")
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("blocks.0#1")
+    page.get_by_role("button", name="Close").click()
+    assert page.url == address
+
+
+def test_arrows_walk_the_lines_and_fold_them(page):
+    page.locator("tbody th a").first.focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("button", name="What blocks holds")).to_be_focused()
+    page.keyboard.press("ArrowLeft")
+    assert names(page) == ["(root)", SCRIPT, "norm", "relu", "blocks", "broken", "head"]
+    page.keyboard.press("ArrowRight")
+    assert names(page) == TREE
 
 
 def test_every_picture_is_there(page):
@@ -265,7 +276,7 @@ def test_a_phone_scrolls_the_table_and_not_the_page(open_page):
     wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
     assert not page.locator("html").evaluate(wide)
     assert page.locator(".scroller").evaluate(wide)
-    page.get_by_role("button", name="Feature maps of relu").click()
+    page.get_by_role("link", name="Feature maps of relu").click()
     assert not page.locator("dialog").evaluate(wide)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from hookline.views.page.rows import Row, Seen
+from hookline.views.page.rows import Row
+from hookline.views.page.seen import Seen
 from hookline.views.statistics import Statistics
 from hookline.views.units import measure, share
 
@@ -33,12 +34,14 @@ class Column:
     sort_key: Callable[[Row], SortKey]
 
 
-def columns(rows: list[Row]) -> list[Column]:
+def columns(rows: list[Row], *, is_compared: bool = False) -> list[Column]:
     """The columns that these rows need: calls, passes and maps only where there are some."""
     seen = [row.seen for row in rows if row.seen is not None]
+    gap = [_of_value("gap", "Difference", _gap_text, _gap_key)] if is_compared else []
     chosen = [
         Column("path", "Module", False, lambda row: row.label, lambda row: row.label),
         Column("type", "Type", False, lambda row: row.module_type, lambda row: row.module_type),
+        *gap,
         _of_value("shape", "Shape", lambda one: one.shape, _numel),
         _of_value("dtype", "Dtype", _dtype, _dtype, is_number=False),
         _of_statistics("mean", "Mean", lambda found: found.mean),
@@ -57,7 +60,7 @@ def columns(rows: list[Row]) -> list[Column]:
             "pass", "Pass", lambda one: str(one.pass_number), lambda one: one.pass_number
         )
         chosen += [number]
-    if any(one.strip for one in seen):
+    if any(one.form for one in seen):
         chosen += [_of_value("maps", "Feature maps", lambda _: "", _n_channels)]
     return chosen
 
@@ -95,15 +98,27 @@ def _of_statistics(
 
 
 def _dtype(one: Seen) -> str:
-    return one.statistics.dtype if one.statistics else ""
+    return one.dtype if one.shape else ""
 
 
 def _numel(one: Seen) -> int | None:
-    return one.statistics.numel if one.statistics else None
+    return one.numel if one.shape else None
 
 
 def _n_channels(one: Seen) -> int | None:
-    return one.strip.channels if one.strip else None
+    return one.form.channels if one.form and not one.problem else None
+
+
+def _gap_text(one: Seen) -> str:
+    if one.difference is None:
+        return ""
+    return one.difference.problem or (
+        "0" if not one.difference.differs else measure(one.difference.relative)
+    )
+
+
+def _gap_key(one: Seen) -> float | None:
+    return None if one.difference is None else one.difference.relative
 
 
 def _whole(number: float | None) -> str:

@@ -1,4 +1,4 @@
-"""jinja2 and pillow, which only the page needs. Imports engine.errors."""
+"""The packages that only the page needs. Imports engine.errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hookline.engine.errors import HooklineError
 
 
 def load(name: str) -> Any:
-    """Import a module of jinja2 or pillow, now that it is needed.
+    """Import a module of jinja2, pillow, starlette or uvicorn, now that it is needed.
 
     Args:
         name: the module, as in `PIL.Image`.
@@ -23,6 +23,10 @@ def load(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise HooklineError(
-            'the page needs jinja2 and pillow: pip install "hookline[cli]"'
-        ) from error
+        served = name.partition(".")[0] in ("starlette", "uvicorn")
+        message = (
+            'hookline view needs starlette and uvicorn: pip install "hookline[cli,page]"'
+            if served
+            else 'the page needs jinja2 and pillow: pip install "hookline[cli]"'
+        )
+        raise HooklineError(message) from error

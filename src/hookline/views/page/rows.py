@@ -1,55 +1,16 @@
-"""A recording as the rows of the page's table. Imports recordings, statistics, thumbnails."""
+"""A recording as the rows of the page's table. Imports recordings, seen."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
-from hookline.engine import Site, tree
-from hookline.engine.errors import OverwrittenError
+from hookline.engine import Site
 from hookline.engine.tree import leaf_text
-from hookline.recordings import PassRecord, Recording
-from hookline.views.page.thumbnails import Strip, feature_strip
-from hookline.views.statistics import Statistics, main_tensor, site_statistics
-
-OVERWRITTEN = "overwritten in place after it was recorded; record it with copy=True"
-
-
-@final
-@dataclass(frozen=True)
-class Seen:
-    """One value: a call of a site in a pass.
-
-    Args:
-        site: where it flowed.
-        pass_number: in which pass.
-        call: in which call of that pass.
-        order: its place among all values of the recording, as they fired.
-        shape: its structure; empty if it could not be read.
-        statistics: None if it holds no tensor, or could not be read.
-        strip: its feature maps; None if it is not image-like.
-        problem: why it could not be read or measured; empty if it could.
-        is_overwritten: whether that is because it was changed in place.
-        backward: which of several backward passes brought it, if it is a gradient.
-    """
-
-    site: Site
-    pass_number: int
-    call: int
-    order: int
-    shape: str = ""
-    statistics: Statistics | None = None
-    strip: Strip | None = None
-    problem: str = ""
-    is_overwritten: bool = False
-    backward: int | None = None
-
-    @property
-    def non_finite(self) -> int:
-        """How many elements are NaN or infinite."""
-        return self.statistics.non_finite if self.statistics else 0
+from hookline.recordings import Recording
+from hookline.views.page.seen import Seen
 
 
 @final
@@ -84,26 +45,6 @@ class Row:
     seen: Seen | None = None
 
 
-def read_values(recording: Recording) -> list[Seen]:
-    """Read and measure every value of a recording, one at a time, in the order they fired.
-
-    Raises:
-        FolderError: the recording was opened from a folder that is gone or damaged.
-        HooklineError: pillow is not installed.
-    """
-    found: list[Seen] = []
-    for one in recording.passes:
-        runs = one.backwards if len(one.backwards) > 1 else []
-        for site, call in one.fired():
-            if not (runs and site.is_gradient):
-                found.append(_read(one, Seen(site, one.number, call, len(found))))
-        for number, run in enumerate(runs):
-            for site, call in run.fired():
-                seen = Seen(site, one.number, call, len(found), backward=number)
-                found.append(_read(run, seen))
-    return found
-
-
 def tree_rows(recording: Recording, values: list[Seen]) -> list[Row]:
     """The table's lines in tree order: modules with a value, and those that hold them.
 
@@ -136,30 +77,6 @@ def tree_rows(recording: Recording, values: list[Seen]) -> list[Row]:
         if row.parent is not None:
             rows[row.parent].has_children = True
     return rows
-
-
-def _read(one: PassRecord, seen: Seen) -> Seen:
-    site = seen.site if seen.site.call is not None else replace(seen.site, call=seen.call)
-    try:
-        value = one[site]
-    except OverwrittenError:
-        return replace(seen, problem=OVERWRITTEN, is_overwritten=True)
-    return _measure(value, seen)
-
-
-def _measure(value: Any, seen: Seen) -> Seen:
-    tensor = main_tensor(value)
-    try:
-        return replace(
-            seen,
-            shape=tree.form(value),
-            statistics=site_statistics(value),
-            strip=None if tensor is None else feature_strip(tensor),
-        )
-    except (RuntimeError, TypeError) as error:
-        # A dtype or layout that torch itself cannot convert must not cost the whole page.
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return replace(seen, problem=f"cannot be measured: {text}")
 
 
 def _tree_order(recording: Recording, by_path: Mapping[str, list[Seen]]) -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from hookline.views.colours import VIRIDIS
+from hookline.views.colours import BLUE_RED, VIRIDIS, Rgb, colour
 from hookline.views.page.extras import load
 
 if TYPE_CHECKING:
@@ -72,18 +73,38 @@ def feature_strip(tensor: Tensor) -> Strip | None:
     Raises:
         HooklineError: pillow is not installed.
     """
-    if not _is_image_like(tensor):
+    if not is_image_like(tensor) or tensor.is_meta:
         return None
     maps = tensor[0, :MAX_CHANNELS].detach().cpu().to(torch.float64)
-    shrink = min(MAX_TILE_PIXELS / max(maps.shape[1:]), 1)
-    height, width = (max(round(side * shrink), 1) for side in maps.shape[1:])
-    maps = adaptive_avg_pool2d(maps[None], (height, width))[0]
-    drawn = [_indices(channel) for channel in maps.numpy()]
+    form = strip_form(tensor.shape)
+    maps = adaptive_avg_pool2d(maps[None], (form.height, form.width))[0]
+    drawn = [in_own_range(channel) for channel in maps.numpy()]
     tiles = np.concatenate([indices for indices, _ in drawn], axis=1)
-    picture = load("PIL.Image").fromarray(tiles)
-    picture.putpalette(_PALETTE)
     ranges = tuple(limits for _, limits in drawn)
-    return Strip(_data_address(picture), width, height, ranges, tensor.shape[1])
+    return Strip(coloured(tiles), form.width, form.height, ranges, form.channels)
+
+
+class StripForm(NamedTuple):
+    """What a strip of a value's feature maps will be, known before it is drawn.
+
+    Args:
+        tiles: how many maps it shows.
+        width: of one tile, in pixels.
+        height: of one tile, in pixels.
+        channels: how many channels the value has in all.
+    """
+
+    tiles: int
+    width: int
+    height: int
+    channels: int
+
+
+def strip_form(shape: Sequence[int]) -> StripForm:
+    """The form of the strip of a value of shape `(N, C, H, W)`."""
+    shrink = min(MAX_TILE_PIXELS / max(shape[2:]), 1)
+    height, width = (max(round(side * shrink), 1) for side in shape[2:])
+    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1])
 
 
 def input_thumbnail(image: Image) -> str:
@@ -94,21 +115,22 @@ def input_thumbnail(image: Image) -> str:
     """
     small = image.convert("RGBA" if "A" in image.getbands() else "RGB")
     small.thumbnail((MAX_IMAGE_PIXELS, MAX_IMAGE_PIXELS))
-    return _data_address(small)
+    return data_address(small)
 
 
-def _is_image_like(tensor: Tensor) -> bool:
+def is_image_like(tensor: Tensor) -> bool:
+    """Whether a tensor holds maps: shape `(N, C, H, W)`, with H and W of at least 4."""
     return (
         not tensor.is_nested
         and tensor.layout is torch.strided
-        and not (tensor.is_complex() or tensor.is_meta or tensor.is_quantized)
+        and not (tensor.is_complex() or tensor.is_quantized)
         and tensor.dim() == 4
         and tensor.numel() > 0
         and min(tensor.shape[2:]) >= _MIN_MAP_PIXELS
     )
 
 
-def _indices(
+def in_own_range(
     channel: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.uint8], tuple[float, float] | None]:
     """A channel as numbers of colours, and its range."""
@@ -116,28 +138,43 @@ def _indices(
     if not is_finite.any():
         return np.full(channel.shape, _NON_FINITE_INDEX, np.uint8), None
     low, high = float(channel[is_finite].min()), float(channel[is_finite].max())
+    return in_range(channel, low, high), (low, high)
+
+
+def in_range(numbers: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:
+    """Numbers as numbers of colours, from the least to the greatest; beyond those, as they."""
+    is_finite = np.isfinite(numbers)
     # Halved, since the difference of the two largest numbers would overflow.
     span = high / 2 - low / 2 or 1.0
-    scaled = (np.where(is_finite, channel, low) / 2 - low / 2) / span
+    scaled = (np.where(is_finite, numbers, low).clip(low, high) / 2 - low / 2) / span
     indices = np.round(scaled * (_NON_FINITE_INDEX - 1)).astype(np.uint8)
-    return np.where(is_finite, indices, np.uint8(_NON_FINITE_INDEX)), (low, high)
+    return np.where(is_finite, indices, np.uint8(_NON_FINITE_INDEX))
 
 
-def _palette() -> list[int]:
-    """Red, green, blue of the 256 colours, one after the other."""
-    flat: list[int] = []
-    for index in range(_NON_FINITE_INDEX):
-        place = index / (_NON_FINITE_INDEX - 1) * (len(VIRIDIS) - 1)
-        left = min(int(place), len(VIRIDIS) - 2)
-        pairs = zip(VIRIDIS[left], VIRIDIS[left + 1], strict=True)
-        flat += [round(a + (b - a) * (place - left)) for a, b in pairs]
-    return [*flat, *_NON_FINITE_RGB]
+def coloured(indices: npt.NDArray[np.uint8], *, is_signed: bool = False) -> str:
+    """Numbers of colours as a picture's `data:` address: viridis, or blue to red for signed ones.
+
+    Raises:
+        HooklineError: pillow is not installed.
+    """
+    picture = load("PIL.Image").fromarray(indices)
+    picture.putpalette(_SIGNED if is_signed else _PLAIN)
+    return data_address(picture)
 
 
-def _data_address(picture: Image) -> str:
+def data_address(picture: Image) -> str:
+    """A picture as a PNG in a `data:` address."""
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode("ascii")
 
 
-_PALETTE = _palette()
+def _palette(anchors: Sequence[Rgb]) -> list[int]:
+    """Red, green, blue of the 256 colours, one after the other."""
+    flat: list[int] = []
+    for index in range(_NON_FINITE_INDEX):
+        flat += colour(index / (_NON_FINITE_INDEX - 1), anchors)
+    return [*flat, *_NON_FINITE_RGB]
+
+
+_PLAIN, _SIGNED = _palette(VIRIDIS), _palette(BLUE_RED)

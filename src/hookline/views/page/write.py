@@ -1,30 +1,29 @@
-"""write_page: a recording as one HTML file. Imports rows, columns, thumbnails, extras."""
+"""write_page: a recording as one HTML file. Imports rows, columns, templates, shown."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import secrets
 from collections.abc import Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hookline.engine.errors import FolderError
 from hookline.recordings import Recording
-from hookline.views.page.columns import Column, columns
+from hookline.views.page.columns import columns
 from hookline.views.page.extras import load
-from hookline.views.page.rows import Row, read_values, tree_rows
-from hookline.views.page.thumbnails import MAX_CHANNELS, input_thumbnail
+from hookline.views.page.rows import Row, tree_rows
+from hookline.views.page.seen import read_values
+from hookline.views.page.shown import failed_passes, notices_of_rows
+from hookline.views.page.templates import environment, table
+from hookline.views.page.thumbnails import input_thumbnail
 from hookline.views.tables import SummaryLike
-from hookline.views.units import count, plural, size
+from hookline.views.units import count, size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FOLDER = Path(__file__).parent
 _FILE_NAME = "report.html"
 _MAX_IMAGES = 12
 
@@ -71,37 +70,22 @@ def write_page(
         HooklineError: jinja2 or pillow is not installed.
     """
     # Both are asked for before any work, so that a missing one is known at once.
-    jinja2, _ = load("jinja2"), load("PIL.Image")
+    templates, _ = environment(), load("PIL.Image")
     rows = tree_rows(recording, read_values(recording))
-    chosen = columns(rows)
-    script = (_FOLDER / "page.js").read_text("utf-8")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("template.html").render(
+    text = templates.get_template("index.html").render(
         title=title,
         subtitle=subtitle,
+        home="",
         model_type=recording.report().model_type,
-        version=_version(),
         now=datetime.now().astimezone(),
         facts=_facts(recording, rows, summary),
         images=[input_thumbnail(image) for image in images[:_MAX_IMAGES]],
         n_images_left_out=max(len(images) - _MAX_IMAGES, 0),
         classes=classes or (),
         notices=_notices(recording, rows, summary),
-        columns=chosen,
-        rows=rows,
-        data=_data(rows, chosen),
+        embedded=True,
+        **table(rows, columns(rows), "#"),
         silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
-        max_channels=MAX_CHANNELS,
-        style=(_FOLDER / "page.css").read_text("utf-8"),
-        script=script,
-        # The only script that the browser runs is ours, whatever a module is called.
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
     )
     return _replace(Path(path), text)
 
@@ -131,43 +115,9 @@ def _notices(
     notices = []
     if summary is not None and summary.failure:
         notices.append((f"The summary's run failed: {summary.failure}", ""))
-    notices += [
-        (f"Pass {one.number} ended with an exception: only what ran before it is here.", "")
-        for one in recording.passes
-        if one.failed
-    ]
-    seen = [(row.seen, row.label) for row in rows if row.seen is not None]
-    broken = sorted((one.order, label) for one, label in seen if one.non_finite)
-    if broken:
-        values = plural(len(broken), "value holds", "values hold")
-        notices.append((f"{values} NaN or infinity; the first, as they ran, is", broken[0][1]))
-    n_overwritten = sum(one.is_overwritten for one, _ in seen)
-    if n_overwritten:
-        values = plural(n_overwritten, "value was", "values were")
-        advice = "Record copies to see them: hl.record(..., copy=True)."
-        notices.append((f"{values} overwritten in place after being recorded. {advice}", ""))
+    notices += failed_passes(recording)
+    notices += notices_of_rows(rows)
     return notices
-
-
-def _data(rows: list[Row], chosen: list[Column]) -> dict[str, Any]:
-    """What the page's script reads: how the lines nest, sort and are found, and their maps."""
-    lines = []
-    for row in rows:
-        strip = row.seen.strip if row.seen else None
-        line: dict[str, Any] = {
-            "label": row.label,
-            "text": " ".join([row.label, row.module_type, *row.aliases]).lower(),
-            "parent": row.parent,
-            "holdsValue": row.seen is not None,
-            "keys": [column.sort_key(row) for column in chosen],
-        }
-        if strip is not None:
-            line["maps"] = {
-                "width": strip.width, "height": strip.height, "ranges": strip.ranges,
-                "channels": strip.channels,
-            }  # fmt: skip
-        lines.append(line)
-    return {"lines": lines, "numbers": [column.is_number for column in chosen]}
 
 
 def _replace(path: Path, text: str) -> Path:
@@ -189,10 +139,3 @@ def _replace(path: Path, text: str) -> Path:
             " on a disk with room."
         ) from error
     return target
-
-
-def _version() -> str:
-    try:
-        return version("hookline")
-    except PackageNotFoundError:  # run from its sources
-        return ""

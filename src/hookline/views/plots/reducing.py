@@ -10,7 +10,6 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
@@ -153,16 +152,26 @@ def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1), found
     if low == high:
         low, high = low - 0.5, high + 0.5
-    edges = np.linspace(low, high, bins + 1)
-    counts = torch.zeros(bins, dtype=torch.int64)
-    inner = torch.from_numpy(edges[1:-1].copy())
+    # Halved where the range itself would overflow.
+    part = 0.5 if math.isinf(high - low) else 1.0
+    ends = (low * part, high * part)
+    edges = np.linspace(*ends, bins + 1)
+    counts = np.zeros(bins, np.int64)
     for piece in pieces(tensor):
         flat = piece.flatten().cpu()
         if found.non_finite:
             flat = flat[flat.isfinite()]
-        places = torch.bucketize(flat, inner, right=True)
-        counts += torch.bincount(places, minlength=bins)
-    return counts.numpy(), edges, found
+        counts += _counts((flat * part if part != 1 else flat).numpy(), edges)
+    edges /= part
+    return counts, edges, found
+
+
+def _counts(numbers: Array, edges: Array) -> Array:
+    try:
+        return np.histogram(numbers, len(edges) - 1, (edges[0], edges[-1]))[0]
+    except ValueError:  # float64 has fewer numbers in the range than there are bins
+        places = np.searchsorted(edges[1:-1], numbers, side="right")
+        return np.bincount(places, minlength=len(edges) - 1)
 
 
 def range_text(data: Tensor) -> str:

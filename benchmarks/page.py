@@ -1,0 +1,90 @@
+"""`python -m benchmarks.page`: how soon the page of a recording of 2,000 sites and 50 GB is there.
+
+In a real Chromium (Debian's), against the server in a process of its own: until the first paint of
+the table and of a site's page, and the server's memory before and after many sites were looked at.
+The recording's files are sparse: they take no room on the disk, and reading them costs no seek.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import monotonic, sleep
+
+from playwright.sync_api import Page, sync_playwright
+
+from benchmarks.large_recording import write
+
+_SITES, _BYTES = 2000, 25 * 1024**2
+_PAINT = """new Promise((done) => {
+  const found = () => performance.getEntriesByName("first-contentful-paint")[0];
+  if (found()) done(found().startTime);
+  new PerformanceObserver(() => found() && done(found().startTime))
+    .observe({ type: "paint", buffered: true });
+})"""
+
+
+def main() -> None:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = write(Path(place) / "large", _SITES, _BYTES)
+        command = [sys.executable, "-m", "hookline.cli", "view", str(folder), "--no-open"]
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert server.stdout is not None
+            text = ""
+            while not (found := re.search(r"http://\S+", text)):
+                text += server.stdout.readline()
+            _measure(found[0], server.pid)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _measure(address: str, pid: int) -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto("about:blank")
+        print(f"{_SITES:,} sites of {_BYTES / 1024**2:.0f} MiB")
+        print(f"  the table, first time:   first paint {_painted(page, address):5.0f} ms")
+        again = [_painted(page, address) for _ in range(5)]
+        print(f"  the table, again:        first paint {statistics.median(again):5.0f} ms")
+        before = _memory(pid)
+        sites, full = [], []
+        for k in range(40):
+            start = monotonic()
+            where = f"{address}site?at=layer{k % 20}.block{k % 10}.conv{k % 7}"
+            sites.append(_painted(page, where))
+            page.wait_for_selector(".waiting", state="detached")
+            full.append(1000 * (monotonic() - start))
+        print(f"  a site's page:           first paint {statistics.median(sites):5.0f} ms,"
+              f" its statistics {statistics.median(full):.0f} ms")  # fmt: skip
+        after = _memory(pid)
+        print(f"  the server's memory:     {before:.0f} MiB, after 40 sites {after:.0f} MiB")
+        browser.close()
+
+
+def _painted(page: Page, address: str) -> float:
+    page.goto(address, wait_until="commit")
+    milliseconds: float = page.evaluate(_PAINT)
+    return milliseconds
+
+
+def _memory(pid: int) -> float:
+    sleep(0.5)
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+if __name__ == "__main__":
+    main()

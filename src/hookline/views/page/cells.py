@@ -1,0 +1,58 @@
+"""The cells of a line of the table, as HTML. Imports columns, links.
+
+Written here and not in a template, since a table of 2,000 lines has 25,000 of them.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from hookline.views.page.columns import Column
+from hookline.views.page.rows import Row
+from hookline.views.page.seen import Seen
+
+
+def cells_html(row: Row, chosen: list[Column], link: str, strip_link: str) -> str:
+    """All cells of a line but the first, every text escaped.
+
+    Args:
+        row: the line.
+        chosen: the columns.
+        link: where the line leads.
+        strip_link: where its feature maps are, if they have not been drawn yet.
+    """
+    parts = [f'<td class="type">{escape(row.module_type)}</td>']
+    seen = row.seen
+    if seen is not None and seen.problem:
+        span = len(chosen) - 2
+        parts.append(f'<td class="problem" colspan="{span}">{escape(seen.problem)}</td>')
+        return "".join(parts)
+    for column in chosen[2:]:
+        kind, style, content = column.key, "", ""
+        if column.is_number:
+            kind += " number"
+        if seen is not None:
+            if column.key == "maps":
+                content = _maps(row, seen, link, strip_link)
+            else:
+                content = escape(column.text(row))
+            if column.key == "non-finite" and seen.non_finite:
+                kind += " bad"
+            if column.key == "zeros" and seen.statistics is not None:
+                style = f' style="--share: {seen.statistics.zeros or 0:.4f}"'
+        parts.append(f'<td class="{kind}"{style}>{content}</td>')
+    return "".join(parts)
+
+
+def _maps(row: Row, seen: Seen, link: str, strip_link: str) -> str:
+    form = seen.form
+    if form is None:
+        return ""
+    source = seen.strip.source if seen.strip is not None else strip_link
+    coarse = ' class="coarse"' if form.height < 24 else ""
+    label = escape(f"Feature maps of {row.label}, larger")
+    return (
+        f'<a href="{escape(link)}" aria-label="{label}"><img src="{escape(source)}" alt=""'
+        f' loading="lazy" width="{form.width * form.tiles}" height="{form.height}"'
+        f' style="--tiles: {form.tiles}"{coarse}></a>'
+    )

@@ -1,0 +1,68 @@
+"""How a place in a recording is written in an address, and read back. Imports seen."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl, quote_plus
+
+from hookline.engine.errors import InputError
+from hookline.views.page.pictures import ORDERS, Choice
+from hookline.views.page.seen import Place
+
+# So that a name with lone surrogates, which UTF-8 refuses, can be linked to as well.
+_ERRORS = "surrogatepass"
+
+
+def query_of(place: Place, choice: Choice | None = None) -> str:
+    """A place, and what of it is drawn, as the query of an address.
+
+    >>> query_of(Place("layer1:grad_output", 0, 2), Choice(sample=3))
+    'at=layer1%3Agrad_output&pass=0&call=2&sample=3'
+    """
+    at = quote_plus(place.at, errors=_ERRORS)
+    text = f"at={at}&pass={place.pass_number}&call={place.call}"
+    if place.backward is not None:
+        text += f"&backward={place.backward}"
+    if choice is not None:
+        for name, usual in (("sample", 0), ("order", "index"), ("first", 0)):
+            if getattr(choice, name) != usual:
+                text += f"&{name}={getattr(choice, name)}"
+    return text
+
+
+def parameters_of(query: bytes) -> dict[str, str]:
+    """The parameters of an address; of one that is given twice, the last.
+
+    Raises:
+        InputError: there are too many.
+    """
+    try:
+        pairs = parse_qsl(query.decode("ascii", "replace"), True, errors=_ERRORS, max_num_fields=20)
+    except ValueError as error:
+        raise InputError("this address cannot be read.\nGo to the start page.") from error
+    return dict(pairs)
+
+
+def choice_of(parameters: dict[str, str]) -> Choice:
+    """What is to be drawn.
+
+    Raises:
+        InputError: a number is none, or there is no such order.
+    """
+    order = parameters.get("order", "index")
+    if order not in ORDERS:
+        raise InputError(f"there is no order {order!r}.\nWrite order={', '.join(ORDERS)}.")
+    return Choice(number(parameters, "sample") or 0, order, number(parameters, "first") or 0)
+
+
+def number(parameters: dict[str, str], name: str) -> int | None:
+    """A parameter that is a whole number from 0; None if it is not given.
+
+    Raises:
+        InputError: it is something else.
+    """
+    text = parameters.get(name, "")
+    if not text:
+        return None
+    if not (text.isdecimal() and text.isascii() and len(text) < 10):
+        raise InputError(f"{name}={text[:20]!r} is no number.\nWrite {name}=0, or leave it out.")
+    return int(text)

@@ -1,0 +1,246 @@
+"""The pictures of a site's page: a grid of channels, a map of tokens, class maps over the input.
+
+Imports thumbnails, plots (only what needs no matplotlib).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from hookline.engine.errors import HooklineError, InputError
+from hookline.views.page.extras import load
+from hookline.views.page.thumbnails import coloured, data_address, in_own_range, in_range
+from hookline.views.plots.reducing import cells, order_of, range_text, scale_of, smaller
+from hookline.views.plots.values import Arranged, Value, arrange
+from hookline.views.units import measure
+
+PER_PAGE = 32
+ORDERS = ("index", "mean", "std", "max")
+_TILE = 96  # pixels, the longest side
+_TABLE = (160, 480)  # rows and columns, at most
+_MANY = 2**22  # elements of a table that are averaged; of more, some are left out first
+_SIDE = 384  # pixels, of a class map
+
+
+@final
+@dataclass(frozen=True)
+class Tile:
+    """One picture: its `data:` address, and what is written below it."""
+
+    source: str
+    caption: str
+
+
+@final
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn of one sample.
+
+    Args:
+        kind: "channels" for a grid of maps, "table" for one map of rows and columns.
+        tiles: the pictures.
+        about: how the value was read, what rows and columns are, the scale of colours.
+        total: how many channels there are.
+        first: the number of the first one shown.
+        n_samples: how many samples can be stepped through.
+        channels: which channels are shown, in order.
+    """
+
+    kind: str
+    tiles: tuple[Tile, ...]
+    about: str
+    total: int = 1
+    first: int = 0
+    n_samples: int = 1
+    channels: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """What of a value is to be drawn.
+
+    Args:
+        sample: which sample.
+        order: of channels: as they are, or the largest mean, deviation or maximum first.
+        first: from which place in that order.
+        channels: these channels and no others; so pictures side by side show the same.
+    """
+
+    sample: int = 0
+    order: str = "index"
+    first: int = 0
+    channels: tuple[int, ...] = ()
+
+
+def picture_of(tensor: Tensor, module_type: str, choice: Choice) -> Picture:
+    """Draw one sample of a value.
+
+    Raises:
+        InputError: it cannot be drawn; the first line says why.
+        HooklineError: pillow is not installed.
+    """
+    return _drawn(_arranged(tensor, module_type, choice.sample), choice)
+
+
+def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -> Picture:
+    """Draw one sample of the first less the second: red where the first is greater.
+
+    Raises:
+        InputError: it cannot be drawn.
+    """
+    one, other = (_arranged(tensor, module_type, choice.sample) for tensor in (a, b))
+    gap = one[0].data.double() - other[0].data.double()
+    return _drawn((replace(one[0], data=gap), one[1]), choice, is_signed=True)
+
+
+def class_maps(activation: Tensor, gradient: Tensor, image: Tensor, sample: int) -> list[Tile]:
+    """Grad-CAM of one sample over the image: what raises, then what lowers, the number.
+
+    The number is that on which backward() was called: of a loss, what lowers it speaks for the
+    class. Each channel is weighed by the mean of its gradient (Selvaraju et al., 2017).
+
+    Args:
+        activation: shape `(batch, channels, height, width)`.
+        gradient: of the same shape.
+        image: shape `(batch, 1 or 3, height, width)`.
+        sample: which of the batch.
+
+    Returns:
+        Two tiles; none if the three do not fit together, or are not finite.
+    """
+    shapes = [tensor.dim() == 4 and tensor.is_floating_point() for tensor in (activation, gradient)]
+    if not all(shapes) or activation.shape != gradient.shape or not 0 <= sample < len(activation):
+        return []
+    if not is_picture(image) or len(image) != len(activation):
+        return []
+    maps, slopes = (tensor[sample].detach().cpu().double() for tensor in (activation, gradient))
+    weighted = (maps * slopes.mean((1, 2), keepdim=True)).sum(0)
+    if not bool(weighted.isfinite().all()):
+        return []
+    ground = _grey(image[sample])
+    texts = ("what raises it", "what lowers it")
+    return [
+        Tile(_overlaid(ground, one.relu()), text)
+        for one, text in zip((weighted, -weighted), texts, strict=True)
+    ]
+
+
+def is_picture(tensor: Tensor) -> bool:
+    """Whether a tensor is a batch of pictures: `(batch, 1 or 3, height, width)`, floating."""
+    return tensor.dim() == 4 and tensor.shape[1] in (1, 3) and tensor.is_floating_point()
+
+
+def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
+    """One sample, channels first, and how many samples there are."""
+    if tensor.dim() > 5:
+        raise InputError(f"there is no picture of {tensor.dim()} dimensions.")
+    value = Value("it", module_type, tensor)
+    # Rows of a table are samples as well as tokens: all are shown at once.
+    arranged = arrange(value, "TC" if tensor.dim() == 2 else None, sample)
+    batched = tensor.dim() > 2
+    return arranged, tensor.shape[0] if batched else 1
+
+
+def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_signed: bool = False) -> Picture:
+    arranged, n_samples = found
+    if len(arranged.space) < 2:
+        return _table(arranged, n_samples, is_signed)
+    data = arranged.data
+    chosen = order_of(data, choice.order, None, "it")
+    first = min(max(choice.first, 0), max(len(chosen) - 1, 0)) // PER_PAGE * PER_PAGE
+    shown = chosen[first : first + PER_PAGE]
+    if choice.channels and max(choice.channels) < len(data):
+        shown = list(choice.channels)
+    scale = scale_of(data[shown], robust=True, signed=True) if is_signed else None
+    tiles = []
+    for channel in shown:
+        drawn = smaller(data[channel][None].double(), _TILE)[0].numpy()
+        if scale is None:
+            source = coloured(in_own_range(drawn)[0])
+        else:
+            source = coloured(in_range(drawn, scale.low, scale.high), is_signed=True)
+        tiles.append(Tile(source, f"{channel}: {range_text(data[channel])}"))
+    about = f"{arranged.text}; each channel from its least value (dark) to its greatest (light)"
+    if scale is not None:
+        about = f"{arranged.text}; blue below zero, red above, to ±{measure(scale.high)}"
+    return Picture("channels", tuple(tiles), about, len(chosen), first, n_samples, tuple(shown))
+
+
+def _table(arranged: Arranged, n_samples: int, is_signed: bool) -> Picture:
+    """Rows of tokens, places or samples; columns of features."""
+    rows = arranged.data.reshape(len(arranged.data), -1).T
+    height, width = rows.shape
+    steps = [1, 1]
+    while rows.numel() > _MANY:  # to average so many takes longer than anybody looks
+        longest = int(rows.shape[1] >= rows.shape[0])
+        rows = rows[:, ::2] if longest else rows[::2]
+        steps[longest] *= 2
+    small = cells(rows.double(), _TABLE)
+    scale = scale_of(small, robust=True, signed=is_signed or None)
+    drawn = in_range(small.numpy(), scale.low, scale.high)
+    ends = f"{measure(scale.low)} to {measure(scale.high)}"
+    colours = f"blue below zero, red above, {ends}" if scale.is_signed else f"dark to light, {ends}"
+    size = f"{height:,} x {width:,}"
+    text = f"{arranged.text}; {size}, rows downwards, features to the right; {colours}"
+    if tuple(small.shape) != (height, width):
+        text += "; each dot is the mean of an area"
+    if steps != [1, 1]:
+        text += f", of one element in {math.prod(steps)}"
+    tile = Tile(coloured(drawn, is_signed=scale.is_signed), f"{size}: {range_text(rows)}")
+    return Picture("table", (tile,), text, 1, 0, n_samples)
+
+
+def _grey(image: Tensor) -> np.ndarray[Any, Any]:
+    """A picture in grey, from its least value to its greatest, at most `_SIDE` pixels wide."""
+    small = smaller(image.detach().cpu().double(), _SIDE).mean(0).nan_to_num(0.0, 0.0, 0.0)
+    low, high = float(small.min()), float(small.max())
+    grey: np.ndarray[Any, Any] = ((small - low) / ((high - low) or 1.0)).numpy()
+    return grey
+
+
+def _overlaid(ground: np.ndarray[Any, Any], weights: Tensor) -> str:
+    top = float(weights.max())
+    share = (weights / (top or 1.0))[None, None]
+    spread = interpolate(share, ground.shape, mode="bilinear", align_corners=False)[0, 0].numpy()
+    places = np.linspace(0, 1, len(_HEAT))
+    colours = np.stack([np.interp(spread, places, _HEAT[:, k]) for k in range(3)], axis=-1)
+    blended = 0.5 * 255 * ground[:, :, None] + 0.5 * colours
+    picture = load("PIL.Image").fromarray(np.round(blended).astype(np.uint8))
+    return data_address(picture)
+
+
+# Black, through purple and orange, to pale yellow: magma, whose lightness rises evenly.
+_HEAT = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], float)
+
+
+def problem_of(error: HooklineError) -> str:
+    """What a page says where there is no picture: the first line, without the label's place."""
+    return str(error).splitlines()[0]
+
+
+def histogram_path(counts: Sequence[int], width: float = 480, height: float = 96) -> str:
+    """Counts as the outline of a drawing: an SVG path of bars, their heights logarithmic.
+
+    >>> histogram_path([0, 9, 0], 3, 10)
+    'M1 10V0H2V10Z'
+    """
+    heights = np.log1p(np.asarray(counts, float))
+    top = float(heights.max()) if len(counts) else 0.0
+    if not top:
+        return ""
+    step = width / len(counts)
+    parts = []
+    for k, one in enumerate(heights):
+        if one:
+            y = height - max(height * float(one) / top, 1.0)
+            ends = f"{k * step:.4g} {height:g}V{y:.3g}H{(k + 1) * step:.4g}V{height:g}Z"
+            parts.append(f"M{ends}")
+    return "".join(parts)

@@ -1,0 +1,244 @@
+"""The page as a server: recordings in, an ASGI app out. Imports all of the page.
+
+    /           the table of all values         /measure   numbers of some lines, as JSON
+    /site       one value                       /numbers   one value's numbers, as HTML
+    /strip      a line's feature maps, as PNG   /state     whether the recording has changed
+
+No part of an address is ever the name of a file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any, final
+
+from hookline.engine.errors import FolderError, HooklineError, InputError
+from hookline.views.page.extras import load
+from hookline.views.page.guard import Guard, Rules
+from hookline.views.page.links import choice_of, number, parameters_of, query_of
+from hookline.views.page.seen import Seen
+from hookline.views.page.shown import Shown, notices_of
+from hookline.views.page.site_view import site_view
+from hookline.views.page.sources import Shelf
+from hookline.views.page.templates import environment, script_hash, sort_keys, table
+from hookline.views.page.thumbnails import feature_strip
+from hookline.views.units import size
+
+# Up to here values are measured as soon as the page is open; beyond, when it is asked for.
+_UNASKED_BYTES = 1024**3
+_SECONDS = 0.2  # of measuring, for each answer
+
+
+@final
+class Pages:
+    """What the server answers, one method for each address. Each takes the address's parameters.
+
+    Args:
+        shelf: what is shown.
+
+    Raises:
+        HooklineError: jinja2 or pillow is not installed.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        load("PIL.Image")
+        self._shelf = shelf
+        self._templates = environment()
+        self._templates.globals["is_served"] = True
+
+    def index(self, _: dict[str, str]) -> tuple[str, str]:
+        """The table of all values."""
+        shown, state = self._shelf.shown()
+        report = shown.recording.report()
+        to_measure = shown.bytes_to_measure
+        names = [name for name in shown.names if name]
+        found = table(
+            shown.rows,
+            shown.columns,
+            "site?",
+            "strip?",
+            sort="gap" if shown.other is not None else None,
+            size=size(to_measure),
+            start=to_measure <= _UNASKED_BYTES,
+        )
+        for line, row in zip(found["data"]["lines"], shown.rows, strict=True):
+            line["waits"] = row.seen is not None and not shown.is_measured(row.seen)
+        return "text/html", self._render(
+            "index.html",
+            title=" and ".join(_last(name) for name in names),
+            home="",
+            state=state,
+            subtitle="two recordings compared" if shown.other is not None else "",
+            where=", ".join(names),
+            model_type=report.model_type,
+            facts=[
+                ("Sites", f"{len(shown.recording.sites):,}"),
+                ("Values", f"{len(shown.values):,}"),
+                ("Passes", f"{len(shown.recording.passes):,}"),
+                ("Size", size(sum(seen.n_bytes for seen in shown.values))),
+            ],
+            images=(),
+            classes=(),
+            n_images_left_out=0,
+            notices=notices_of(shown),
+            embedded=False,
+            **found,
+            silent=[(site, report.why.get(site, "")) for site in report.silent],
+        )
+
+    def site(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """One value's page."""
+        shown, state = self._shelf.shown()
+        seen = _named(shown, parameters)
+        view = site_view(shown, seen, choice_of(parameters))
+        parts = seen.site.path.split(".") if seen.site.path else []
+        trail = []
+        for k, part in enumerate(parts):
+            href = ""
+            if k < len(parts) - 1:
+                at = str(type(seen.site)(".".join(parts[: k + 1]), "output"))
+                if shown.of_site(at):
+                    href = f"site?{query_of(shown.of_site(at)[0].place)}"
+            trail.append((part, href))
+        return "text/html", self._render(
+            "site.html", title=view.label, home="./", state=state, view=view, trail=trail
+        )
+
+    def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """The numbers of one value, which take a while, for its page."""
+        shown, _ = self._shelf.shown()
+        seen = _named(shown, parameters)
+        of_other = parameters.get("of") == "other"
+        there = shown.there(seen.place)
+        if of_other and there is None:
+            raise InputError("the other recording has no such value.\nGo to the start page.")
+        with shown.reading():
+            found = shown.measure(there if of_other and there else seen, of_other=of_other)
+        template = self._templates.get_template("site_parts.html")
+        return "text/html", str(template.module.numbers(found))
+
+    def strip(self, parameters: dict[str, str]) -> tuple[str, bytes]:
+        """The feature maps of a line."""
+        shown, _ = self._shelf.shown()
+        seen = _named(shown, parameters)
+        with shown.reading():
+            strip = feature_strip(shown.tensor(seen))
+        if strip is None:
+            raise InputError("this value has no feature maps.\nGo to its own page.")
+        return "image/png", base64.b64decode(strip.source.partition(",")[2])
+
+    def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Measure some lines, and say what was found."""
+        shown, state = self._shelf.shown()
+        if parameters.get("state", state) != state:
+            return "application/json", "{}"  # its lines are another recording's
+        done, after = shown.measure_some(number(parameters, "from") or 0, _SECONDS)
+        lines = []
+        for at in done:
+            row = shown.rows[at]
+            assert row.seen is not None
+            lines.append({
+                "line": at,
+                "cells": [column.text(row) for column in shown.columns],
+                "keys": sort_keys(row, shown.columns),
+                "bad": row.seen.non_finite > 0,
+                "problem": row.seen.problem,
+            })  # fmt: skip
+        answer = {"lines": lines, "next": after, "notices": notices_of(shown)}
+        return "application/json", json.dumps(answer)
+
+    def state(self, _: dict[str, str]) -> tuple[str, str]:
+        """Whether the recording is still the one that pages show."""
+        state = self._shelf.state()
+        missing = [
+            source.name
+            for source in (self._shelf.source, self._shelf.other)
+            if source is not None and not source.state()
+        ]
+        gone = f"{', '.join(missing)} holds no recording now: deleted, or being replaced."
+        return "application/json", json.dumps({"state": state, "gone": gone if missing else ""})
+
+    def problem(self, error: Exception) -> tuple[int, str]:
+        """A page that says what went wrong, and its status."""
+        if isinstance(error, FolderError):
+            status, title = 503, "This recording cannot be shown"
+            lines = str(error).splitlines()
+            lines.append("This page follows: it shows the recording as soon as it can be read.")
+        elif isinstance(error, HooklineError):
+            status, title, lines = 404, "There is nothing to show", str(error).splitlines()
+        else:
+            status, title = 500, "This page could not be made"
+            text = (str(error).strip().splitlines() or [""])[0]
+            lines = [f"{type(error).__name__}: {text}", "The terminal that serves it shows more."]
+        state = self._shelf.state() if status == 503 else "error"
+        return status, self._render(
+            "message.html", title=title, home="./", lines=lines,
+            **({"state": state} if status == 503 else {}),
+        )  # fmt: skip
+
+    def _render(self, template: str, **values: Any) -> str:
+        return str(self._templates.get_template(template).render(**values))
+
+
+def make_app(shelf: Shelf, rules: Rules) -> Any:
+    """The server's app, as ASGI has it.
+
+    Args:
+        shelf: what is shown.
+        rules: whom to answer.
+
+    Raises:
+        HooklineError: starlette, jinja2 or pillow is not installed.
+    """
+    applications, routing = load("starlette.applications"), load("starlette.routing")
+    responses, concurrency = load("starlette.responses"), load("starlette.concurrency")
+    pages = Pages(shelf)
+
+    def answer(make: Callable[[dict[str, str]], tuple[str, Any]], query: bytes) -> Any:
+        try:
+            media, content = make(parameters_of(query))
+        except HooklineError as error:
+            status, content = pages.problem(error)
+            return _response(responses, content, "text/html", status)
+        return _response(responses, content, media, 200)
+
+    def route(path: str, make: Callable[[dict[str, str]], tuple[str, Any]]) -> Any:
+        async def endpoint(request: Any) -> Any:
+            query = request.scope["query_string"]
+            return await concurrency.run_in_threadpool(answer, make, query)
+
+        return routing.Route(path, endpoint)
+
+    def failed(_: Any, error: Exception) -> Any:
+        status, content = pages.problem(error)
+        return _response(responses, content, "text/html", status)
+
+    def missing(_: Any, __: Exception) -> Any:
+        return failed(None, InputError("there is no such page.\nGo to the start page."))
+
+    routes = [
+        route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
+        route("/strip", pages.strip), route("/measure", pages.measure),
+        route("/state", pages.state),
+    ]  # fmt: skip
+    handlers = {404: missing, Exception: failed}
+    return Guard(
+        applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hash()
+    )
+
+
+def _response(responses: Any, content: str | bytes, media: str, status: int) -> Any:
+    # Names of modules may hold lone surrogates, which UTF-8 refuses.
+    body = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
+    return responses.Response(body, status, media_type=media)
+
+
+def _named(shown: Shown, parameters: dict[str, str]) -> Seen:
+    where = (number(parameters, name) for name in ("pass", "call", "backward"))
+    return shown.find(parameters.get("at", ""), *where)
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or name

@@ -1,0 +1,155 @@
+"""hookline view, as a person types it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import chdir
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import hookline as hl
+from hookline.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    with hl.record(model) as run:
+        model(torch.ones(1, 2))
+    return run.save(tmp_path_factory.mktemp("runs") / "run")
+
+
+def run(*args: object, cwd) -> SimpleNamespace:
+    with chdir(cwd):
+        result = CliRunner().invoke(app, list(map(str, args)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return SimpleNamespace(returncode=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The addresses that were opened in a browser."""
+    addresses = []
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr("webbrowser.open", addresses.append)
+    return addresses
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """A server that ends as soon as it runs."""
+    monkeypatch.setattr("hookline.views.page.serving.Serving.run", lambda self: self.close())
+
+
+def test_it_serves_until_ctrl_c_and_says_where(folder):
+    command = [sys.executable, "-m", "hookline.cli", "view", folder, "--port", "0", "--no-open"]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = [done.stdout.readline() for _ in range(3)]
+    (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", "".join(lines))
+    with urlopen(address, timeout=30) as answer:
+        assert "ReLU" in answer.read().decode()
+    done.send_signal(signal.SIGINT)
+    _, errors = done.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert done.returncode in (0, 130, -signal.SIGINT)
+
+
+def test_it_opens_the_browser_unless_told_not_to(folder, opened, at_once, tmp_path):
+    done = run("view", folder, "--port", 0, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert opened
+    assert opened[0] in done.stdout
+    run("view", folder, "--port", 0, "--no-open", cwd=tmp_path)
+    assert len(opened) == 1
+
+
+def test_without_a_screen_no_text_browser_takes_the_terminal(
+    folder, opened, at_once, tmp_path, monkeypatch
+):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    run("view", folder, "--port", 0, cwd=tmp_path)
+    assert opened == []
+
+
+def test_a_port_that_is_taken_is_said_and_the_next_one_used(folder, at_once, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("view", folder, "--port", port, "--no-open", cwd=tmp_path)
+    assert done.returncode == 0
+    assert re.match(rf"hookline: port {port} is taken; using \d+\.", done.stderr)
+
+
+def test_an_address_for_others_comes_with_a_token(folder, at_once, tmp_path):
+    done = run("view", folder, "--host", "0.0.0.0", "--port", 0, "--no-open", cwd=tmp_path)
+    assert re.search(r"http://\S+/\?token=\S{24,}", done.stdout)
+    assert "only with it" in done.stdout
+
+
+def test_two_folders_are_compared(folder, at_once, tmp_path):
+    done = run("view", folder, folder, "--port", 0, "--no-open", cwd=tmp_path)
+    assert f"{folder} and {folder} at" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "there is no such folder"),
+        (lambda path: path.mkdir(), "it has no manifest.json"),
+        (lambda path: path.write_text(""), "it is a file"),
+    ],
+)
+def test_what_is_no_recording_is_said_before_anything_is_served(tmp_path, make, said):
+    make(tmp_path / "none")
+    done = run("view", "none", "--no-open", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hookline: none is not a recording")
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3
+
+
+def test_a_folder_that_is_not_there_yet_can_be_waited_for(tmp_path, at_once):
+    done = run("view", "later", cwd=tmp_path)
+    assert "To wait for one that is still to be written: --wait." in done.stderr
+    done = run("view", "later", "--wait", "--port", 0, "--no-open", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_version_says_what_to_do(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "run")
+    path = copy / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 7'))
+    done = run("view", "run", "--no-open", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Open it with the hookline that wrote it" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["uvicorn", "starlette.applications"])
+def test_a_missing_extra_is_named(folder, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    done = run("view", folder, "--no-open", cwd=tmp_path)
+    assert done.returncode == 2
+    expected = 'hookline view needs starlette and uvicorn: pip install "hookline[cli,page]"'
+    assert expected in done.stderr
+
+
+def test_inspect_opens_its_page_when_asked(opened, tmp_path):
+    done = run("inspect", "demo:digits", "demo", "--out", "out", "--open", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert opened == [(tmp_path / "out" / "report.html").as_uri()]
+    assert os.listdir(tmp_path) == ["out"]

@@ -1,0 +1,90 @@
+"""Recordings in folders, a server on each, and a browser."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import Request, build_opener
+
+import pytest
+import torch
+from playwright.sync_api import sync_playwright
+from torch import nn
+
+import hookline as hl
+from hookline.views.page import FolderSource, Serving, Shelf
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def served():
+    """`served(folder, ...)`: a server for one folder or two; `get(path)` asks it."""
+    with ExitStack() as ends:
+
+        def serve(*folders, host="127.0.0.1"):
+            serving = Serving(Shelf(*map(FolderSource, folders)), host, port=0)
+            serving.start()
+            ends.callback(serving.close)
+            base = f"http://127.0.0.1:{serving.port}/"
+            opener = build_opener()
+
+            def get(path="", **headers):
+                """Status, text and headers of an answer; redirects are followed."""
+                method = headers.pop("method", "GET")
+                request = Request(base + path, headers=headers, method=method)
+                try:
+                    answer = opener.open(request, timeout=30)
+                except HTTPError as error:
+                    answer = error
+                with answer:
+                    text = answer.read().decode("utf-8", "replace")
+                    return SimpleNamespace(status=answer.status, text=text, headers=answer.headers)
+
+            return SimpleNamespace(get=get, base=base, serving=serving)
+
+        yield serve
+
+
+class Convs(nn.Module):
+    """Two convolutions, of which one runs twice, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 40, 3, padding=1)
+        self.again = nn.Conv2d(40, 40, 3, padding=1)
+        self.head = nn.Linear(40, 4)
+
+    def forward(self, x):
+        x = self.again(self.again(self.first(x).relu()))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Folders: "a" and "b" differ from `again` on; "passes" has three, with gradients."""
+    torch.manual_seed(0)
+    model, place = Convs(), tmp_path_factory.mktemp("runs")
+    x = torch.rand(2, 3, 8, 8)
+    with torch.no_grad(), hl.record(model, copy=True) as run:
+        model(x)
+    run.save(place / "a")
+    with torch.no_grad(), hl.edit(model, "again", hl.edits.scale(0.5)):
+        with hl.record(model, copy=True) as run:
+            model(x)
+    run.save(place / "b")
+    ports = ("input", "output", "grad_output")
+    with hl.record(model, ["", "first", "again", "head"], ports=ports, copy=True) as run:
+        for step in range(3):
+            model(x + step)[:, 0].sum().backward()
+    run.save(place / "passes")
+    return place

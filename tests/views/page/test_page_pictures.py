@@ -1,0 +1,109 @@
+"""What is drawn of a value, against what it should show."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import hookline as hl
+from hookline.engine.errors import InputError
+from hookline.views.page.pictures import (
+    Choice,
+    class_maps,
+    difference_picture,
+    histogram_path,
+    picture_of,
+)
+
+
+def pixels(tile) -> np.ndarray:
+    data = base64.b64decode(tile.source.partition(",")[2])
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), float)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.conv(x).relu().mean((2, 3)))
+
+
+def test_class_maps_are_those_of_hl_cam_where_the_same_is_differentiated():
+    torch.manual_seed(1)
+    model = Net().eval()
+    x = torch.rand(2, 3, 16, 16)
+    with hl.record(model, "conv", ports=("output", "grad_output")) as run:
+        model(x)[:, 2].sum().backward()
+    expected = hl.cam(model, x, "conv", target=2).maps
+    for sample in range(2):
+        raises, lowers = class_maps(run["conv"], run["conv:grad_output"], x, sample)
+        assert (raises.caption, lowers.caption) == ("what raises it", "what lowers it")
+        grey = x[sample].mean(0)
+        grey = (grey - grey.min()) / (grey.max() - grey.min())
+        heat = pixels(raises) - 127.5 * grey[:, :, None].numpy()
+        # Magma's red rises all the way: where there is more of it, the map is greater.
+        one = expected[sample].flatten().numpy()
+        order = np.corrcoef(one, heat[:, :, 0].flatten())[0, 1]
+        assert order > 0.9
+        at = np.unravel_index(int(expected[sample].argmax()), (16, 16))
+        assert heat[at][0] > 120
+        assert np.abs(heat[expected[sample].numpy() == 0]).max() < 4
+
+
+def test_there_is_no_class_map_of_what_does_not_fit_together():
+    maps, image = torch.rand(2, 4, 5, 5), torch.rand(2, 3, 8, 8)
+    assert class_maps(maps, maps, image, 1)
+    assert class_maps(maps, maps[:, :, :4], image, 0) == []
+    assert class_maps(maps, maps, image[:1], 0) == []
+    assert class_maps(maps, maps, torch.rand(2, 7, 8, 8), 0) == []
+    assert class_maps(maps, maps * float("nan"), image, 0) == []
+    assert class_maps(maps, maps, image, 2) == []
+
+
+def test_channels_are_pages_of_32_and_can_be_ordered():
+    value = torch.arange(80.0)[None, :, None, None] * torch.rand(1, 80, 4, 4)
+    found = picture_of(value, "Conv2d", Choice(first=64))
+    assert (found.kind, found.total, found.first) == ("channels", 80, 64)
+    assert found.channels == tuple(range(64, 80))
+    largest = picture_of(value, "Conv2d", Choice(order="max")).channels[0]
+    assert largest == int(value.amax((2, 3)).argmax())
+
+
+def test_tokens_are_one_table_and_large_ones_say_what_was_left_out():
+    found = picture_of(torch.randn(2, 5, 7), "Linear", Choice(sample=1))
+    assert (found.kind, found.n_samples) == ("table", 2)
+    assert pixels(found.tiles[0]).shape == (5, 7, 3)
+    assert "5 x 7, rows downwards" in found.about
+    large = picture_of(torch.randn(1, 2000, 4000), "Linear", Choice())
+    assert "of one element in 2" in large.about
+    assert pixels(large.tiles[0]).shape == (160, 480, 3)
+
+
+def test_a_difference_is_blue_where_the_second_is_greater():
+    a, b = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4)
+    a[0, 0, 0], b[0, 0, 3] = 1.0, 1.0
+    (tile,) = difference_picture(a, b, "Conv2d", Choice()).tiles
+    shown = pixels(tile)
+    assert shown[0, 0, 0] > shown[0, 0, 2]
+    assert shown[3, 0, 2] > shown[3, 0, 0]
+
+
+def test_what_has_no_picture_says_why():
+    with pytest.raises(InputError, match="no picture of 6 dimensions"):
+        picture_of(torch.ones(1, 1, 1, 1, 1, 1), "", Choice())
+    with pytest.raises(InputError, match="it is empty"):
+        picture_of(torch.ones(0, 3), "", Choice())
+
+
+def test_a_histogram_without_elements_is_no_path():
+    assert histogram_path([0, 0]) == ""
+    assert histogram_path([]) == ""

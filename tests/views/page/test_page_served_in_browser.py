@@ -1,0 +1,216 @@
+"""The served page in a real browser: by mouse, by keyboard, in the dark, on a phone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+import hookline as hl
+from benchmarks.large_recording import write as write_large
+
+PHONE = {"width": 390, "height": 800}
+
+
+@pytest.fixture
+def visit(browser, served):
+    """`visit(*folders)`: a page in a fresh window; what it logs and asks for is checked."""
+    complaints, contexts = [], []
+
+    def visit(*folders, path="", **options):
+        server = served(*folders)
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: complaints.append("a dialog opened"))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("data:", server.base)) or complaints.append(request.url)
+            ),
+        )
+        page.goto(server.base + path)
+        page.base = server.base
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def faults(page) -> list[str]:
+    """What axe finds of serious or critical weight."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {one['nodes'][0]['html']}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+def labels(page) -> list[str]:
+    return page.locator("#modules tbody tr:not([hidden]) th .label").all_inner_texts()
+
+
+def is_measured(page):
+    expect(page.get_by_role("button", name=re.compile("^Measur"))).to_be_hidden()
+
+
+def test_it_opens_measures_searches_sorts_and_leads_to_a_value(visit, runs):
+    page = visit(runs / "a")
+    expect(page.get_by_role("heading", name="a", exact=True)).to_be_visible()
+    is_measured(page)
+    page.get_by_role("searchbox").fill("conv2d")
+    assert labels(page) == ["first", "again", "again#0", "again#1"]
+    page.get_by_role("button", name="Std").click()
+    stds = page.locator("#modules tbody tr:not([hidden]) td.std").all_inner_texts()
+    assert sorted(map(float, stds), reverse=True) == list(map(float, stds))
+    assert page.url.endswith("?q=conv2d&sort=std")
+    page.reload()
+    expect(page.get_by_role("searchbox")).to_have_value("conv2d")
+    assert sorted(labels(page)) == ["again#0", "again#1", "first"]
+    page.locator("tbody th a").filter(has_text="first").click()
+    expect(page.get_by_role("heading", name="first")).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^Histogram of 5,120"))).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile("^Channel "))).to_have_count(32)
+
+
+def test_every_picture_is_there(visit, runs):
+    page = visit(runs / "passes", path="site?at=first")
+    assert page.evaluate("[...document.images].filter((i) => !i.naturalWidth).length") == 0
+    assert page.locator("img").count() == 66
+    page.goto(page.base)
+    page.locator("tbody img").first.scroll_into_view_if_needed()
+    page.wait_for_load_state("networkidle")
+    assert page.locator("tbody img").first.evaluate("(image) => image.naturalWidth") > 0
+
+
+def test_passes_calls_and_channels_are_stepped_through(visit, runs):
+    page = visit(runs / "passes", path="site?at=again")
+    page.get_by_role("link", name="Call after").click()
+    expect(page).to_have_url(re.compile("at=again&pass=0&call=1$"))
+    page.get_by_role("link", name="Pass after").click()
+    expect(page).to_have_url(re.compile("pass=1&call=1$"))
+    page.get_by_role("spinbutton", name="Pass").fill("2")
+    page.get_by_role("spinbutton", name="Pass").press("Enter")
+    expect(page.get_by_role("spinbutton", name="Pass")).to_have_value("2")
+    page.get_by_role("link", name="Channels after").click()
+    expect(page.get_by_text("Channels 33 to 40 of 40")).to_be_visible()
+    page.get_by_role("link", name="by deviation").click()
+    expect(page.get_by_role("link", name="by deviation")).to_have_attribute("aria-current", "true")
+
+
+def test_two_recordings_have_what_differs_on_top(visit, runs):
+    page = visit(runs / "a", runs / "b")
+    is_measured(page)
+    head = page.get_by_role("columnheader", name="Difference")
+    expect(head).to_have_attribute("aria-sort", "descending")
+    gaps = [float(text) for text in page.locator("td.gap").all_inner_texts() if text]
+    assert gaps == sorted(gaps, reverse=True)
+    assert labels(page)[-1] == "first"
+    assert gaps[0] > 0 == gaps[-1]
+    page.get_by_role("button", name="Back to the tree").click()
+    expect(page).to_have_url(re.compile(r"\?sort=$"))
+    page.locator("tbody th a").filter(has_text="head").click()
+    expect(page.get_by_role("note")).to_contain_text("The difference is")
+    expect(page.get_by_role("heading", name="The first less the second")).to_be_visible()
+
+
+def test_all_of_it_works_by_keyboard_alone(visit, runs):
+    page = visit(runs / "passes")
+    page.keyboard.press("/")
+    page.keyboard.type("first:grad")
+    expect(page.get_by_role("status")).to_contain_text("3 of ")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(r"at=first%3Agrad_output&pass=1&call=0$"))
+    number = int(re.search(r"number (\d+)", page.locator(".subtitle").inner_text())[1])
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".subtitle")).to_contain_text(f"number {number + 1}")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".subtitle")).to_contain_text(f"number {number}")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("heading", name="Values")).to_be_visible()
+
+
+def test_a_line_that_is_focused_stays_so_while_numbers_come_in(visit, runs):
+    page = visit(runs / "a", path="?sort=mean")
+    page.locator("tbody th a").first.focus()
+    is_measured(page)
+    assert page.evaluate("document.activeElement.tagName") == "A"
+
+
+def test_dark_and_light_are_remembered_from_page_to_page(visit, runs):
+    page = visit(runs / "a", color_scheme="light")
+    page.get_by_role("button", name="Dark").click()
+    page.goto(page.base + "site?at=first")
+    expect(page.get_by_role("button", name="Dark")).to_have_attribute("aria-pressed", "true")
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]")
+    assert int(colour) < 128
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["", "site?at=again&pass=1", "site?at=head%3Ainput"])
+def test_axe_finds_no_serious_fault(visit, runs, scheme, path):
+    page = visit(runs / "passes", path=path, color_scheme=scheme)
+    assert faults(page) == []
+
+
+def test_axe_finds_no_serious_fault_in_a_comparison_or_a_complaint(visit, runs, tmp_path):
+    assert faults(visit(runs / "a", runs / "b")) == []
+    assert faults(visit(runs / "a", runs / "b", path="site?at=head", color_scheme="dark")) == []
+
+
+@pytest.mark.parametrize("path", ["", "site?at=again&pass=1&call=1"])
+def test_a_phone_never_scrolls_the_page_sideways(visit, runs, path):
+    page = visit(runs / "passes", path=path, viewport=PHONE)
+    wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
+    assert not page.locator("html").evaluate(wide)
+    assert faults(page) == []
+
+
+def test_a_new_recording_is_shown_while_the_page_is_open(visit, runs, tmp_path):
+    folder = shutil.copytree(runs / "a", tmp_path / "run")
+    page = visit(folder, path="?q=head")
+    expect(page.get_by_role("status")).to_contain_text("1 of 5 values")
+    hl.open(runs / "passes").save(folder)
+    expect(page.get_by_role("status")).to_contain_text("9 of ")
+    expect(page.get_by_role("searchbox")).to_have_value("head")
+
+
+def test_a_deleted_folder_is_said_and_one_that_comes_back_is_shown(visit, runs, tmp_path):
+    folder = shutil.copytree(runs / "a", tmp_path / "run")
+    page = visit(folder)
+    is_measured(page)
+    page.wait_for_load_state("networkidle")  # its pictures, too
+    shutil.rmtree(folder)
+    expect(page.get_by_role("alert")).to_contain_text("holds no recording now")
+    shutil.copytree(runs / "passes", tmp_path / "new").rename(folder)  # whole, as it is saved
+    expect(page.locator(".facts")).to_contain_text("3")
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_large_values_are_measured_when_asked_for_and_on_their_own_page(visit, tmp_path):
+    folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
+    page = visit(folder)
+    button = page.get_by_role("button", name="Measure 2000 values (48.7 GiB)")
+    expect(button).to_be_visible()
+    assert len(labels(page)) == 150
+    page.locator("#more").scroll_into_view_if_needed()
+    expect(page.locator("#modules tbody tr:not([hidden])")).not_to_have_count(150)
+    page.get_by_role("searchbox").fill("layer19.block9.conv9")
+    assert labels(page) == ["layer19.block9.conv9"]
+    button.click()
+    page.get_by_role("button", name=re.compile("left: stop$")).click()
+    expect(page.get_by_role("button", name=re.compile(r"^Measure 19\d\d values"))).to_be_visible()
+    page.get_by_role("link", name="layer19.block9.conv9", exact=True).click()
+    expect(page.get_by_text("Measuring…")).to_be_hidden()
+    expect(page.get_by_role("img", name=re.compile("^Histogram of"))).to_be_visible()

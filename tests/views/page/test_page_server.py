@@ -1,0 +1,305 @@
+"""The server as a browser and as an attacker see it, without a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from benchmarks.large_recording import write as write_large
+from hookline.views.page import FolderSource, Serving, Shelf
+from hookline.views.page.guard import Rules
+
+
+def test_it_answers_on_the_loopback_address_with_the_table(served, runs):
+    server = served(runs / "a")
+    answer = server.get()
+    assert answer.status == 200
+    assert 'href="site?at=first&amp;pass=0&amp;call=0"' in answer.text
+    assert server.serving.address == server.base
+
+
+def test_a_page_may_load_nothing_from_elsewhere_and_be_framed_by_nobody(served, runs):
+    headers = served(runs / "a").get().headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert re.search(r"script-src 'sha256-[^']+'$", policy)
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", ""]
+)
+def test_a_foreign_host_header_is_refused(served, runs, host):
+    answer = served(runs / "a").get(Host=host)
+    assert answer.status == 421
+    assert "first" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:8765"])
+def test_the_names_of_this_machine_are_answered(served, runs, host):
+    assert served(runs / "a").get(Host=host).status == 200
+
+
+def test_only_reading_is_allowed(served, runs):
+    assert served(runs / "a").get(method="POST").status == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../../etc/passwd", "%2e%2e/manifest.json", "manifest.json", "page.js", "static/../a", "//x"],
+)
+def test_no_address_is_the_name_of_a_file(served, runs, path):
+    server = served(runs / "a")
+    parts = urlsplit(server.base)
+    connection = HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection.request("GET", "/" + path)  # urllib would tidy the path
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    assert answer.status == 404
+    assert "hookline-recording" not in text
+    connection.close()
+
+
+def test_an_address_that_is_open_to_others_asks_for_the_token_that_it_prints(served, runs):
+    server = served(runs / "a", host="0.0.0.0")
+    token = server.serving.address.partition("token=")[2]
+    assert len(token) >= 24
+    assert server.get().status == 403
+    assert server.get("?token=wrong").status == 403
+    assert server.get(Cookie="hookline-token=wrong").status == 403
+    assert server.get(Cookie=f"hookline-token={token}").status == 200
+    parts = urlsplit(server.base)
+    connection = HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection.request("GET", f"/site?at=first&token={token}")
+    answer = connection.getresponse()
+    assert answer.status == 303
+    assert answer.headers["location"] == "/site?at=first"
+    assert "HttpOnly; SameSite=Strict" in answer.headers["set-cookie"]
+    connection.close()
+
+
+def test_the_rules_know_the_address_that_was_given():
+    assert Rules("192.168.0.7", "t").allows_host("192.168.0.7:8765")
+    assert not Rules("192.168.0.7", "t").allows_host("evil.example")
+    assert Rules("::1").allows_host("[::1]:8765")
+
+
+def test_a_redirect_never_leads_to_another_server(served, runs):
+    server = served(runs / "a", host="0.0.0.0")
+    token = server.serving.address.partition("token=")[2]
+    parts = urlsplit(server.base)
+    connection = HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection.request("GET", f"//evil.example/?token={token}")
+    assert connection.getresponse().headers["location"] == "/evil.example/"
+    connection.close()
+
+
+def test_a_port_that_is_taken_gives_the_next(runs):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        serving = Serving(Shelf(FolderSource(runs / "a")), port=port)
+    assert serving.moved
+    assert port < serving.port < port + 20
+    serving.close()
+
+
+@pytest.mark.parametrize(("host", "port"), [("203.0.113.1", 8765), ("127.0.0.1", 99999)])
+def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port):
+    with pytest.raises(hl.InputError, match="Give"):
+        Serving(Shelf(FolderSource(runs / "a")), host, port)
+
+
+# -- what there is to see --------------------------------------------------------------------
+
+
+def test_a_sites_page_shows_numbers_histogram_channels_gradient_and_class_maps(served, runs):
+    text = served(runs / "passes").get("site?at=first&pass=1&call=0").text
+    assert "Gradient of the output" in text
+    assert text.count('aria-label="Histogram of') == 2
+    assert text.count('alt="Channel ') == 64
+    assert "Channels 1 to 32 of 40" in text
+    assert text.count('alt="Class map: ') == 2
+    assert "2 of 3" in text
+
+
+def test_the_gradient_beside_a_value_shows_the_same_channels(served, runs):
+    text = served(runs / "passes").get("site?at=first&order=std").text
+    shown = re.findall(r'alt="Channel (\d+):', text)
+    assert len(shown) == 64
+    assert shown[:32] == shown[32:] != [str(k) for k in range(32)]
+
+
+def test_calls_passes_and_samples_can_be_stepped_through(served, runs):
+    text = served(runs / "passes").get("site?at=again&pass=1&call=1&sample=1").text
+    for link in (
+        "site?at=again&amp;pass=0&amp;call=1&amp;sample=1",
+        "site?at=again&amp;pass=2&amp;call=1&amp;sample=1",
+        "site?at=again&amp;pass=1&amp;call=0&amp;sample=1",
+        "site?at=again&amp;pass=1&amp;call=1",
+        "site?at=again&amp;pass=1&amp;call=1&amp;sample=1&amp;first=32",
+        "site?at=again&amp;pass=1&amp;call=1&amp;sample=1&amp;order=std",
+    ):
+        assert f'href="{link}"' in text, link
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("at=nothing", "no value at nothing"),
+        ("at=first&pass=9", "no such pass or call of first"),
+        ("at=first&pass=-1", "is no number"),
+        ("at=first&order=size", "there is no order"),
+        ("at=first&call=0x1", "is no number"),
+        ("&".join("a=1" for _ in range(50)), "cannot be read"),
+    ],
+)
+def test_an_address_that_names_nothing_says_so(served, runs, query, said):
+    answer = served(runs / "a").get(f"site?{query}")
+    assert answer.status == 404
+    assert said in answer.text
+    assert "All values" in answer.text
+
+
+def test_a_sample_that_is_not_there_is_said_on_the_page(served, runs):
+    answer = served(runs / "a").get("site?at=first&sample=7")
+    assert answer.status == 200
+    assert "it has no sample 7: it holds 2" in answer.text
+
+
+def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
+    server = served(runs / "a")
+    lines, at = [], 0
+    n_lines = len(re.findall(r"<tr", server.get().text)) - 1
+    while at < n_lines:
+        answer = json.loads(server.get(f"measure?from={at}").text)
+        lines += answer["lines"]
+        at = answer["next"]
+    means = {line["line"]: line["cells"][4] for line in lines}
+    mean = hl.open(runs / "a")["first"].double().mean().item()
+    assert f"{mean:.4g}" in means.values()
+    assert json.loads(server.get("measure?from=0").text)["lines"] == []
+    assert f">{mean:.4g}<" in server.get().text
+
+
+def test_of_two_recordings_the_difference_is_a_column_and_a_picture(served, runs):
+    server = served(runs / "a", runs / "b")
+    found = json.loads(server.get("measure?from=0").text)["lines"]
+    gaps = {line["cells"][0]: line["cells"][2] for line in found}
+    assert gaps["first"] == "0"
+    assert float(gaps["head"]) > 0
+    text = server.get("site?at=again&call=1").text
+    assert "The first less the second" in text
+    assert f"Output in {runs / 'b'}" in text
+    assert "equal to the last bit" in server.get("site?at=first").text
+
+
+def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path):
+    for name, width in (("a", 3), ("b", 4)):
+        model = nn.Sequential(nn.Linear(2, width), nn.ReLU())
+        with hl.record(model, ["0", "1"] if name == "a" else ["0", ""]) as run:
+            model(torch.ones(1, 2))
+        run.save(tmp_path / name)
+    server = served(tmp_path / "a", tmp_path / "b")
+    text = server.get().text
+    assert f"only in {tmp_path / 'a'}" in text
+    assert f"Only in {tmp_path / 'b'}: 1 value (:output)" in text
+    assert "shapes [1, 3] and [1, 4]" in server.get("measure?from=0").text
+    assert "They differ: shapes [1, 3] and [1, 4]" in server.get("site?at=0").text
+
+
+# -- what changes while it is looked at ------------------------------------------------------
+
+
+def test_a_replaced_recording_is_followed(served, runs, tmp_path):
+    folder = shutil.copytree(runs / "a", tmp_path / "run")
+    server = served(folder)
+    before = json.loads(server.get("state").text)["state"]
+    assert f'data-state="{before}"' in server.get().text
+    hl.open(runs / "passes").save(folder)
+    after = json.loads(server.get("state").text)["state"]
+    assert after != before
+    assert json.loads(server.get(f"measure?from=0&state={before}").text) == {}
+    text = server.get().text
+    assert f'data-state="{after}"' in text
+    assert "<dt>Passes</dt><dd>3</dd>" in text
+
+
+def test_a_folder_that_is_not_there_yet_is_waited_for(served, runs, tmp_path):
+    server = served(tmp_path / "later")
+    answer = server.get()
+    assert answer.status == 503
+    assert "there is no such folder" in answer.text
+    assert 'data-state=""' in answer.text
+    shutil.copytree(runs / "a", tmp_path / "later")
+    assert server.get().status == 200
+
+
+def test_a_folder_that_is_deleted_while_it_is_viewed_says_so(served, runs, tmp_path):
+    folder = shutil.copytree(runs / "a", tmp_path / "run")
+    server = served(folder)
+    assert server.get().status == 200
+    shutil.rmtree(folder)
+    answer = json.loads(server.get("state").text)
+    assert answer["state"] == ""
+    assert "holds no recording now" in answer["gone"]
+    assert server.get().status == 200  # what was read before
+    text = server.get("site?at=first").text
+    assert "damaged, gone, or replaced since it was opened" in text
+
+
+# -- large recordings ------------------------------------------------------------------------
+
+
+def test_the_table_of_a_recording_of_2000_sites_and_50_gb_reads_no_tensor(
+    served, tmp_path, monkeypatch
+):
+    folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert size > 50e9
+    read = []
+    monkeypatch.setattr(
+        "hookline.recordings.files.Files.tensor",
+        lambda self, name: read.append(name) or torch.zeros(1, 4, 8, 8),
+    )
+    server = served(folder)
+    text = server.get().text
+    assert text.count("<tr") == 2000 + 200 + 20 + 1
+    assert "<dt>Size</dt><dd>48.7 GiB</dd>" in text
+    assert '"start": false' in text
+    assert read == []
+    server.get("site?at=layer0.block0.conv1")
+    assert set(read) == {"values-0-00000.safetensors/1"}
+
+
+def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
+    folder = write_large(tmp_path / "large", 200, 25 * 1024**2, per_file=50)
+    shelf = Shelf(FolderSource(folder))
+    shown, _ = shelf.shown()
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with shown.reading():
+        shown.measure(shown.values[0])
+    before = resident()
+    for seen in shown.values[1:13]:  # 300 MiB
+        with shown.reading():
+            shown.measure(seen)
+    assert resident() - before < 60 * 1024**2
+    tensors = [shown.tensor(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to
+    assert resident() - before > 250 * 1024**2
+    assert sum(tensors) == 0
