@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import expect
 
@@ -286,6 +287,15 @@ def test_text_stands_out_from_its_ground(open_page, scheme):
     ratios = page.evaluate(CONTRASTS)
     assert len(ratios) > 50
     assert {text: ratio for text, ratio in ratios.items() if ratio < 4.5} == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault_in_the_table_or_a_value(open_page, scheme):
+    page = open_page(color_scheme=scheme)
+    for name in ("Feature maps of relu", "Close"):
+        found = Axe().run(page).response["violations"]
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+        page.get_by_role("link" if "maps" in name else "button", name=name).click()
 
 
 # The contrast of each text with the nearest ground painted behind it, as WCAG defines it.

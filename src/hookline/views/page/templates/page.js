@@ -58,8 +58,7 @@
   }
   document.addEventListener("keydown", (event) => {
     if (event.target.matches("input") || event.altKey || event.ctrlKey || event.metaKey) return;
-    const link = byId({ ArrowLeft: "before", ArrowRight: "after", Escape: "up" }[event.key]);
-    if (link) link.click();
+    byId({ ArrowLeft: "before", ArrowRight: "after", Escape: "up" }[event.key])?.click();
   });
 
   if (!byId("modules")) return;
@@ -97,9 +96,7 @@
 
   let most = STEP; // lines that are laid out: thousands at once would take seconds
 
-  function foldOf(line) {
-    return line.element.querySelector(".fold");
-  }
+  function foldOf(line) { return line.element.querySelector(".fold"); }
 
   new IntersectionObserver((entries) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
@@ -231,7 +228,7 @@
     if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       const shown = [...body.rows].filter((one) => !one.hidden && one.querySelector("th a, th button"));
       const next = shown[shown.indexOf(row) + (event.key === "ArrowDown" ? 1 : -1)];
-      if (next) focusLine(next);
+      next?.querySelector("th a, th button").focus(); // which scrolls it into view
     } else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const line = lines.find((one) => one.element === row);
       if (!foldOf(line) || sort || query) return;
@@ -240,17 +237,12 @@
     event.preventDefault();
   });
 
-  function focusLine(row) {
-    row.querySelector("th a, th button").focus();
-    row.scrollIntoView({ block: "nearest" });
-  }
-
   byId("search").addEventListener("keydown", (event) => {
     const first = [...body.rows].find((row) => !row.hidden && row.querySelector("th a"));
     if (first && (event.key === "ArrowDown" || event.key === "Enter")) {
       event.preventDefault();
       if (event.key === "Enter") first.querySelector("th a").click();
-      else focusLine(first);
+      else first.querySelector("th a").focus();
     }
   });
 
@@ -351,9 +343,7 @@
   const dialog = byId("site");
   let opened = null;
 
-  function format(number) {
-    return String(Number(number.toPrecision(4)));
-  }
+  const format = (number) => String(Number(number.toPrecision(4)));
 
   function tilesOf(line) {
     const { width, height, ranges } = line.maps;
