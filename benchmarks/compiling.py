@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,7 +122,12 @@ def _by_hand(case: Case) -> Contender:
             hooks = found[path]._forward_hooks
             if not hooks:  # put on once: what comes and goes is not seen by compiled code
                 found[path].register_forward_hook(store.keep)
+                # Or code that was compiled for another copy of the model would serve: that an
+                # instance has a forward of its own is what such code is guarded on.
+                found[path].forward = types.MethodType(type(found[path]).forward, found[path])
         yield stores
+        if any(store.value is None for store in stores):
+            raise AssertionError("the hand-written store kept nothing")
 
     how = "a hook put on before compiling: `self.value = output.detach()`"
     return _contender("hand-written", how, case, attach, is_training=False)

@@ -60,6 +60,7 @@ from hookline.engine.torch_internals import at_end_of_backward as at_end_of_back
 from hookline.engine.torch_internals import backward_number as backward_number
 from hookline.engine.torch_internals import outer_backward as outer_backward
 from hookline.engine.traced import Halves as Halves
+from hookline.engine.traced import Run as Run
 from hookline.engine.traced import See as See
 from hookline.engine.traced import graph_snapshot as graph_snapshot
 from hookline.engine.traced import snapshot as snapshot
@@ -69,8 +70,8 @@ from hookline.engine.values import hook_value as hook_value
 __all__ = [
     "EVERYWHERE", "PORTS", "TIMEOUT_S", "Arrival", "Blame", "Bound", "Crossing", "Everywhere",
     "GradOutputTap", "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient",
-    "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "See", "Selection", "Selector",
-    "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number", "blame",
+    "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "Run", "See", "Selection",
+    "Selector", "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number", "blame",
     "check_ports", "full_value", "graph_snapshot", "guarded", "has_numbers", "hook_value",
     "innermost", "inventory", "is_dtensor", "is_grouped", "is_transformed", "local", "local_part",
     "meet", "outer_backward", "parse_site", "plain", "ports_for", "ranks_of", "reshard",

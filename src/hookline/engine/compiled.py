@@ -95,7 +95,7 @@ class Compiled:
 
     __slots__ = (
         "_around_root", "_borders", "_here", "_lock", "_marked", "_members", "_nodes",
-        "_parts", "_passes", "_root", "_taps", "_traced", "is_on",
+        "_of_one_call", "_parts", "_passes", "_root", "_taps", "_traced", "is_on",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +118,7 @@ class Compiled:
         self._members: set[int] = set()  # the modules of the model, by id
         self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._parts: dict[int, list[Tap]] = {}
+        self._of_one_call: list[Tap] = []
         self._traced: Site | None = None
 
     # -- the beginning ---------------------------------------------------------------------------
@@ -151,6 +152,7 @@ class Compiled:
         """Modules have got hooks: code compiled before is not to serve while the line lasts."""
         is_used = has_compiled()
         self._parts.clear()
+        self._of_one_call += [tap for tap in taps if tap.site.call is not None]
         for tap in taps:
             # What compiled code reads has to be there before it is called, or guards would fail.
             if is_used or tap.site.is_gradient:
@@ -169,7 +171,7 @@ class Compiled:
         """A pass begins, in which compiled code may run."""
         self.look_around()
         if self._root in _with_gaps:
-            current.opened[_GAP] = [self._begin_run(current, self._taps)]
+            current.opened[_GAP] = [self._begin_run(current)]
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left that has no border."""
@@ -198,7 +200,7 @@ class Compiled:
         self._find_borders()
         if self._root is not None:
             _with_gaps.add(self._root)
-        current.opened[_GAP] = [self._begin_run(current, self._taps)]
+        current.opened[_GAP] = [self._begin_run(current)]
 
     # -- the border, told by `Borders` -----------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Compiled:
         visit.was_on, self._passes.switch.is_on = self._passes.switch.is_on, False
         visit.current = self._pass()
         if visit.current is not None:
-            visit.run = self._begin_run(visit.current, self._taps_in(module))
+            visit.run = self._begin_run(visit.current)
 
     def leave(self, module: nn.Module, frame: FrameType) -> None:
         """A compiled module has run, or failed."""
@@ -260,9 +262,9 @@ class Compiled:
         """The pass that compiled code runs in; None if it is not ours to see."""
         return self._passes.lane.current or self._passes.outside()
 
-    def _begin_run(self, current: Pass, taps: list[Tap]) -> Run:
+    def _begin_run(self, current: Pass) -> Run:
         run = Run(first_of(current), is_again=current.again is not None)
-        for tap in taps:
+        for tap in self._of_one_call:
             tap.meet_run(current)
         self._passes.switch.number = run.number
         self._passes.switch.is_on = True

@@ -21,6 +21,7 @@ from hookline.engine import (
     Passes,
     Rank,
     Report,
+    Run,
     See,
     Selector,
     Site,
@@ -204,6 +205,16 @@ class _PlainTap(OutputTap):
     def __init__(self, site: Site, passes: Passes, number: int, kept: Callable[[Any], Any]) -> None:
         super().__init__(site, passes, _keep(number, kept), Rank.RECORD)
         self.number = number
+
+    def harvest(self, current: Pass, run: Run) -> None:
+        """Keep what compiled code has caught: copies, detached by it."""
+        if self.traced is None:
+            return
+        caught = self.traced.taken()
+        if not run.is_again:
+            self.fired += len(caught)
+            for value in caught:
+                current.note((self.number, value, None))
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
         """The hook itself."""
