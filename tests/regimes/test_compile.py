@@ -281,6 +281,19 @@ def test_threads_of_a_line_without_a_block_have_passes_of_their_own():
     assert counts == {1: 10, 2: 10, 3: 10}
 
 
+def test_a_line_that_another_thread_ends_leaves_dynamos_settings():
+    model = make()
+    run = torch.compile(model, **OPTIONS)
+    before = config.skip_nnmodule_hook_guards
+    line = hl.record(model, "1")
+    run(X)
+    thread = threading.Thread(target=line.remove)
+    thread.start()
+    thread.join()
+    assert config.skip_nnmodule_hook_guards is before
+    assert torch.equal(line.recording["1"], model[1](model[0](X)))
+
+
 def test_compiled_parts_inside_a_compiled_model_are_part_of_its_graph():
     model = make()
     model[1] = torch.compile(model[1], **OPTIONS)

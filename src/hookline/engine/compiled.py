@@ -1,7 +1,7 @@
 """Compiled: what it takes for torch.compile to honour a line. Imports taps, passes.
 
-Compiled code is reused as long as its guards hold, and by default they look at no hook. So while a
-line is on, code is compiled with guards on hooks; and each hooked module carries a mark that code
+Compiled code is reused as long as its guards hold, and by default they look at no hook. So where a
+line sees it, code is compiled with guards on hooks; and each hooked module carries a mark that code
 compiled before is guarded against. When the mark goes with the line, the old code serves again.
 
 No Python of ours runs inside a graph. So at the border of compiled code, where a compiled module is
@@ -66,11 +66,12 @@ _LIMIT = (
 class _Visit:
     """One call of a compiled module, and what has been done for it so far."""
 
-    __slots__ = ("current", "frame", "is_locked", "run", "was_on")
+    __slots__ = ("current", "frame", "is_locked", "run", "setting", "was_on")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
         self.is_locked = self.was_on = False
+        self.setting = _Setting()
         self.current: Pass | None = None
         self.run: Run | None = None
 
@@ -94,7 +95,7 @@ class Compiled:
     """
 
     __slots__ = (
-        "_around_root", "_borders", "_here", "_lock", "_marked", "_members", "_nodes",
+        "_around_root", "_borders", "_here", "_is_marked", "_lock", "_marked", "_members", "_nodes",
         "_of_one_call", "_parts", "_passes", "_root", "_taps", "_traced", "is_on",
     )  # fmt: skip
 
@@ -119,6 +120,7 @@ class Compiled:
         self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._parts: dict[int, list[Tap]] = {}
         self._of_one_call: list[Tap] = []
+        self._is_marked = False
         self._traced: Site | None = None
 
     # -- the beginning ---------------------------------------------------------------------------
@@ -131,7 +133,6 @@ class Compiled:
         if self.is_on or self._root is None or dynamo_config() is None:
             return
         self.is_on = True
-        _GUARDS.hold(self)
         _keep_hooks_whole(Tap)
         _keep_hooks_whole(RootTap)
         self._borders = Borders(self)
@@ -148,11 +149,11 @@ class Compiled:
                 if is_compiled_itself(module):
                     self._borders.watch(module)
 
-    def hooked(self, taps: list[Tap]) -> None:
+    def hooked(self, taps: list[Tap], *, is_used: bool = False) -> None:
         """Modules have got hooks: code compiled before is not to serve while the line lasts."""
-        is_used = has_compiled()
+        is_used = self._is_marked = is_used or has_compiled()
         self._parts.clear()
-        self._of_one_call += [tap for tap in taps if tap.site.call is not None]
+        self._of_one_call = [tap for tap in self._taps if tap.site.call is not None]
         for tap in taps:
             # What compiled code reads has to be there before it is called, or guards would fail.
             if is_used or tap.site.is_gradient:
@@ -160,6 +161,12 @@ class Compiled:
             node = self._nodes.get(id(tap)) if is_used else None
             if isinstance(node, Node):
                 self._mark(node.module)
+
+    def _mark_late(self) -> None:
+        """Code has been compiled by now, or is about to be, and was not when the line was made."""
+        if self.is_on and not self._is_marked and self._root is not None:
+            self._mark(self._root)
+            self.hooked(self._taps, is_used=True)
 
     def _mark(self, module: nn.Module) -> None:
         self._marked.append(module)  # first: an interrupt from here on takes it off, too
@@ -170,12 +177,20 @@ class Compiled:
     def begin_pass(self, current: Pass) -> None:
         """A pass begins, in which compiled code may run."""
         self.look_around()
+        if has_compiled():
+            self._mark_late()
         if self._root in _with_gaps:
-            current.opened[_GAP] = [self._begin_run(current)]
+            self._open_gap(current)
+
+    def _open_gap(self, current: Pass) -> None:
+        setting = _Setting()
+        current.opened[_GAP] = [(self._begin_run(current), setting)]
+        setting.begin()
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left that has no border."""
-        for run in current.opened.pop(_GAP, ()):
+        for run, setting in current.opened.pop(_GAP, ()):
+            setting.end()
             self._passes.switch.is_on = bool(self._here.visits)
             self._harvest(current, run, self._taps)
 
@@ -200,15 +215,13 @@ class Compiled:
         self._find_borders()
         if self._root is not None:
             _with_gaps.add(self._root)
-        current.opened[_GAP] = [self._begin_run(current)]
+        self._open_gap(current)
 
     # -- the border, told by `Borders` -----------------------------------------------------------
 
     def covers(self, module: nn.Module) -> bool:
         """Whether the line has to do with a compiled module."""
-        if self._holds_root(module):
-            return True
-        return id(module) in self._members and bool(self._taps_in(module))
+        return self._holds_root(module) or id(module) in self._members
 
     def _holds_root(self, module: nn.Module) -> bool:
         """Whether a pass is a run of this compiled module: the model, or what it is a part of."""
@@ -227,9 +240,11 @@ class Compiled:
         if self._holds_root(module):
             self._passes.begin(frame)
         visit.was_on, self._passes.switch.is_on = self._passes.switch.is_on, False
-        visit.current = self._pass()
+        self._mark_late()
+        visit.current = self._pass() if self._taps_in(module) else None
         if visit.current is not None:
             visit.run = self._begin_run(visit.current)
+        visit.setting.begin()
 
     def leave(self, module: nn.Module, frame: FrameType) -> None:
         """A compiled module has run, or failed."""
@@ -237,6 +252,7 @@ class Compiled:
         if not visits or visits[-1].frame is not frame:
             return
         visit = visits.pop()
+        visit.setting.end()
         try:
             if visit.is_locked:
                 self._passes.switch.is_on = visit.was_on and not self._passes.closed
@@ -303,7 +319,6 @@ class Compiled:
         if self._borders is not None:
             self._borders.remove()
             self._borders = None
-        _GUARDS.release(self)
         self.is_on = False
 
 
@@ -340,31 +355,27 @@ _SETTINGS = {
 
 
 @final
-class _Guards:
-    """Settings of dynamo's, as long as any line needs them."""
+class _Setting:
+    """Those settings of dynamo's while compiled code runs, or a pass with a gap.
+
+    Dynamo keeps a setting for each context, so it is put back where it was made, or not at all.
+    """
+
+    __slots__ = ("_before", "_thread")
 
     def __init__(self) -> None:
-        self._lock = lock()
-        self._holders: set[int] = set()
+        self._thread = threading.get_ident()
         self._before: dict[str, Any] = {}
 
-    def hold(self, holder: object) -> None:
-        with self._lock:
-            config = dynamo_config()
-            if not self._holders:
-                self._before = {name: getattr(config, name) for name in _SETTINGS}
-            self._holders.add(id(holder))
-            for name, value in _SETTINGS.items():
-                setattr(config, name, value)
+    def begin(self) -> None:
+        config = dynamo_config()
+        for name, value in _SETTINGS.items():
+            self._before[name] = getattr(config, name)
+            setattr(config, name, value)
 
-    def release(self, holder: object) -> None:
-        with self._lock:
-            if id(holder) not in self._holders:
-                return
-            if len(self._holders) == 1:
-                for name, value in self._before.items():
-                    setattr(dynamo_config(), name, value)
-            self._holders.discard(id(holder))
-
-
-_GUARDS = _Guards()
+    def end(self) -> None:
+        if self._thread == threading.get_ident():
+            while self._before:
+                name, value = next(iter(self._before.items()))
+                setattr(dynamo_config(), name, value)
+                del self._before[name]
