@@ -192,11 +192,7 @@ def test_a_compiled_model_is_diagnosed_in_its_compiled_code(fresh_dynamo):
     found = hl.doctor(model, X, ["0:grad_output", "1", "1:grad_output"])
     assert found["0:grad_output"].verdict == "fires"
     assert found["1"].verdict == "fires"
-    assert found["1:grad_output"].verdict == "never"
-    assert (
-        "in compiled code only gradients of lone tensors can be seen" in found["1:grad_output"].why
-    )
-    assert found["1:grad_output"].remedy.startswith("Select one: '1:grad_output[0]'")
+    assert found["1:grad_output"].verdict == "fires"  # of a value with several parts
     assert said(found, "compiled")[0][0].startswith("the model is compiled: lines work inside")
     assert found.environment["dynamo"] == "has compiled code"
     assert hl.doctor(model, X, ["0:grad_output", "1:grad_output[0]"]).ok
