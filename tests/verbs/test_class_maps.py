@@ -112,9 +112,19 @@ def test_the_overlays_are_written_side_by_side(tmp_path):
     for k, overlay in enumerate(found.overlay(alpha=0.3)):
         assert np.array_equal(written[:, 11 * k : 11 * k + 7], overlay)
     shown = Image.open(io.BytesIO(found._repr_png_()))
-    assert shown.size == (29, 5)
+    assert shown.size == (3 * 7 * 20 + 2 * 4, 100)  # a notebook's, large enough to be seen
+    assert np.array_equal(np.asarray(shown)[0, ::20][:7], found.overlay()[0][0])
     with pytest.raises(hl.InputError, match=r"which kind of picture it is.\nEnd it in .png"):
         found.save(tmp_path / "maps")
+
+
+def test_many_overlays_take_several_rows(tmp_path):
+    found = maps_of(torch.rand(10, 5, 7))
+    found.save(tmp_path / "maps.png")
+    written = np.asarray(Image.open(tmp_path / "maps.png"))
+    assert written.shape == (2 * 5 + 4, 8 * 7 + 7 * 4, 3)
+    assert np.array_equal(written[9:, 11:18], found.overlay()[9])
+    assert (written[9:, 18:] == 255).all()
 
 
 def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):

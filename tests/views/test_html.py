@@ -93,7 +93,7 @@ def test_a_selection_is_a_table_with_aliases(net):
 def test_a_summary_is_a_table_of_modules(net, image):
     shown = Cells(hl.summary(net, image)._repr_html_())
     assert shown.rows[0] == ["module", "type", "parameters", "input", "output", "FLOPs", "memory"]
-    assert shown.rows[-1][:3] == ["\u2003fc", "Linear", "25"]
+    assert shown.rows[-1][:3] == ["\u2003\u2003fc", "Linear", "25"]
     assert "SmallNet: " in shown.text
     failed = hl.summary(net, torch.zeros(1, 9, 8, 8))
     assert "the run failed in stem" in Cells(failed._repr_html_()).text

@@ -167,3 +167,20 @@ def test_an_inventory_shows_whose_a_hook_is():
 
 def test_an_empty_inventory_says_so():
     assert render(inventory_table(hl.inventory(nn.Linear(2, 2)))) == "no hooks on 1 module\n"
+
+
+def test_in_a_notebook_text_is_text_and_nothing_is_displayed(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    table = hl.summary(nn.Linear(2, 3))
+    assert repr(table) == str(table)
+    assert "Linear" in str(table)
+
+
+def test_what_is_made_to_be_read_reads_so_at_a_prompt():
+    model, x = nn.Linear(2, 3), torch.ones(1, 2)
+    with hl.clip(model, norm=0.1) as clipped, hl.record(model, ports="grad") as run:
+        model(x).sum().backward()
+    flow, clips, found = run.gradients(), clipped.report(), hl.doctor(model, x)
+    for shown in (run.report(), hl.inventory(model), flow, clips, found, hl.summary(model, x)):
+        assert repr(shown) == str(shown)
+        assert "Linear" in repr(shown) or "weight" in repr(shown) or "1 module" in repr(shown)

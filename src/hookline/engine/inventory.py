@@ -65,6 +65,8 @@ class Inventory:
             for row in rows
         )
 
+    __repr__ = __str__
+
 
 def inventory(model: nn.Module) -> Inventory:
     """List every hook now on a model: hookline's, torch's, a library's, yours.

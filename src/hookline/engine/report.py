@@ -110,6 +110,8 @@ class Report:
         notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
         return "\n".join([head, *lines, *notes, *[_ASK] * self._is_vague])
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from hookline.views import report_html

@@ -94,6 +94,8 @@ class GradientFlow:
         ]
         return "\n".join([*lines, _verdict(self)])
 
+    __repr__ = __str__
+
 
 def _cells(row: GradientRow) -> tuple[str, ...]:
     if not row.count or row.why:

@@ -20,6 +20,9 @@ from hookline.engine.errors import HooklineError, InputError, warn
 
 Pixels = npt.NDArray[np.uint8]
 
+_IN_A_ROW = 8
+_GAP = 4  # pixels between overlays
+
 # inferno at 0, 0.1, ..., 1; colours between these are interpolated. Its lightness rises evenly from
 # black, so it reads the same to colour-blind people and in black and white.
 _ANCHORS = np.array(
@@ -97,7 +100,7 @@ class ClassMaps:
         ]
 
     def save(self, path: str | os.PathLike[str], image: Any = None, alpha: float = 0.5) -> None:
-        """Write the overlays side by side as a picture; the name's ending says of which kind.
+        """Write the overlays as a picture, eight in a row; the name's ending says of which kind.
 
         Args:
             path: the file, as in `"map.png"`.
@@ -116,22 +119,31 @@ class ClassMaps:
                 f"{os.fspath(path)!r} does not say which kind of picture it is.\nEnd it in .png."
             ) from error
 
-    def _side_by_side(self, image: Any, alpha: float) -> Any:
-        overlays = self.overlay(image, alpha)
+    def _side_by_side(self, image: Any, alpha: float, least: int = 1) -> Any:
+        """The overlays, eight in a row, each enlarged by a whole factor to at least so high."""
         pillow = _pillow()
-        gap = 4 if len(overlays) > 1 else 0
-        width = sum(one.shape[1] + gap for one in overlays) - gap
-        whole = pillow.new("RGB", (width, max(one.shape[0] for one in overlays)), "white")
-        left = 0
-        for one in overlays:
-            whole.paste(pillow.fromarray(one), (left, 0))
-            left += one.shape[1] + gap
+        overlays = [
+            pillow.fromarray(one.repeat(k, 0).repeat(k, 1))
+            for one in self.overlay(image, alpha)
+            for k in [-(-least // one.shape[0])]
+        ]
+        rows = [overlays[start : start + _IN_A_ROW] for start in range(0, len(overlays), _IN_A_ROW)]
+        width = max(sum(one.width + _GAP for one in row) for row in rows) - _GAP
+        height = sum(max(one.height for one in row) + _GAP for row in rows) - _GAP
+        whole = pillow.new("RGB", (width, height), "white")
+        top = 0
+        for row in rows:
+            left = 0
+            for one in row:
+                whole.paste(one, (left, top))
+                left += one.width + _GAP
+            top += max(one.height for one in row) + _GAP
         return whole
 
     def _repr_png_(self) -> bytes | None:
         """The overlays side by side, for a notebook; without pillow it shows the text alone."""
         try:
-            picture = self._side_by_side(None, 0.5)
+            picture = self._side_by_side(None, 0.5, least=96)
         except HooklineError:
             return None
         out = io.BytesIO()

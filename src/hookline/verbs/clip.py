@@ -87,6 +87,8 @@ class ClipReport:
         width = max((len(row.site) for row in self.rows), default=0)
         return "\n".join([head, *(f"  {_text(row, width, self.report)}" for row in self.rows)])
 
+    __repr__ = __str__
+
 
 def _text(row: ClipRow, width: int, report: Report) -> str:
     if not row.seen:

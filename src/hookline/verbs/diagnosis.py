@@ -94,3 +94,5 @@ class Diagnosis:
         from hookline.views import diagnosis_text
 
         return diagnosis_text(self)
+
+    __repr__ = __str__

@@ -94,6 +94,8 @@ class Summary:
 
         return summary_text(self)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from hookline.views import summary_html

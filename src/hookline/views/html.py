@@ -19,21 +19,24 @@ from hookline.views.units import count, plural, size
 
 MOST_ROWS = 60
 
+# Notebooks have rules of their own for tables; a class named three times (&) outweighs
+# them.
 _STYLE = """<style>
-.hookline { font-size: 0.9em; color: inherit; max-width: 100%; overflow-x: auto; }
-.hookline p { margin: 0 0 0.4em; }
-.hookline table { border-collapse: collapse; border: 0; margin: 0; color: inherit; }
-.hookline tr, .hookline tr:nth-child(even), .hookline tr:hover { background: transparent; }
-.hookline th, .hookline td { padding: 0.15em 1em 0.15em 0; text-align: left; border: 0;
-  vertical-align: top; white-space: nowrap; color: inherit; }
-.hookline thead th { border-bottom: 1px solid color-mix(in srgb, currentColor 40%, transparent); }
-.hookline td { border-bottom: 1px solid color-mix(in srgb, currentColor 12%, transparent);
-  font-variant-numeric: tabular-nums; }
-.hookline .number { text-align: right; }
-.hookline td:first-child, .hookline .code { font-family: ui-monospace, monospace; }
-.hookline .quiet { opacity: 0.65; }
-.hookline .wrap { white-space: normal; }
-</style>"""
+& { font-size: 0.9em; color: inherit; max-width: 100%; overflow-x: auto; }
+& p { margin: 0 0 0.4em; }
+& table { border-collapse: collapse; border: 0; margin: 0; color: inherit; }
+& table tr:nth-child(n) { background: transparent; }
+& table tr > * { padding: 0.15em 1em 0.15em 0; text-align: left; border: 0;
+  vertical-align: top; white-space: nowrap; color: inherit; max-width: none; }
+& table thead tr > * { font-weight: bold;
+  border-bottom: 1px solid color-mix(in srgb, currentColor 40%, transparent); }
+& table tbody tr > * { font-variant-numeric: tabular-nums;
+  border-bottom: 1px solid color-mix(in srgb, currentColor 12%, transparent); }
+& table tr > .number { text-align: right; }
+& table tr > .wrap { white-space: normal; }
+& tbody td:first-child, & code { font-family: ui-monospace, monospace; }
+& .quiet { opacity: 0.65; }
+</style>""".replace("&", ".hookline" * 3)
 
 
 def recording_html(recording: Recording) -> str:
@@ -106,7 +109,7 @@ def summary_html(summary: SummaryLike) -> str:
         parts += [f"<b>the run failed</b> in {escape(summary.failure)}"]
     rows = []
     for row in summary.rows[:MOST_ROWS]:
-        name = "\u2003" * row.depth + (row.path.rpartition(".")[2] or "(root)")
+        name = "\u2003\u2003" * row.depth + (row.path.rpartition(".")[2] or "(root)")
         calls = f" x{row.calls}" if row.calls > 1 else ""
         cells = [name, row.module_type + calls, f"{row.parameters:,}" if row.parameters else ""]
         if summary.ran:

@@ -107,14 +107,17 @@ def summary_text(summary: SummaryLike) -> str:
     """
     # The rule is in ASCII: print must not fail where stdout is a file in an old code page.
     shown = _with_totals(summary, _modules(summary, ASCII_RULE))
-    probe = Console(width=100_000, file=io.StringIO(), color_system=None)
+    probe = Console(width=100_000, file=io.StringIO(), color_system=None, force_jupyter=False)
     return text_of(shown, max(probe.measure(shown).maximum, _TEXT_WIDTH))
 
 
 def text_of(shown: RenderableType, width: int = _TEXT_WIDTH) -> str:
     """What is to be printed as plain text, without colour and without a final line break."""
     out = io.StringIO()
-    console = Console(width=width, file=out, color_system=None, legacy_windows=False)
+    # In a notebook rich would display it, and write nothing here.
+    console = Console(
+        width=width, file=out, color_system=None, legacy_windows=False, force_jupyter=False
+    )
     console.print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 

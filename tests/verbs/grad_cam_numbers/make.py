@@ -1,8 +1,8 @@
 """Writes numbers.json: the maps of the package grad-cam (pytorch-grad-cam) on a small network.
 
-    pip install grad-cam==1.5.7 && python tests/verbs/grad_cam_numbers/make.py
+    pip install -c constraints.txt ".[bench]" && python tests/verbs/grad_cam_numbers/make.py
 
-The package draws in OpenCV, 150 MB, so its numbers are kept instead of the package.
+The package draws in OpenCV, 150 MB, so the tests need its numbers and not the package.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def test_an_address_leads_straight_to_a_value(open_page, address):
     page.goto(f"{address}#at=blocks.0&pass=0&call=1")
     expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("blocks.0#1")
     page.get_by_role("button", name="Close").click()
-    assert page.url == address
+    expect(page).to_have_url(address)
 
 
 def test_arrows_walk_the_lines_and_fold_them(page):
