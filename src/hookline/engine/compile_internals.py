@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,42 @@ def has_compiled() -> bool:
     load it."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
+
+
+# Guards look at hooks; and what a hook keeps in a checkpointed stretch is kept in its first run.
+_SETTINGS = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+}
+
+
+@final
+class Settings:
+    """Settings of dynamo's that are in force while compiled code runs that a line sees.
+
+    Dynamo keeps a setting for each context, so it is put back where it was made, or not at all.
+    """
+
+    __slots__ = ("_before", "_thread")
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Have them in force."""
+        config = dynamo_config()
+        for name, value in _SETTINGS.items():
+            self._before[name] = getattr(config, name)
+            setattr(config, name, value)
+
+    def end(self) -> None:
+        """Put those back that were before."""
+        if self._thread == threading.get_ident():
+            while self._before:
+                name, value = next(iter(self._before.items()))
+                setattr(dynamo_config(), name, value)
+                del self._before[name]
 
 
 class _Mark(NamedTuple):

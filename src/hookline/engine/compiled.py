@@ -14,12 +14,13 @@ from __future__ import annotations
 import threading
 import weakref
 from types import FrameType, FunctionType
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
 from hookline.engine.compile_internals import (
     Borders,
+    Settings,
     dynamo_config,
     has_compiled,
     inside_compiled,
@@ -43,7 +44,6 @@ from hookline.engine.traced import Run
 # Under which a pass keeps the run of compiled code that has no border.
 _GAP = object()
 
-
 # Models in which something is compiled that has no border.
 _with_gaps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -66,12 +66,13 @@ _LIMIT = (
 class _Visit:
     """One call of a compiled module, and what has been done for it so far."""
 
-    __slots__ = ("current", "frame", "is_locked", "run", "setting", "was_on")
+    __slots__ = ("before", "current", "frame", "is_locked", "run", "settings")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
-        self.is_locked = self.was_on = False
-        self.setting = _Setting()
+        self.is_locked = False
+        self.before: list[Tap] = []  # those that were on
+        self.settings = Settings()
         self.current: Pass | None = None
         self.run: Run | None = None
 
@@ -95,8 +96,9 @@ class Compiled:
     """
 
     __slots__ = (
-        "_around_root", "_borders", "_here", "_is_marked", "_lock", "_marked", "_members", "_nodes",
-        "_of_one_call", "_parts", "_passes", "_root", "_taps", "_traced", "is_on",
+        "_around_root", "_borders", "_has_gradients", "_here", "_lock", "_marked",
+        "_members", "_new", "_nodes", "_of_one_call", "_on", "_parts", "_passes", "_root",
+        "_taps", "_traced", "is_on",
     )  # fmt: skip
 
     def __init__(
@@ -111,7 +113,7 @@ class Compiled:
         self._taps = taps
         self.is_on = False
         self._nodes = nodes
-        self._marked: list[nn.Module] = []
+        self._marked: dict[int, nn.Module] = {}
         self._borders: Borders | None = None
         # The switch is one for all threads, so compiled code runs in one of them at a time.
         self._lock = lock()
@@ -120,7 +122,9 @@ class Compiled:
         self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._parts: dict[int, list[Tap]] = {}
         self._of_one_call: list[Tap] = []
-        self._is_marked = False
+        self._on: list[Tap] = []  # the taps that compiled code is to see now
+        self._new: list[Tap] = []  # that code compiled before knows nothing of
+        self._has_gradients = False
         self._traced: Site | None = None
 
     # -- the beginning ---------------------------------------------------------------------------
@@ -138,8 +142,6 @@ class Compiled:
         self._borders = Borders(self)
         self._borders.open()
         self._find_borders()
-        if has_compiled():
-            self._mark(self._root)
         self.hooked(self._taps)
 
     def _find_borders(self) -> None:
@@ -149,49 +151,60 @@ class Compiled:
                 if is_compiled_itself(module):
                     self._borders.watch(module)
 
-    def hooked(self, taps: list[Tap], *, is_used: bool = False) -> None:
-        """Modules have got hooks: code compiled before is not to serve while the line lasts."""
-        is_used = self._is_marked = is_used or has_compiled()
+    def hooked(self, taps: list[Tap]) -> None:
+        """Modules have got hooks."""
         self._parts.clear()
-        self._of_one_call = [tap for tap in self._taps if tap.site.call is not None]
-        for tap in taps:
-            # What compiled code reads has to be there before it is called, or guards would fail.
-            if is_used or tap.site.is_gradient:
+        self._new += taps
+        self._of_one_call += [tap for tap in taps if tap.site.call is not None]
+        gradients = [tap for tap in taps if tap.site.is_gradient]
+        self._has_gradients = self._has_gradients or bool(gradients)
+        if has_compiled():
+            self._make_ready()
+        else:
+            for tap in gradients:
                 tap.prepare()
-            node = self._nodes.get(id(tap)) if is_used else None
+
+    def _make_ready(self) -> None:
+        """Code is compiled by now, or is about to be: that compiled before is not to serve while
+        the line lasts. In whatever pieces it was compiled, each that a hook belongs to is about
+        the module that has it.
+
+        What code reads has to be there before it is called, or its guards would fail."""
+        if self._new and self._root is not None:
+            self._mark(self._root)
+        for tap in self._new:
+            tap.prepare()
+            node = self._nodes.get(id(tap))
             if isinstance(node, Node):
                 self._mark(node.module)
-
-    def _mark_late(self) -> None:
-        """Code has been compiled by now, or is about to be, and was not when the line was made."""
-        if self.is_on and not self._is_marked and self._root is not None:
-            self._mark(self._root)
-            self.hooked(self._taps, is_used=True)
+        self._new.clear()
 
     def _mark(self, module: nn.Module) -> None:
-        self._marked.append(module)  # first: an interrupt from here on takes it off, too
-        mark_module(module, self)
+        if id(module) not in self._marked:
+            self._marked[id(module)] = module  # first: from here on an interrupt takes it off, too
+            mark_module(module, self)
 
     # -- passes, told by `Passes` ----------------------------------------------------------------
 
     def begin_pass(self, current: Pass) -> None:
         """A pass begins, in which compiled code may run."""
         self.look_around()
-        if has_compiled():
-            self._mark_late()
+        if self.is_on and has_compiled() and not self._here.visits:
+            self._make_ready()
         if self._root in _with_gaps:
             self._open_gap(current)
 
     def _open_gap(self, current: Pass) -> None:
-        setting = _Setting()
-        current.opened[_GAP] = [(self._begin_run(current), setting)]
-        setting.begin()
+        settings = Settings()
+        before = self._on
+        current.opened[_GAP] = [(self._begin_run(current, self._taps), settings, before)]
+        settings.begin()
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left that has no border."""
-        for run, setting in current.opened.pop(_GAP, ()):
-            setting.end()
-            self._passes.switch.is_on = bool(self._here.visits)
+        for run, settings, before in current.opened.pop(_GAP, ()):
+            settings.end()
+            self._turn(before if self._here.visits else [])
             self._harvest(current, run, self._taps)
 
     def is_traced(self, site: Site | None) -> None:
@@ -239,12 +252,13 @@ class Compiled:
         visit.is_locked = True
         if self._holds_root(module):
             self._passes.begin(frame)
-        visit.was_on, self._passes.switch.is_on = self._passes.switch.is_on, False
-        self._mark_late()
-        visit.current = self._pass() if self._taps_in(module) else None
+        visit.before = self._turn([])
+        self._make_ready()
+        taps = self._taps_in(module)
+        visit.current = self._pass() if taps else None
         if visit.current is not None:
-            visit.run = self._begin_run(visit.current)
-        visit.setting.begin()
+            visit.run = self._begin_run(visit.current, taps)
+        visit.settings.begin()
 
     def leave(self, module: nn.Module, frame: FrameType) -> None:
         """A compiled module has run, or failed."""
@@ -252,10 +266,10 @@ class Compiled:
         if not visits or visits[-1].frame is not frame:
             return
         visit = visits.pop()
-        visit.setting.end()
+        visit.settings.end()
         try:
             if visit.is_locked:
-                self._passes.switch.is_on = visit.was_on and not self._passes.closed
+                self._turn([] if self._passes.closed else visit.before)
                 if visit.current is not None and visit.run is not None:
                     self._harvest(visit.current, visit.run, self._taps_in(module))
         finally:
@@ -278,18 +292,28 @@ class Compiled:
         """The pass that compiled code runs in; None if it is not ours to see."""
         return self._passes.lane.current or self._passes.outside()
 
-    def _begin_run(self, current: Pass) -> Run:
+    def _begin_run(self, current: Pass, taps: list[Tap]) -> Run:
         run = Run(first_of(current), is_again=current.again is not None)
         for tap in self._of_one_call:
             tap.meet_run(current)
-        self._passes.switch.number = run.number
-        self._passes.switch.is_on = True
+        if self._has_gradients:
+            self._passes.switch.number = run.as_tensor()
+        self._turn(taps)
         return run
 
+    def _turn(self, taps: list[Tap]) -> list[Tap]:
+        """Have compiled code see these taps and no others; gives those that it saw before."""
+        before, self._on = self._on, taps
+        self._passes.switch.is_on = bool(taps)
+        for tap in before:
+            tap.active = None
+        for tap in taps:
+            tap.active = tap.traced
+        return before
+
     def _harvest(self, current: Pass, run: Run, taps: list[Tap]) -> None:
-        if self._passes.switch.has_caught:
-            self._passes.switch.has_caught = False
-            for tap in taps:
+        for tap in taps:
+            if tap.traced is not None and tap.traced.caught is not None:
                 tap.harvest(current, run)
 
     def _taps_in(self, module: nn.Module) -> list[Tap]:
@@ -312,10 +336,11 @@ class Compiled:
     def end(self) -> None:
         """Put all back."""
         self._root = None
-        self._nodes = {}
+        self._nodes, self._new, self._of_one_call, self._on = {}, [], [], []
         while self._marked:
-            unmark_module(self._marked[-1], self)
-            self._marked.pop()
+            number = next(iter(self._marked))
+            unmark_module(self._marked[number], self)
+            del self._marked[number]
         if self._borders is not None:
             self._borders.remove()
             self._borders = None
@@ -345,37 +370,3 @@ def _keep_hooks_whole(kind: type) -> None:
     below: list[type] = kind.__subclasses__()
     for one in below:
         _keep_hooks_whole(one)
-
-
-# Guards look at hooks; and what a hook keeps in a checkpointed stretch is kept in its first run.
-_SETTINGS = {
-    "skip_nnmodule_hook_guards": False,
-    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
-}
-
-
-@final
-class _Setting:
-    """Those settings of dynamo's while compiled code runs, or a pass with a gap.
-
-    Dynamo keeps a setting for each context, so it is put back where it was made, or not at all.
-    """
-
-    __slots__ = ("_before", "_thread")
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._before: dict[str, Any] = {}
-
-    def begin(self) -> None:
-        config = dynamo_config()
-        for name, value in _SETTINGS.items():
-            self._before[name] = getattr(config, name)
-            setattr(config, name, value)
-
-    def end(self) -> None:
-        if self._thread == threading.get_ident():
-            while self._before:
-                name, value = next(iter(self._before.items()))
-                setattr(dynamo_config(), name, value)
-                del self._before[name]

@@ -29,7 +29,7 @@ from hookline.engine.regime import hides_gradients, refuse_mapped
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import outer_backward
-from hookline.engine.traced import NO_PASS, Run, run_of
+from hookline.engine.traced import NO_PASS, Run, Traced, TracedGradient, run_of
 from hookline.engine.values import Arrival, View, hook_value
 
 # Under which a pass keeps what came in at its border.
@@ -103,25 +103,20 @@ class GradientTap(Tap):
         self.ran = max(self.ran, call + 1)
         return call if self.site.call in (None, call) else -1
 
-    def prepare(self) -> None:
-        """Code may be compiled from now on that calls this tap: its number has to be there."""
-        if self.traced is None:
-            super().prepare()
-            assert self.traced is not None
-            self.traced.number = number_of(self)
+    def _as_traced(self) -> Traced:
+        return TracedGradient(self.site.call, number_of(self), self.passes.switch)
 
     def trace(self, value: Any) -> None:
         """Have the gradients of a value come out of the graph that is being compiled."""
         self.is_traced()
-        traced = self.traced
-        if traced is None or traced.number is None or not traced.switch.is_on:
+        traced = self.active
+        if not isinstance(traced, TracedGradient):
             return
-        traced.switch.has_caught = True
         if not traced.is_meant():
-            traced.caught = (*traced.caught, None)
+            traced.add(None)
             return
         value = self.alter(NO_PASS, value)
-        call, number = len(traced.caught), traced.switch.number
+        call, number = traced.n_calls(), traced.switch.number
         found: list[Tensor] = []
         slots: list[int] = []
         for _, tensor in tree.tensors(value):
@@ -134,7 +129,7 @@ class GradientTap(Tap):
             slots.append(slot)
         # Of a value with parts, its structure: with tensors that hold nothing.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
-        traced.caught = (*traced.caught, (tuple(slots), form))
+        traced.add((tuple(slots), form))
 
     def harvest(self, current: Pass, run: Run) -> None:
         """Count what waits for its gradients in a graph."""

@@ -87,20 +87,18 @@ class Pass:
 
 @final
 class Switch:
-    """What compiled code reads and writes of a line: plain attributes, which guards can watch.
+    """What taps in compiled code have to know of their line.
 
     Attributes:
         is_on: whether compiled code runs in a pass of the line; outside, it does nothing.
         number: the run's of that code, as a tensor: for gradients, which come back later.
-        has_caught: whether compiled code has left values on the taps, to be harvested.
     """
 
-    __slots__ = ("has_caught", "is_on", "number")
+    __slots__ = ("is_on", "number")
 
     def __init__(self) -> None:
         self.is_on = False
         self.number: Any = None
-        self.has_caught = False
 
 
 class Compiler(Protocol):

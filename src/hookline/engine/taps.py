@@ -22,7 +22,7 @@ from hookline.engine.passes import Pass, Passes
 from hookline.engine.regime import refuse_tracing
 from hookline.engine.site import Site
 from hookline.engine.torch_internals import discard_hooks_of
-from hookline.engine.traced import Halves, Run, See, Traced, snapshot
+from hookline.engine.traced import Halves, Run, See, Traced, TracedEdit, TracedHalf
 
 
 class Rank(IntEnum):
@@ -61,8 +61,8 @@ class Tap:
     """
 
     __slots__ = (
-        "__weakref__", "alter", "fired", "halves", "lane", "passes", "ran", "rank", "see", "site",
-        "traced",
+        "__weakref__", "active", "alter", "fired", "halves", "lane", "passes", "ran", "rank", "see",
+        "site", "traced",
     )  # fmt: skip
 
     def __init__(self, site: Site, passes: Passes, see: See, rank: Rank) -> None:
@@ -79,19 +79,28 @@ class Tap:
             see = _at_call(see, site.call, self)
         self.see = see
         self.halves: Halves | None = None
-        self.traced: Traced | None = None
+        self.traced: Traced | None = None  # what compiled code does here, once there may be any
+        self.active: Traced | None = None  # the same, while such code is to do it
 
     def prepare(self) -> None:
         """Code may be compiled from now on that calls this tap."""
-        if self.traced is not None:
-            return
-        after = self.see
+        if self.traced is None:
+            self.traced = self._as_traced()
+            self.active = self.traced if self.passes.switch.is_on else None
+
+    def _as_traced(self) -> Traced:
+        if self.rank in (Rank.EDIT, Rank.HOOK):
+            return TracedEdit(self.site.call, self.alter)
         if self.halves is not None:
-            after, call = self.halves.after, self.site.call
-            after = after if call is None else _at_call(after, call, self)
-        inside = snapshot if self.halves is None else self.halves.inside
-        alter = self.alter if self.rank in (Rank.EDIT, Rank.HOOK) else None
-        self.traced = Traced(self.passes.switch, alter, inside, after, self.site.call)
+            return TracedHalf(self.site.call, self.halves.inside)
+        return Traced(self.site.call)
+
+    def _after(self) -> See:
+        """What is done with what compiled code has kept."""
+        if self.halves is None:
+            return self.see
+        after, call = self.halves.after, self.site.call
+        return after if call is None else _at_call(after, call, self)
 
     @while_tracing
     def is_traced(self) -> None:
@@ -104,7 +113,7 @@ class Tap:
     def trace(self, value: Any) -> Any:
         """What `fire` does inside compiled code."""
         self.is_traced()
-        return None if self.traced is None else self.traced.meet(value)
+        return None if self.active is None else self.active.meet(value)
 
     def meet_run(self, current: Pass) -> None:
         """Compiled code is about to run that may call this tap."""
@@ -113,20 +122,19 @@ class Tap:
 
     def harvest(self, current: Pass, run: Run) -> None:
         """See what compiled code has caught in a run."""
-        if self.traced is None:
-            return
-        caught = self.traced.taken()
+        caught = () if self.traced is None else self.traced.taken()
         if run.is_again:
             return
-        if self.traced.alter is None:
-            for value in caught:
-                self.fired += 1
-                self.traced.after(current, value)
-        elif caught:
+        if isinstance(self.traced, TracedEdit):
             n_calls = current.calls.get(self, 0) + len(caught)
             current.calls[self] = n_calls
             self.ran = max(self.ran, n_calls)
             self.fired += sum(caught)
+        else:
+            after = self._after()
+            for value in caught:
+                self.fired += 1
+                after(current, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert, (type(self),)
@@ -247,7 +255,7 @@ def _inert(kind: type[Tap]) -> Tap:
     tap = kind.__new__(kind)
     tap.site, tap.passes, tap.lane = Site(""), _INERT, _INERT.lane
     tap.fired, tap.ran, tap.rank = 0, 0, Rank.HOOK
-    tap.traced = None
+    tap.traced = tap.active = None
     return tap
 
 

@@ -35,62 +35,104 @@ class Halves(NamedTuple):
     after: See
 
 
-@final
 class Traced:
     """What compiled code does at one site, and what it has left there.
 
+    What code reads is guarded, at each site anew in each run, so each kind reads as little as it
+    can, and nothing that sites share: that they share it would be guarded, too.
+
     Args:
-        switch: the line's.
-        alter: changes a value; None where values are only kept.
-        inside: what is kept of a value.
-        after: is given what was kept, when the graph has run.
         call: the call that is meant, if it is but one.
 
     Attributes:
-        caught: what was kept, call by call.
+        caught: what was kept, call by call, if anything was.
         n_before: how many calls there were in the pass before this run of the code.
-        number: the site's, as a tensor, if it is one of gradients.
     """
 
-    __slots__ = ("after", "alter", "call", "caught", "inside", "n_before", "number", "switch")
+    __slots__ = ("call", "caught", "n_before")
 
-    def __init__(
-        self,
-        switch: Switch,
-        alter: See | None,
-        inside: Callable[[Any], Any],
-        after: See,
-        call: int | None,
-    ) -> None:
-        self.switch = switch
-        self.alter = alter
-        self.inside = inside
-        self.after = after
+    def __init__(self, call: int | None) -> None:
         self.call = call
-        self.caught: tuple[Any, ...] = ()
+        self.caught: tuple[Any, ...] | None = None
         self.n_before = 0
-        self.number: Tensor | None = None
 
     def meet(self, value: Any) -> Any:
-        """A value flows by, in a graph."""
-        if not self.switch.is_on:
-            return None
-        self.switch.has_caught = True
-        if self.alter is None:
-            self.caught = (*self.caught, self.inside(value))
-            return None
-        is_meant = self.is_meant()
-        self.caught = (*self.caught, is_meant)
-        return self.alter(NO_PASS, value) if is_meant else None
+        """A value flows by, in a graph: keep a copy."""
+        self.add(snapshot(value))
+
+    def add(self, what: Any) -> None:
+        """Keep something of a call."""
+        self.caught = (what,) if self.caught is None else (*self.caught, what)
+
+    def n_calls(self) -> int:
+        """How many calls there were in this run."""
+        return 0 if self.caught is None else len(self.caught)
 
     def is_meant(self) -> bool:
         """Whether the present call is one of those that are wanted."""
-        return self.call is None or self.call == self.n_before + len(self.caught)
+        return self.call is None or self.call == self.n_before + self.n_calls()
 
     def taken(self) -> tuple[Any, ...]:
         """What was kept, handed out once."""
-        caught, self.caught = self.caught, ()
-        return caught
+        caught, self.caught = self.caught, None
+        return caught or ()
+
+
+@final
+class TracedHalf(Traced):
+    """Keeps what a function makes of a value.
+
+    Args:
+        inside: the function.
+    """
+
+    __slots__ = ("inside",)
+
+    def __init__(self, call: int | None, inside: Callable[[Any], Any]) -> None:
+        super().__init__(call)
+        self.inside = inside
+
+    def meet(self, value: Any) -> Any:
+        """A value flows by: keep what the function makes of it."""
+        self.add(self.inside(value))
+
+
+@final
+class TracedEdit(Traced):
+    """Changes a value, and keeps for each call whether it was one that is meant.
+
+    Args:
+        alter: changes it.
+    """
+
+    __slots__ = ("alter",)
+
+    def __init__(self, call: int | None, alter: See) -> None:
+        super().__init__(call)
+        self.alter = alter
+
+    def meet(self, value: Any) -> Any:
+        """A value flows by: change it, if this is a call that is meant."""
+        is_meant = self.is_meant()
+        self.add(is_meant)
+        return self.alter(NO_PASS, value) if is_meant else None
+
+
+@final
+class TracedGradient(Traced):
+    """Keeps what waits for its gradients.
+
+    Args:
+        number: the site's, as a tensor.
+        switch: the line's, for the number of the run.
+    """
+
+    __slots__ = ("number", "switch")
+
+    def __init__(self, call: int | None, number: Tensor, switch: Switch) -> None:
+        super().__init__(call)
+        self.number = number
+        self.switch = switch
 
 
 _runs: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
@@ -107,7 +149,7 @@ class Run:
         is_again: whether a stretch is computed again.
 
     Attributes:
-        number: the run's, as a tensor.
+        number: the run's.
         n_before: by tap, how many calls there were in the pass before the run.
         crossings: by tap and call, values whose gradients arrive in several parts.
     """
@@ -116,18 +158,21 @@ class Run:
 
     def __init__(self, current: Pass, *, is_again: bool = False) -> None:
         self.is_again = is_again
-        number = next(_numbers)
+        self.number = next(_numbers)
         self._current = weakref.ref(current)
-        self.number = torch.tensor(number, device="cpu")
         self.n_before: dict[Any, int] = {}
         self.crossings: dict[tuple[Any, int], Any] = {}
-        _runs[number] = self
+        _runs[self.number] = self
         current.opened.setdefault(_RUNS, []).append(self)
 
     @property
     def current(self) -> Pass | None:
         """The pass, if anybody still has it."""
         return self._current()
+
+    def as_tensor(self) -> Tensor:
+        """The number, as graphs take it: another tensor is no other graph."""
+        return torch.tensor(self.number, device="cpu")
 
 
 def run_of(number: Tensor) -> Run | None:

@@ -208,13 +208,13 @@ class _PlainTap(OutputTap):
 
     def harvest(self, current: Pass, run: Run) -> None:
         """Keep what compiled code has caught: copies, detached by it."""
-        if self.traced is None:
-            return
-        caught = self.traced.taken()
-        if not run.is_again:
-            self.fired += len(caught)
-            for value in caught:
-                current.note((self.number, value, None))
+        traced = self.traced
+        if traced is not None and traced.caught is not None:
+            caught, traced.caught = traced.caught, None
+            if not run.is_again:
+                self.fired += len(caught)
+                for value in caught:
+                    current.note((self.number, value, None))
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
         """The hook itself."""
