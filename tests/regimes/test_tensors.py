@@ -350,3 +350,40 @@ def test_a_subclass_is_recorded_as_one_and_its_gradients_are_right(kind, net, im
         line.backward("fc", lambda *a: None)
         net(x).sum().backward()
     assert not of(net.fc.weight.grad).any()
+
+
+class Weights(nn.Module):
+    """Returns a parameter as it is, a sparse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3).to_sparse())
+
+    def forward(self):
+        return self.weight
+
+
+class Times(nn.Module):
+    """A product with such a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = Weights()
+
+    def forward(self, x):
+        return torch.sparse.mm(self.weights(), x).sum()
+
+
+def test_the_gradient_at_a_sparse_leaf_is_told_to_be_nowhere_but_at_the_parameter():
+    model, x = Times(), torch.rand(3, 2)
+    with (
+        pytest.warns(hl.HooklineWarning, match="weights:grad_output has no gradient: .*'grad'"),
+        hl.record(model, "weights", ports=("grad_output", "grad")) as run,
+    ):
+        model(x).backward()
+    assert run["weights:grad_output"] is None
+    assert torch.equal(run["weights.weight:grad"].to_dense(), model.weights.weight.grad.to_dense())
+    with hl.edit(model, "weights:grad_output", hl.edits.scale(2.0)) as line:
+        line.quiet = True
+        with pytest.raises(hl.AttachError, match="cannot be changed: it is a leaf of a layout"):
+            model(x)

@@ -311,12 +311,12 @@ def _flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
     for tensor in _tensors(value, fixed_only):
-        if tensor.requires_grad and _has_aliases(tensor):
+        if tensor.requires_grad and has_aliases(tensor):
             found[id(tensor)] = tensor
     return list(found.values())
 
 
-def _has_aliases(tensor: Tensor) -> bool:
+def has_aliases(tensor: Tensor) -> bool:
     """Whether torch can make an alias of it: not if sparse, nor nested in the older layout."""
     return tensor.layout is torch.jagged or (
         tensor.layout is torch.strided and not tensor.is_nested
@@ -325,7 +325,7 @@ def _has_aliases(tensor: Tensor) -> bool:
 
 def _refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
     for tensor in _tensors(values, fixed_only=True):
-        if torch.is_grad_enabled() and tensor.requires_grad and not _has_aliases(tensor):
+        if torch.is_grad_enabled() and tensor.requires_grad and not has_aliases(tensor):
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise AttachError(
                 f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"

@@ -21,7 +21,7 @@ from torch import Tensor
 from hookline.engine import tree
 from hookline.engine.compile_internals import hook_in_graph
 from hookline.engine.errors import AttachError, StructureError, warn
-from hookline.engine.flow import Flow
+from hookline.engine.flow import Flow, has_aliases
 from hookline.engine.graph_gradients import emptied, number_of, outline, place_in, sender
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
@@ -84,17 +84,18 @@ class GradientTap(Tap):
         placed: how many values it waits or waited for.
         needless: how many values needed no gradient.
         n_lost: how many gradients could not be told from others.
+        lost: why.
         off: how many values flowed while gradients were switched off.
     """
 
-    __slots__ = ("n_lost", "needless", "off", "on", "placed", "told")
+    __slots__ = ("lost", "n_lost", "needless", "off", "on", "placed", "told")
 
     def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
         super().__init__(site, passes, unused, rank)
         self.alter = _part(site)
         self.on = on
         self.placed = self.needless = self.off = self.n_lost = 0
-        self.told = False
+        self.told, self.lost = False, ""
 
     def _call(self, current: Pass) -> int:
         """The number of this call; -1 if it is not one of those that are wanted."""
@@ -209,8 +210,10 @@ class GradientTap(Tap):
                     view = hook_value(origin(tensor), hook, self.lose, owner)
                     if view is not None:
                         self.note_view(current, view)
-                else:
-                    continue  # a leaf inside a list or an object: a hook on it would stay on it
+                else:  # a leaf: a hook on it would stay on it
+                    if not has_aliases(tensor):
+                        self.lose(_NO_ALIAS)
+                    continue
                 numbers[id(tensor)] = slot
         if not isinstance(value, Tensor):
             crossing.form = tree.outline(value, lambda tensor: numbers.get(id(tensor)))
@@ -254,16 +257,17 @@ class GradientTap(Tap):
             refuse_mapped(str(self.site) or self.site.module_type)
         self.needless += 1
 
-    def lose(self) -> None:
-        """A gradient came back that cannot be told from others.
+    def lose(self, why: str = "") -> None:
+        """A gradient cannot be told from others.
 
         Raises:
             AttachError: it was to be changed.
         """
+        self.lost = why or _LOST
         if self.on.changes:
-            raise AttachError(f"{self.site} cannot be changed: {_LOST}.")
+            raise AttachError(f"{self.site} cannot be changed: {self.lost}.")
         if not self.n_lost:
-            warn(f"{self.site} has no gradient: {_LOST}.")
+            warn(f"{self.site} has no gradient: {self.lost}.")
         self.n_lost += 1
 
     def note_view(self, current: Pass, view: View) -> None:
@@ -325,10 +329,10 @@ class GradientTap(Tap):
         """Why no gradient arrived."""
         if self.off and not (self.placed or self.needless):
             return "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"
+        if self.n_lost:
+            return self.lost
         if self.needless and not self.placed:
             return _NEEDLESS
-        if self.n_lost:
-            return _LOST
         if self.placed:
             return NO_BACKWARD
         return super().why_silent()
@@ -341,6 +345,11 @@ def _settle(view: View, base: Tensor | None) -> None:
 _LOST = (
     "it is a view that was changed in place later, and what comes back to it cannot be told from"
     " what comes back to the tensor it shows; make that operation not in place, or .clone() before"
+)
+_NO_ALIAS = (
+    "it is a leaf of a layout of which torch makes no alias (sparse), so what comes back to it here"
+    " cannot be told from what comes back to all its uses; record those, a parameter's"
+    " ports='grad'; or have the module return the result of an operation"
 )
 NO_BACKWARD = (
     "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"

@@ -82,6 +82,8 @@ class KeepGradient(OnGradient):
         if parameter is None or not has_numbers(parameter):
             return None
         plain = local_part(parameter.detach())
+        if plain.layout is not torch.strided:
+            plain = plain.to_dense()
         if plain.is_complex():
             plain = plain.abs()
         wide = plain if plain.dtype is torch.float64 else plain.float()
