@@ -1,4 +1,4 @@
-"""Every private name of torch.compile that hookline touches. Imports torch and locks.
+"""Every private name of torch.compile that hookline touches. Imports locks, torch_internals.
 
 The other half of `torch_internals`. Nothing here loads dynamo: as long as nobody has, nothing is
 compiled, and to load it takes a second.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.locks import lock
+from hookline.engine.torch_internals import children
 
 
 def while_tracing(method: Callable[..., Any]) -> Any:
@@ -186,9 +187,21 @@ class Borders:
                 kind.__call__ = Borders._original
 
 
-def is_compiled_itself(module: nn.Module) -> bool:
-    """Whether a module holds its compiled call, by `module.compile()`."""
-    return module.__dict__.get("_compiled_call_impl") is not None
+def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
+    """The ids of all modules of a model, wrappers included, and those among them that hold their
+    compiled call, by `module.compile()`."""
+    found: set[int] = set()
+    compiled: list[nn.Module] = []
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in found:
+            continue
+        found.add(id(module))
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            compiled.append(module)
+        waiting += children(module).values()
+    return found, compiled
 
 
 def is_untraceable(error: Exception) -> bool:

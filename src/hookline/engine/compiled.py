@@ -21,10 +21,10 @@ from torch import nn
 from hookline.engine.compile_internals import (
     Borders,
     Settings,
+    compiled_within,
     dynamo_config,
     has_compiled,
     inside_compiled,
-    is_compiled_itself,
     is_limit,
     is_untraceable,
     mark_module,
@@ -146,10 +146,9 @@ class Compiled:
 
     def _find_borders(self) -> None:
         if self._borders is not None and self._root is not None:
-            self._members = {id(module) for module in self._root.modules()}
-            for module in self._root.modules():
-                if is_compiled_itself(module):
-                    self._borders.watch(module)
+            self._members, compiled = compiled_within(self._root)
+            for module in compiled:
+                self._borders.watch(module)
 
     def hooked(self, taps: list[Tap]) -> None:
         """Modules have got hooks."""

@@ -58,6 +58,8 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
 
 def reshard(model: nn.Module) -> None:
     """Have FSDP2 hold shards again, in a model whose forward was left half-way."""
+    if not is_grouped():
+        return
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
             for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
