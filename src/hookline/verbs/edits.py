@@ -133,7 +133,12 @@ def _edit(name: str, change: Edit) -> Edit:
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether it is of a kind for which torch has but some of its functions."""
+    """Whether it is of a kind for which torch has but some of its functions.
+
+    In compiled code that cannot be asked of a gradient, and the error is that of the compiler.
+    """
+    if is_dynamo_compiling():
+        return False
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return not is_plain or tensor.is_complex() or tensor.dtype.itemsize == 1
 
@@ -175,7 +180,7 @@ class _Given:
         Raises:
             StructureError: the value's dtype cannot hold it.
         """
-        if value.is_quantized:
+        if not is_dynamo_compiling() and value.is_quantized:
             raise StructureError(
                 f"the value here is {tree.full(value)}, quantised, which hl.edits does not"
                 " change.\nEdit where it is dequantized, or give hl.edit a function that returns"

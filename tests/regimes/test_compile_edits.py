@@ -1,0 +1,54 @@
+"""torch.compile: every ready-made edit, of values and of gradients, inside the graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hookline as hl
+
+EDITS = {
+    "scale": lambda k: hl.edits.scale(k / 4),
+    "scale by a tensor": lambda k: hl.edits.scale(torch.tensor(k / 4)),
+    "add": lambda k: hl.edits.add(k / 4),
+    "replace": lambda k: hl.edits.replace(k / 4),
+    "replace by a tensor": lambda k: hl.edits.replace(torch.full((4, 8), k / 4)),
+    "clamp": lambda k: hl.edits.clamp(max=0.25),
+}
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def step(model, run, site, change):
+    """What the model gives under an edit, and its parameters' gradients."""
+    model.zero_grad()
+    with hl.edit(model, site, change):
+        out = run(X)
+        out.sum().backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return [out.detach(), *(grad.clone() for grad in grads)]
+
+
+@pytest.mark.cell("torch.compile", "edit", "edit gradients")
+@pytest.mark.parametrize("site", ["0", "2:input", "0:grad_output", "2:grad_input"])
+@pytest.mark.parametrize("name", EDITS)
+def test_a_sweep_of_each_ready_made_edit_is_right_and_one_graph(name, site):
+    model, graphs = make(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for k in range(1, 10):
+        expected = step(model, model, site, EDITS[name](k))
+        torch.testing.assert_close(step(model, compiled, site, EDITS[name](k)), expected)
+    assert graphs.frame_count <= 2  # a shape is taken for dynamic once, perhaps
