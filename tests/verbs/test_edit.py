@@ -18,10 +18,37 @@ def test_an_edit_changes_what_flows_on(net, image):
     assert not torch.equal(edited, net(image))
 
 
-def test_an_edit_that_returns_none_changes_nothing(net, image):
-    with hl.edit(net, "layer1", lambda t: None) as line:
-        assert torch.equal(net(image), line and net(image))
-    assert "layer1      2 x" in str(line.report())
+def test_an_edit_that_always_returns_none_is_warned_of(net, image):
+    clean = net(image)
+    with (
+        pytest.warns(hl.HooklineWarning, match=r"nothing at layer1: the function returned None"),
+        hl.edit(net, "layer1", lambda t: None) as line,
+    ):
+        assert torch.equal(net(image), clean)
+    assert "layer1      1 x" in str(line.report())
+    assert "note: hl.edit changed nothing at layer1" in str(line.report())
+    with (
+        pytest.warns(hl.HooklineWarning, match=r"nothing at layer1:grad_output: the function"),
+        hl.edit(net, "layer1:grad_output", lambda grad: None),
+    ):
+        net(image).sum().backward()
+
+
+def test_an_edit_may_return_none_now_and_then_or_write_in_place(net, image):
+    clean, numbers = net(image), iter((None, 2.0, None))
+
+    def now_and_then(value):
+        factor = next(numbers)
+        return None if factor is None else value * factor
+
+    def in_place(value):
+        value[:, 0] = 0
+
+    with hl.edit(net, "layer1", now_and_then):
+        same = [torch.equal(net(image), clean) for _ in range(3)]
+    assert same == [True, False, True]
+    with torch.no_grad(), hl.edit(net, "layer1", in_place):
+        assert not torch.equal(net(image), clean)
 
 
 def test_inputs_can_be_edited_alone_and_among_others(net, image, holder):

@@ -66,6 +66,7 @@ class Line:
         self.taps: list[Tap] = []
         self.quiet = False  # no warnings at the end: the verb says itself what is wrong
         self.lenient = False  # everything was chosen, so some of it may well never fire
+        self.remark: Callable[[], str | None] | None = None  # what a verb has to say at the end
         self.layout = _layout(model, name)
         self._nodes: dict[int, Node | TensorNode] = {}
         self._may_fuse = any(issubclass(k, nn.TransformerEncoderLayer) for k in self.layout.kinds)
@@ -214,8 +215,7 @@ class Line:
             raise
 
     def _start(self) -> None:
-        """Before the first hook: learn when the root begins and ends. Nothing is attached sooner,
-        so that a selector that matches nothing leaves nothing behind."""
+        """Before the first hook, and no sooner: learn when the root begins and ends."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
         watch_checkpoints(self.passes)
@@ -306,9 +306,9 @@ class Line:
         }
 
     def _notes(self) -> tuple[str, ...]:
-        off = turned_off(self.name, list(self._fused.values()))
-        hidden = _HIDDEN if self._catch.hidden else None
-        return tuple(note for note in (off, hidden) if note is not None)
+        off, hidden = turned_off(self.name, list(self._fused.values())), self._catch.hidden
+        notes = off, _HIDDEN if hidden else None, self.remark and self.remark()
+        return tuple(note for note in notes if note is not None)
 
     def _warn(self) -> None:
         if self.quiet:

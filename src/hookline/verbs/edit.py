@@ -1,11 +1,13 @@
-"""edit: change the values at the selected sites. Imports engine."""
+"""edit: change the values at the selected sites. Imports engine, recordings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     Bound,
@@ -22,6 +24,7 @@ from hookline.engine import (
     tree,
 )
 from hookline.engine.errors import AttachError, StructureError
+from hookline.recordings import stamp
 
 
 def edit(
@@ -56,6 +59,7 @@ def edit(
         selector: which sites; as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
             part of a nested value.
         change: called with the value; what it returns takes the value's place, None leaves it.
+            One that never changes anything is warned of at the end.
             Give a new value: what is changed in place changes wherever else it is used, too.
             `hl.edits` holds the common ones: scale, add, replace, noise, clamp.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
@@ -79,11 +83,57 @@ def edit(
     line.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
 
+    effects: list[_Effect] = []
+
     def bind(site: Site) -> Bound:
-        return EditGradient(change, site) if site.is_gradient else _checked(change, site)
+        effects.append(_Effect(site))
+        if site.is_gradient:
+            return EditGradient(change, effects[-1])
+        return _checked(change, effects[-1])
 
     line.tap(selection, bind, Rank.EDIT)
+    line.remark = partial(_left_alone, effects)
     return line
+
+
+@final
+class _Effect:
+    """Whether an edit has changed anything at a site, as far as Python was there to see it.
+
+    In compiled code it is not, and then nothing is said.
+    """
+
+    __slots__ = ("has_changed", "was_left", "where")
+
+    def __init__(self, site: Site) -> None:
+        self.where = str(site)
+        self.has_changed = self.was_left = False
+
+    def of(self, change: Callable[[Any], Any], value: Any) -> Any:
+        """What the function returns; it may have written to the value instead."""
+        if is_dynamo_compiling() or self.has_changed:
+            return change(value)
+        before = stamp(value)
+        new = change(value)
+        if new is None and stamp(value) == before:
+            self.was_left = True
+        else:
+            self.has_changed = True
+        return new
+
+
+def _left_alone(effects: list[_Effect]) -> str | None:
+    """What is to be said of edits that never changed anything."""
+    found = [one for one in effects if one.was_left and not one.has_changed]
+    if not found:
+        return None
+    sites = ", ".join(one.where or "the root" for one in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"hl.edit changed nothing at {sites}{more}: the function returned None each time, which"
+        " leaves a value as it was.\nReturn the new value; a function that only looks belongs in"
+        " hl.record(keep=), hl.watch or hl.attach."
+    )
 
 
 @final
@@ -93,9 +143,10 @@ class EditGradient(OnGradient):
     __slots__ = ("_change", "_where", "inside")
     changes = True
 
-    def __init__(self, change: Callable[[Any], Any], site: Site) -> None:
-        self._change = self.inside = change
-        self._where = str(site)
+    def __init__(self, change: Callable[[Any], Any], effect: _Effect) -> None:
+        self.inside = change
+        self._change = partial(effect.of, change)
+        self._where = effect.where
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
@@ -109,11 +160,11 @@ class EditGradient(OnGradient):
         return new
 
 
-def _checked(change: Callable[[Any], Any], site: Site) -> Callable[[Pass, Any], Any]:
-    where = str(site)
+def _checked(change: Callable[[Any], Any], effect: _Effect) -> Callable[[Pass, Any], Any]:
+    where = effect.where
 
     def see(current: Pass, value: Any) -> Any:
-        new = change(value)
+        new = effect.of(change, value)
         if new is None:
             return None
         found = tree.difference(value, new)
