@@ -123,14 +123,12 @@ class Tap:
     def harvest(self, current: Pass, run: Run) -> None:
         """See what compiled code has caught in a run."""
         caught = () if self.traced is None else self.traced.taken()
-        if run.is_again:
-            return
         if isinstance(self.traced, TracedEdit):
             n_calls = current.calls.get(self, 0) + len(caught)
             current.calls[self] = n_calls
             self.ran = max(self.ran, n_calls)
-            self.fired += sum(caught)
-        else:
+            self.fired += 0 if run.is_again else sum(caught)
+        elif not run.is_again:
             after = self._after()
             for value in caught:
                 self.fired += 1
