@@ -134,6 +134,14 @@ def unmark_module(module: nn.Module, owner: object) -> None:
             del _marks[module]
 
 
+def unmark_copy(module: nn.Module) -> None:
+    """Take away the mark that a copy of a marked module has come with."""
+    with _marks_lock:
+        own = getattr(module.__dict__.get("forward"), "__func__", None)
+        if own is not None and own is type(module).forward and module not in _marks:
+            del module.__dict__["forward"]
+
+
 class Watcher(Protocol):
     """Who wants to be told when compiled modules run."""
 

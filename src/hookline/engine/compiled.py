@@ -317,7 +317,9 @@ class Compiled:
         for tap in self._of_one_call:
             tap.meet_run(current)
         if self._has_gradients:
-            self._passes.switch.number = run.as_tensor()
+            number = run.as_tensor()
+            stretch = current.stretch
+            self._passes.switch.number = number if stretch is None else stretch.run_number(number)
 
     def _settle(self, *, is_over: bool = False) -> None:
         """See what compiled code has left so far. What it leaves from then on is another run's."""
