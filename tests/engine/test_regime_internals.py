@@ -66,3 +66,8 @@ def test_who_makes_a_graph_is_known():
     torch.fx.symbolic_trace(model)
     names = ["torch.export", "torch.jit.trace", "make_fx", "torch.fx.symbolic_trace"]
     assert list(dict.fromkeys(found)) == [None, *names]
+
+
+def test_a_trace_in_another_thread_is_none_of_this_one(monkeypatch):
+    monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    assert regime_internals.tracer() is None

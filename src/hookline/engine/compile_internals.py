@@ -49,33 +49,50 @@ _SETTINGS = {
 }
 
 
+class _Held(threading.local):
+    """Who needs the settings in a thread, and what they were before."""
+
+    def __init__(self) -> None:
+        self.by: set[Settings] = set()
+        self.before: dict[str, Any] = {}
+
+
+_held = _Held()
+
+
 @final
 class Settings:
     """Settings of dynamo's that are in force while compiled code runs that a line sees.
 
     Dynamo keeps a setting for each context, so it is put back where it was made, or not at all.
+    Lines may end in any order: the last one puts back what was before the first.
     """
 
-    __slots__ = ("_before", "_thread")
+    __slots__ = ("_by",)
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._before: dict[str, Any] = {}
+        self._by: set[Settings] | None = None
 
     def begin(self) -> None:
         """Have them in force."""
+        self._by = _held.by
+        self._by.add(self)
         config = dynamo_config()
         for name, value in _SETTINGS.items():
-            self._before[name] = getattr(config, name)
+            _held.before.setdefault(name, getattr(config, name))
             setattr(config, name, value)
 
     def end(self) -> None:
         """Put those back that were before."""
-        if self._thread == threading.get_ident():
-            while self._before:
-                name, value = next(iter(self._before.items()))
+        by, self._by = self._by, None
+        if by is None:
+            return
+        by.discard(self)
+        if by is _held.by and not by:
+            while _held.before:
+                name, value = next(iter(_held.before.items()))
                 setattr(dynamo_config(), name, value)
-                del self._before[name]
+                del _held.before[name]
 
 
 class _Mark(NamedTuple):
@@ -116,6 +133,14 @@ def unmark_module(module: nn.Module, owner: object) -> None:
             if getattr(module.__dict__.get("forward"), "__func__", None) is mark.forward:
                 del module.__dict__["forward"]
             del _marks[module]
+
+
+def unmark_copy(module: nn.Module) -> None:
+    """Take away the mark that a copy of a marked module has come with."""
+    with _marks_lock:
+        own = getattr(module.__dict__.get("forward"), "__func__", None)
+        if own is not None and own is type(module).forward and module not in _marks:
+            del module.__dict__["forward"]
 
 
 class Watcher(Protocol):

@@ -39,7 +39,7 @@ from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
 from hookline.engine.site import Site
 from hookline.engine.taps import RootTap, Tap
-from hookline.engine.traced import Run
+from hookline.engine.traced import Run, keep_settled, stop_settling
 
 # Under which a pass keeps the run of compiled code that has no border.
 _GAP = object()
@@ -62,19 +62,22 @@ _LIMIT = (
 )
 
 
+# What compiled code sees: taps, and the pass that it runs in.
+Seen = tuple[list[Tap], Pass | None]
+
+
 @final
 class _Visit:
     """One call of a compiled module, and what has been done for it so far."""
 
-    __slots__ = ("before", "current", "frame", "is_locked", "run", "settings")
+    __slots__ = ("before", "frame", "is_locked", "is_on", "settings")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
         self.is_locked = False
-        self.before: list[Tap] = []  # those that were on
+        self.before: Seen = [], None
         self.settings = Settings()
-        self.current: Pass | None = None
-        self.run: Run | None = None
+        self.is_on = False
 
 
 class _Here(threading.local):
@@ -98,7 +101,7 @@ class Compiled:
     __slots__ = (
         "_around_root", "_borders", "_has_gradients", "_here", "_lock", "_marked",
         "_members", "_new", "_nodes", "_of_one_call", "_on", "_parts", "_passes", "_root",
-        "_taps", "_traced", "is_on",
+        "_run", "_taps", "_traced", "is_on",
     )  # fmt: skip
 
     def __init__(
@@ -122,7 +125,8 @@ class Compiled:
         self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._parts: dict[int, list[Tap]] = {}
         self._of_one_call: list[Tap] = []
-        self._on: list[Tap] = []  # the taps that compiled code is to see now
+        self._on: Seen = [], None  # the taps that compiled code is to see now, and its pass
+        self._run: Run | None = None
         self._new: list[Tap] = []  # that code compiled before knows nothing of
         self._has_gradients = False
         self._traced: Site | None = None
@@ -195,16 +199,14 @@ class Compiled:
 
     def _open_gap(self, current: Pass) -> None:
         settings = Settings()
-        before = self._on
-        current.opened[_GAP] = [(self._begin_run(current, self._taps), settings, before)]
+        current.opened[_GAP] = [(settings, self._turn(self._taps, current))]
         settings.begin()
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left that has no border."""
-        for run, settings, before in current.opened.pop(_GAP, ()):
+        for settings, before in current.opened.pop(_GAP, ()):
             settings.end()
-            self._turn(before if self._here.visits else [])
-            self._harvest(current, run, self._taps)
+            self._turn(*(before if self._here.visits else ([], None)))
 
     def is_traced(self, site: Site | None) -> None:
         """Code is being compiled that calls the line's tap at a site.
@@ -251,12 +253,12 @@ class Compiled:
         visit.is_locked = True
         if self._holds_root(module):
             self._passes.begin(frame)
-        visit.before = self._turn([])
+        self._passes.switch.is_on = False
         self._make_ready()
         taps = self._taps_in(module)
-        visit.current = self._pass() if taps else None
-        if visit.current is not None:
-            visit.run = self._begin_run(visit.current, taps)
+        current = self._pass() if taps else None
+        visit.before = self._turn([] if current is None else taps, current)
+        visit.is_on = True
         visit.settings.begin()
 
     def leave(self, module: nn.Module, frame: FrameType) -> None:
@@ -267,10 +269,8 @@ class Compiled:
         visit = visits.pop()
         visit.settings.end()
         try:
-            if visit.is_locked:
-                self._turn([] if self._passes.closed else visit.before)
-                if visit.current is not None and visit.run is not None:
-                    self._harvest(visit.current, visit.run, self._taps_in(module))
+            if visit.is_on:
+                self._turn(*(([], None) if self._passes.closed else visit.before))
         finally:
             try:
                 if self._holds_root(module):
@@ -291,29 +291,50 @@ class Compiled:
         """The pass that compiled code runs in; None if it is not ours to see."""
         return self._passes.lane.current or self._passes.outside()
 
-    def _begin_run(self, current: Pass, taps: list[Tap]) -> Run:
-        run = Run(first_of(current), is_again=current.again is not None)
+    def _turn(self, taps: list[Tap], current: Pass | None) -> Seen:
+        """Have compiled code see these taps and no others, in this pass; see what it has left on
+        those before. Gives what it saw before."""
+        before = self._on
+        if before[1] is not None and before[1] is not current:
+            stop_settling(before[1])
+        try:
+            self._settle(is_over=True)
+        finally:
+            self._on = taps, current
+            self._passes.switch.is_on = current is not None
+            for tap in before[0]:
+                tap.active = None
+            for tap in taps:
+                tap.active = tap.traced
+        if current is not None:
+            keep_settled(current, self._settle)
+            self._begin_run(current)
+        return before
+
+    def _begin_run(self, current: Pass) -> None:
+        self._run = run = Run(first_of(current), is_again=current.again is not None)
         for tap in self._of_one_call:
             tap.meet_run(current)
         if self._has_gradients:
-            self._passes.switch.number = run.as_tensor()
-        self._turn(taps)
-        return run
+            number = run.as_tensor()
+            stretch = current.stretch
+            self._passes.switch.number = number if stretch is None else stretch.run_number(number)
 
-    def _turn(self, taps: list[Tap]) -> list[Tap]:
-        """Have compiled code see these taps and no others; gives those that it saw before."""
-        before, self._on = self._on, taps
-        self._passes.switch.is_on = bool(taps)
-        for tap in before:
-            tap.active = None
-        for tap in taps:
-            tap.active = tap.traced
-        return before
-
-    def _harvest(self, current: Pass, run: Run, taps: list[Tap]) -> None:
+    def _settle(self, *, is_over: bool = False) -> None:
+        """See what compiled code has left so far. What it leaves from then on is another run's."""
+        taps, current = self._on
+        run, self._run = self._run, None  # what is seen here is not to be settled in turn
+        if run is None or current is None:
+            return
+        is_new = False
         for tap in taps:
             if tap.traced is not None and tap.traced.caught is not None:
                 tap.harvest(current, run)
+                is_new = True
+        if is_new and not is_over:
+            self._begin_run(current)
+        else:
+            self._run = run
 
     def _taps_in(self, module: nn.Module) -> list[Tap]:
         """The taps that a compiled module may call."""
@@ -335,7 +356,8 @@ class Compiled:
     def end(self) -> None:
         """Put all back."""
         self._root = None
-        self._nodes, self._new, self._of_one_call, self._on = {}, [], [], []
+        self._turn([], None)  # it may be ended in the midst of compiled code
+        self._nodes, self._new, self._of_one_call = {}, [], []
         while self._marked:
             number = next(iter(self._marked))
             unmark_module(self._marked[number], self)

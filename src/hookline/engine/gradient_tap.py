@@ -22,7 +22,7 @@ from hookline.engine import tree
 from hookline.engine.compile_internals import hook_in_graph
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow, has_aliases
-from hookline.engine.graph_gradients import emptied, number_of, outline, place_in, sender
+from hookline.engine.graph_gradients import ENDED, emptied, number_of, outline, place_in, sender
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
 from hookline.engine.regime import hides_gradients, refuse_mapped
@@ -157,6 +157,8 @@ class GradientTap(Tap):
 
     def arrived_from_graph(self, number: Tensor, call: int, slot: int, grad: Tensor) -> None:
         """A gradient has come out of a compiled graph."""
+        if self.on.inside is not None and self.passes.closed:
+            raise AttachError(ENDED.format(site=self.site))
         run = run_of(number)
         current = None if run is None else run.current
         if run is None or current is None:

@@ -1,4 +1,5 @@
-"""Gradients inside compiled code, on their way out of the graph. Imports tree, compile_internals.
+"""Gradients inside compiled code, on their way out of the graph. Imports tree, errors,
+compile_internals.
 
 A hook on a tensor in a graph can run no Python of ours, but it can call an operator, and what the
 operator does when the graph runs is Python again. The operator is defined when the first line needs
@@ -18,11 +19,18 @@ from torch import Tensor
 
 from hookline.engine import tree
 from hookline.engine.compile_internals import keep_in_graphs
+from hookline.engine.errors import AttachError
 
 # By number, whoever waits. What a graph holds is a tensor with the number in it: another number
 # needs no other graph.
 _waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+
+
+ENDED = (
+    "{site} was to be changed, but its line ended before this backward ran, and the compiled code"
+    " would change it all the same.\nCall backward() inside the block."
+)
 
 
 def number_of(waiting: Any) -> Tensor:
@@ -43,6 +51,8 @@ def define() -> None:
         if waiting is not None:
             # A copy: the graph may use the memory again.
             waiting.arrived_from_graph(of_run, call, slot, grad.clone())
+        elif grad.dtype is torch.int64:  # no gradient: what is told where one is changed
+            raise AttachError(ENDED.format(site="A gradient"))
 
     @gradient.register_fake
     def _(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:

@@ -40,12 +40,13 @@ class Stretch:
         changes: what was changed, in order.
         calls: how often each tap that counts had run when the stretch began.
         waiting: the calls whose gradients are waited for since the first run.
+        runs: the numbers of the runs of compiled code, which its gradients come back under.
         at_late: called when the second run comes after the line's end.
     """
 
     __slots__ = (
         "_first", "at_late", "by_root", "calls", "changes", "is_reentrant", "number", "outer",
-        "passes", "waiting", "within_root",
+        "passes", "runs", "waiting", "within_root",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +63,7 @@ class Stretch:
         self.within_root = by_root is None and bool(current.roots)
         self.waiting: set[tuple[Any, int]] = set() if again is None else again.stretch.waiting
         self.at_late: set[Callable[[], None]] = set()
+        self.runs: list[Tensor] = []
         # Weakly: the graph holds the stretch, and what was recorded may hold the graph.
         real = current if again is None else again.first() or current
         self._first = weakref.ref(real)
@@ -69,6 +71,12 @@ class Stretch:
     def first(self) -> Pass | None:
         """The pass, if anybody still holds it."""
         return self._first()
+
+    def run_number(self, number: Tensor) -> Tensor:
+        """The number for a run of compiled code that begins: this one, which is kept."""
+        number = number if self.outer is None else self.outer.run_number(number)
+        self.runs.append(number)
+        return number
 
     def changed(self, where: str, value: Any, new: Any) -> None:
         """A value was changed; it has to be changed alike in the second run."""
@@ -103,7 +111,8 @@ class Again:
     """
 
     __slots__ = (
-        "_changes", "_ran", "current", "has_gradients", "outer", "rest", "roots", "stretch",
+        "_changes", "_ran", "_runs", "current", "has_gradients", "outer", "rest", "roots",
+        "stretch",
     )  # fmt: skip
 
     def __init__(self, stretch: Stretch, rest: list[Pass]) -> None:
@@ -113,6 +122,7 @@ class Again:
         self.has_gradients = stretch.is_reentrant
         self._ran = False
         self._changes: list[Change] = []
+        self._runs = iter(stretch.runs)
         self.current = current = Pass(stretch.number)
         current.calls = dict(stretch.calls)
         current.again = current.stretch = self
@@ -134,6 +144,11 @@ class Again:
             is_new = False
         self._ran = True
         return self.rest.pop(0) if is_new else self.current
+
+    def run_number(self, number: Tensor) -> Tensor:
+        """The number for a run of compiled code that begins: if gradients flow in the first run, it
+        is that one's, since torch gives its backward what the second one saves."""
+        return number if self.has_gradients else next(self._runs, number)
 
     def changed(self, where: str, value: Any, new: Any) -> None:
         """A value was changed: was it the first time, and into this?"""

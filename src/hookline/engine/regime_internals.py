@@ -6,6 +6,7 @@ Tracing, and the transforms of torch.func.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -29,7 +30,21 @@ def tracer() -> str | None:
     if _dispatch_mode(_PROXY) is not None:
         return "make_fx"
     symbolic = sys.modules.get("torch.fx._symbolic_trace")
-    return "torch.fx.symbolic_trace" if getattr(symbolic, "_is_fx_tracing_flag", False) else None
+    if getattr(symbolic, "_is_fx_tracing_flag", False) and _traces_here(symbolic):
+        return "torch.fx.symbolic_trace"
+    return None
+
+
+def _traces_here(symbolic: object) -> bool:
+    """Whether torch.fx traces in this thread. Its flag is one for all threads, and up while another
+    one compiles; so is what it does to calls of modules."""
+    file = getattr(symbolic, "__file__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "trace" and frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # What wraps the tensors of torch.func: grad, jvp, vmap, functionalize.

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import tree
 from hookline.engine.arguments import Arguments
-from hookline.engine.compile_internals import while_tracing
+from hookline.engine.compile_internals import unmark_copy, while_tracing
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.regime import refuse_tracing
 from hookline.engine.site import Site
@@ -108,7 +108,8 @@ class Tap:
         refuse_tracing()
         if self.passes.compiler is not None:
             self.passes.compiler.is_traced(self.site)
-        self.prepare()
+        if self.passes is not _INERT:
+            self.prepare()
 
     def trace(self, value: Any) -> Any:
         """What `fire` does inside compiled code."""
@@ -123,14 +124,12 @@ class Tap:
     def harvest(self, current: Pass, run: Run) -> None:
         """See what compiled code has caught in a run."""
         caught = () if self.traced is None else self.traced.taken()
-        if run.is_again:
-            return
         if isinstance(self.traced, TracedEdit):
             n_calls = current.calls.get(self, 0) + len(caught)
             current.calls[self] = n_calls
             self.ran = max(self.ran, n_calls)
-            self.fired += sum(caught)
-        else:
+            self.fired += 0 if run.is_again else sum(caught)
+        elif not run.is_again:
             after = self._after()
             for value in caught:
                 self.fired += 1
@@ -145,7 +144,7 @@ class Tap:
     def _outside(self, module: nn.Module) -> Pass | None:
         """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""
         if self.passes is _INERT:
-            discard_hooks_of(module, self, is_inert)
+            _discard(module, self)
             return None
         current = self.passes.outside()
         return current if current is None or current.again is None else self._again(current)
@@ -281,7 +280,7 @@ class RootTap:
             self.is_traced()
             return
         if self.passes is _INERT:
-            discard_hooks_of(module, self, is_inert)
+            _discard(module, self)
             return
         self.passes.begin()
 
@@ -297,13 +296,19 @@ class RootTap:
         if is_dynamo_compiling():
             return
         if self.passes is _INERT:
-            discard_hooks_of(module, self, is_inert)
+            _discard(module, self)
             return
         self.passes.end()
 
 
 def _inert_root(rank: int) -> RootTap:
     return RootTap(_INERT, Rank(rank))
+
+
+def _discard(module: nn.Module, owner: object) -> None:
+    """Take off a copy of a hooked module what came along with it."""
+    discard_hooks_of(module, owner, is_inert)
+    unmark_copy(module)
 
 
 def is_inert(owner: object) -> bool:

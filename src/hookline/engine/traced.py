@@ -175,6 +175,64 @@ class Run:
         return torch.tensor(self.number, device="cpu")
 
 
+@final
+class Calls(dict[Any, int]):
+    """How often a pass's taps have run, while compiled code runs: between two pieces of that code
+    there may be eager ones, that call the same taps.
+
+    Args:
+        calls: what was counted before.
+        settle: sees what compiled code has left so far; called before a number is read.
+    """
+
+    __slots__ = ("_settle",)
+
+    def __init__(self, calls: dict[Any, int], settle: Callable[[], None]) -> None:
+        super().__init__(calls)
+        self._settle = settle
+
+    def get(self, tap: Any, default: Any = None) -> Any:
+        """The number of a tap's calls."""
+        self._settle()
+        return super().get(tap, default)
+
+    def __setitem__(self, tap: Any, number: int) -> None:
+        super().__setitem__(tap, number)
+        if tap.traced is not None:
+            tap.traced.n_before = number
+
+
+@final
+class _Note:
+    """What notes in a pass, while compiled code runs."""
+
+    __slots__ = ("before", "settle")
+
+    def __init__(self, before: Callable[[Any], None], settle: Callable[[], None]) -> None:
+        self.before = before
+        self.settle = settle
+
+    def __call__(self, entry: Any) -> None:
+        self.settle()
+        self.before(entry)
+
+
+def keep_settled(current: Pass, settle: Callable[[], None]) -> None:
+    """Between pieces of compiled code there may be eager ones: before something is counted or noted
+    there, in a pass, see what compiled code has left."""
+    if not isinstance(current.calls, Calls):
+        current.calls = Calls(current.calls, settle)
+        current.note = _Note(current.note, settle)
+
+
+def stop_settling(current: Pass) -> None:
+    """The compiled code that ran in a pass is over."""
+    if isinstance(current.calls, Calls):
+        current.calls = dict(current.calls)
+    if isinstance(current.note, _Note):
+        current.note = current.note.before
+
+
 def run_of(number: Tensor) -> Run | None:
     """The run with this number, if anybody still has its pass."""
     return _runs.get(int(number))
