@@ -186,6 +186,24 @@ def test_a_leaf_that_does_not_exist_is_said(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_old_code_page_gets_other_characters_and_not_a_traceback(tmp_path):
+    (tmp_path / "named.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.add_module('日本', nn.Conv2d(1, 2, 3))\n"
+        "    def forward(self, x): return self._modules['日本'](x)\n",
+        encoding="utf-8",
+    )
+    done = run_process(
+        "inspect", "named.py:Net", "random:1x1x8x8", "--plot", cwd=tmp_path,
+        PYTHONIOENCODING="ascii",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\\u65e5\\u672c: 2 channels of 6x6" in done.stdout
+
+
 def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "typer.py").write_text("raise ImportError('no typer here')")
     done = run_process("demo", cwd=tmp_path, PYTHONPATH=str(tmp_path))

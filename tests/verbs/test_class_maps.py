@@ -58,6 +58,8 @@ def test_every_kind_of_picture_gives_the_same_overlay():
     for picture in (cat, cat / 255, tensor, tensor.float() / 255, tensor[None], [cat]):
         assert np.array_equal(found.overlay(picture)[0], expected)
     assert expected.shape == (300, 300, 3)
+    coarse = torch.rand(1, 3, 30, 30).bfloat16()
+    assert np.array_equal(found.overlay(coarse)[0], found.overlay(coarse.float())[0])
     grey = np.asarray(Image.fromarray(cat).convert("L"))
     seen = found.overlay(cat, alpha=0)[0]
     assert np.abs(seen.astype(int) - grey[:, :, None]).max() <= 1
@@ -97,6 +99,12 @@ def test_a_picture_of_another_shape_is_warned_of():
 def test_what_is_no_picture_is_refused(picture):
     with pytest.raises(hl.InputError, match=r"this is no picture: .*\nGive pillow's"):
         maps_of(torch.zeros(1, 2, 2)).overlay([picture])
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_a_picture_of_more_than_8_bits_is_not_cut_off(mode):
+    with pytest.raises(hl.InputError, match=f"mode '{mode}', .*\nScale it: an array of floats"):
+        maps_of(torch.zeros(1, 2, 2)).overlay(Image.new(mode, (2, 2)))
 
 
 def test_there_is_a_picture_for_each_map():

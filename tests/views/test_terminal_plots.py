@@ -57,6 +57,35 @@ def test_with_colours_each_character_is_two_cells(ramp):
         assert text.count(cell) == 4
 
 
+def test_in_a_narrow_terminal_histograms_have_fewer_bars_and_numbers_stay_whole():
+    model = nn.Identity()
+    with hl.record(model) as run:
+        model(torch.linspace(-1.234, 5.678, 640))
+    row = next(line for line in printed(run, width=60).splitlines() if line.startswith(":output"))
+    assert row.split()[2:] == ["-1.234", "5.678", "2.222", "0", "%"]
+    assert set(row.split()[1]) == {"█"}
+
+
+def test_under_no_color_maps_are_shades_too(ramp):
+    with_colours = {"force_terminal": True, "color_system": "truecolor"}
+    assert printed(ramp, **with_colours, no_color=True).count("▀") == 0
+    plain = [line for line in printed(ramp).splitlines() if "█" in line and "░" in line]
+    for line in plain:
+        assert line in printed(ramp, **with_colours, no_color=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": "truecolor"}])
+def test_in_an_old_code_page_it_is_drawn_with_characters_that_it_has(ramp, options):
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, "ascii")
+    Console(file=out, width=120, **options).print(terminal_plots(ramp))
+    out.flush()
+    lines = raw.getvalue().decode().splitlines()
+    row = next(line for line in lines if line.startswith(":output "))
+    assert row.count("#") == 4
+    assert lines[-2:] == [" .*#  .*#"] * 2
+
+
 def test_signed_maps_are_white_at_zero():
     model = nn.Identity()
     with hl.record(model) as run:

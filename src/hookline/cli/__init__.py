@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -13,4 +14,7 @@ def main() -> None:
         sys.exit('hookline: the command line needs typer: pip install "hookline[cli]"')
     from hookline.cli.app import app
 
+    # A name that the output's code page lacks is written as \\u65e5, as Python does on stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from numbers import Real
 from typing import Any, final
 
 import numpy as np
@@ -86,7 +87,7 @@ class ClassMaps:
         Raises:
             InputError: alpha is out of range, or these are no pictures, or not as many.
         """
-        if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+        if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
             raise InputError(f"alpha={alpha!r} is none.\nGive a number from 0 (image) to 1 (map).")
         pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
         if len(pictures) != len(self.maps):
@@ -220,9 +221,18 @@ def _pixels(picture: Any) -> Pixels:
     Raises:
         InputError: it is none.
     """
-    given = picture.convert("RGB") if hasattr(picture, "convert") else picture  # pillow's
+    given = picture
+    if hasattr(picture, "convert"):  # pillow's
+        if picture.mode.startswith(("I", "F")):  # pillow would cut all above 255 off, silently
+            raise InputError(
+                f"this picture is of pillow's mode {picture.mode!r}, whose range nobody knows."
+                "\nScale it: an array of floats from 0 to 1, such as np.asarray(picture) / 65535."
+            )
+        given = picture.convert("RGB")
     if isinstance(given, Tensor):
         plain = given.detach().cpu()
+        if plain.is_floating_point():
+            plain = plain.float()  # numpy has no bfloat16
         values = plain.permute(1, 2, 0).numpy() if plain.dim() == 3 else plain.numpy()
     else:
         values = np.asarray(given)

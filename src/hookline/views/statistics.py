@@ -19,7 +19,7 @@ from hookline.engine import tree
 CHUNK_NUMEL = 64 * 1024**2 // 8
 
 # A sparse tensor of more elements than this (1 GiB in float32) is not made dense.
-_DENSE_NUMEL = 2**28
+DENSE_NUMEL = 2**28
 
 _LARGE = 1e150
 
@@ -181,7 +181,7 @@ def _dense(tensor: Tensor) -> Iterator[Tensor]:
     elif tensor.is_quantized:
         yield tensor.dequantize()
     elif tensor.layout is not torch.strided:
-        if tensor.numel() > _DENSE_NUMEL:
+        if tensor.numel() > DENSE_NUMEL:
             raise RuntimeError(
                 f"a {str(tensor.layout).removeprefix('torch.')} tensor of {tensor.numel():,}"
                 " elements is too large to be made dense"

@@ -12,6 +12,7 @@ from typing import Any, final
 import numpy as np
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
@@ -26,6 +27,9 @@ from hookline.views.units import measure, share
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"
+# Where the output is in an old code page, which has none of these characters.
+_ASCII_BARS = " _.-:=+*#"
+_ASCII_SHADES = " .:*#"
 _BINS = 32
 _SIDE = 24  # cells, of a map
 _MOST_MAPS = 3
@@ -67,7 +71,7 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
     return Group(*parts)
 
 
-def spark(counts: Array) -> str:
+def spark(counts: Array, bars: str = _BARS) -> str:
     """Counts as bars of a line of text, on a logarithmic scale.
 
     >>> spark(np.array([0, 1, 10, 1000]))
@@ -75,7 +79,24 @@ def spark(counts: Array) -> str:
     """
     heights = np.log1p(np.asarray(counts, float))
     top = heights.max() or 1.0
-    return "".join(_BARS[math.ceil(h / top * (len(_BARS) - 1))] for h in heights)
+    return "".join(bars[math.ceil(h / top * (len(bars) - 1))] for h in heights)
+
+
+@final
+class _Spark:
+    """Counts as bars, of characters that the output has; fewer bars where it is narrow."""
+
+    def __init__(self, counts: Array) -> None:
+        self._counts = counts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        bars = _ASCII_BARS if options.ascii_only else _BARS
+        each = math.ceil(len(self._counts) / max(1, options.max_width))
+        sums = np.add.reduceat(self._counts, range(0, len(self._counts), each))
+        yield Text(spark(sums, bars), style="cyan")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, options.max_width), len(self._counts))
 
 
 @final
@@ -95,7 +116,10 @@ class Maps:
         n, height, width = self._maps.shape
         fit = min(n, max(1, (options.max_width + 1) // (width + 1)))
         yield Text(f"{self._title}, the first {fit}", style="bold")
-        has_colours = console.color_system is not None
+        # Under NO_COLOR rich would leave the blocks and take their colours away. Half a block is
+        # no character of an old code page.
+        shades = _ASCII_SHADES if options.ascii_only else _SHADES
+        has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
         signed = bool((self._maps < 0).any() and (self._maps > 0).any())
         shares = [_shares(one, signed) for one in self._maps[:fit]]
         anchors = BLUE_RED if signed else VIRIDIS
@@ -107,7 +131,7 @@ class Maps:
                     is_last = row + 1 >= height
                     yield from (Segment("▀", _style(*pair, anchors, is_last)) for pair in pairs)
                 else:
-                    yield Segment("".join(_shade(upper, low) for upper, low in pairs))
+                    yield Segment("".join(_shade(*pair, shades) for pair in pairs))
                 yield Segment(" " if k < fit - 1 else "")
             yield Segment.line()
 
@@ -116,13 +140,14 @@ def _table(values: list[Value]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in ("site", "histogram, log counts", "least", "greatest", "mean", "zeros", ""):
         is_number = name in ("least", "greatest", "mean", "zeros")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+        table.add_column(name, justify="right" if is_number else "left",
+                         no_wrap=not name.startswith("histogram"))  # fmt: skip
     for value in values:
         counts, _, found = histogram(value.tensor, _BINS)
         bad = f"{found.non_finite:,} NaN or infinite" if found.non_finite else ""
         table.add_row(
             Text(short(value.label or "(root)", 48)),
-            Text(spark(counts), style="cyan"),
+            _Spark(counts),
             *(Text(measure(number)) for number in (found.min, found.max, found.mean)),
             Text(share(found.zeros)),
             Text(bad, style="bold red"),
@@ -147,6 +172,7 @@ def _maps(value: Value) -> Maps:
 
 def _shares(numbers: Array, signed: bool) -> Array:
     """Numbers as places from 0 to 1 of a map of colours; NaN stays."""
+    numbers = np.asarray(numbers, np.float64) / 2  # so that no range overflows
     finite = numbers[np.isfinite(numbers)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if signed:
@@ -166,8 +192,8 @@ def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
     return Style(color=names[0], bgcolor=None if is_last else names[1])
 
 
-def _shade(upper: float, lower: float) -> str:
+def _shade(upper: float, lower: float, shades: str) -> str:
     if math.isnan(upper):
         return "?"
     mean = upper if math.isnan(lower) else (upper + lower) / 2
-    return _SHADES[min(int(mean * len(_SHADES)), len(_SHADES) - 1)]
+    return shades[min(int(mean * len(shades)), len(shades) - 1)]

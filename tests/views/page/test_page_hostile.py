@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 from urllib.parse import quote
 
 import pytest
@@ -59,6 +60,22 @@ def test_a_damaged_file_is_a_line_that_says_so_and_not_a_crash(served, runs, tmp
     assert 'class="problem"' in answer.text
     assert server.get("site?at=first").status == 200
     assert json.loads(server.get("measure?from=0").text)["next"] > 0
+    assert server.get("strip?at=first").status in (404, 503)
+
+
+def test_a_file_that_claims_a_dtype_that_torch_cannot_read_is_no_crash(served, runs, tmp_path):
+    folder = shutil.copytree(runs / "a", tmp_path / "run")
+    for file in folder.glob("*.safetensors"):
+        raw = file.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + length])
+        for name, one in header.items():
+            if name != "__metadata__":
+                one.update(dtype="F4", shape=[*one["shape"][:-1], one["shape"][-1] * 8])
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    server = served(folder)
+    assert server.get("site?at=first").status == 200
     assert server.get("strip?at=first").status in (404, 503)
 
 

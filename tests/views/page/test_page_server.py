@@ -95,13 +95,22 @@ def test_the_rules_know_the_address_that_was_given():
     assert Rules("::1").allows_host("[::1]:8765")
 
 
-def test_a_redirect_never_leads_to_another_server(served, runs):
+@pytest.mark.parametrize(
+    ("asked", "led"),
+    [
+        ("//evil.example/", "/evil.example/"),
+        ("/\\evil.example/", "/%5Cevil.example/"),  # browsers read it as a slash
+        ("/%5Cevil.example/", "/%5Cevil.example/"),
+        ("/%0D%0Aset-cookie:%20a=b", "/%0D%0Aset-cookie%3A%20a%3Db"),
+    ],
+)
+def test_a_redirect_never_leads_to_another_server(served, runs, asked, led):
     server = served(runs / "a", host="0.0.0.0")
     token = server.serving.address.partition("token=")[2]
     parts = urlsplit(server.base)
     connection = HTTPConnection(parts.hostname, parts.port, timeout=30)
-    connection.request("GET", f"//evil.example/?token={token}")
-    assert connection.getresponse().headers["location"] == "/evil.example/"
+    connection.request("GET", f"{asked}?token={token}")
+    assert connection.getresponse().headers["location"] == led
     connection.close()
 
 

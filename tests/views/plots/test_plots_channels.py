@@ -231,7 +231,7 @@ def test_it_draws_from_a_folder_and_while_the_line_is_on(recorded, net, image, t
         (torch.zeros(0, 3, 4, 4), {}, r"site is empty: its shape is \[0, 3, 4, 4\]"),
         (torch.eye(4).to_sparse(), {}, r"sparse_coo tensor.*\nRecord it plain: .*to_dense\(\)"),
         (torch.tensor(3.0), {}, "site is a single number, 3.0"),
-        (torch.zeros(1, 2, 3, 3, device="meta"), {}, "site holds no tensor that can be drawn"),
+        (torch.zeros(1, 2, 3, 3, device="meta"), {}, "site is on the meta device"),
         ("text", {}, "site holds no tensor that can be drawn"),
         (torch.zeros(2, 3, 4, 4), {"sample": 2}, r"no sample 2: it holds 2 \(0 to 1\)"),
         (torch.zeros(2, 3, 4, 4), {"order": [3]}, r"no channel 3: it has 3 \(0 to 2\)"),

@@ -12,7 +12,7 @@ import ipaddress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Any, final
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 COOKIE = "hookline-token"
 _LOCAL = {"localhost", "127.0.0.1", "[::1]"}
@@ -136,7 +136,8 @@ def _cookie(header: str) -> str:
 
 async def _welcome(send: Any, path: str, query: str, token: str) -> None:
     """Keep the token in a cookie, and take it out of the address, which people pass on."""
-    where = "/" + path.lstrip("/") + (f"?{query}" if query else "")
+    # To a browser `//name` and `/\\name` are other servers, and a line break ends a header.
+    where = "/" + quote(path.lstrip("/"), errors="replace") + (f"?{query}" if query else "")
     cookie = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
     await _answer(send, 303, "", {"location": where, "set-cookie": cookie})
 

@@ -124,7 +124,10 @@ class Pages:
         shown, _ = self._shelf.shown()
         seen = _named(shown, parameters)
         with shown.reading():
-            strip = feature_strip(shown.tensor(seen))
+            try:
+                strip = feature_strip(shown.tensor(seen))
+            except (RuntimeError, TypeError):  # numbers that torch cannot read
+                strip = None
         if strip is None:
             raise InputError("this value has no feature maps.\nGo to its own page.")
         return "image/png", base64.b64decode(strip.source.partition(",")[2])

@@ -230,6 +230,8 @@ def _class_maps(shown: Shown, seen: Seen, twin: Seen | None, sample: int) -> tup
         return class_maps(tensors[0], tensors[1], image, sample), ""
     except HooklineError:
         return [], ""
+    except (RuntimeError, TypeError) as error:
+        return [], f"Grad-CAM cannot be drawn: {str(error).splitlines()[0]}"
 
 
 def _input_of(shown: Shown, seen: Seen) -> Tensor | None:

@@ -12,6 +12,7 @@ from hookline.engine import Site
 from hookline.views.plots.reducing import (
     Array,
     Scale,
+    around,
     order_of,
     range_text,
     scale_of,
@@ -146,7 +147,7 @@ def scale_of_map(drawn: Array, signed: bool) -> Scale:
     if signed:
         reach = max(abs(low), abs(high)) or 1.0
         return Scale(-reach, reach, True)
-    return Scale(low, high, False) if low < high else Scale(low - 0.5, high + 0.5, False)
+    return Scale(low, high, False) if low < high else Scale(*around(low), False)
 
 
 def label_of(number: int, drawn: Array) -> str:

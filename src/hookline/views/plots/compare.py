@@ -15,7 +15,7 @@ from hookline.views.plots.differences import Difference, difference, differences
 from hookline.views.plots.reducing import cells, scale_of, share_text, smaller
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
-from hookline.views.plots.values import Arranged, Source, Value, arrange, look_up
+from hookline.views.plots.values import Arranged, Source, Value, arrange, drawable, look_up
 from hookline.views.units import measure, plural
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
 
 
 def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | None]) -> Figure:
+    drawable(a)
+    drawable(b)
     if a.tensor.shape != b.tensor.shape:
         raise InputError(
             f"{a.label} has two shapes: {tree.shape(a.tensor)} and {tree.shape(b.tensor)}."

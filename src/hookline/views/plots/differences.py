@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import final
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from hookline.engine import tree
 from hookline.engine.errors import InputError
 from hookline.views.plots.values import Source, Value, one_pass, walk
-from hookline.views.statistics import pieces
+from hookline.views.statistics import pieces, site_statistics
 
 _ROUNDING = 1e-13
 
@@ -58,6 +59,11 @@ def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
             found.append(difference(key, one.tensor, other.tensor))
         elif other is not None:
             unread.append(key)
+    if unread and not found:
+        raise InputError(
+            f"the two recordings have no value that can be compared: {unread[0]} was overwritten in"
+            " place, or holds no numbers that can be read.\nRecord sites with tensors, copy=True."
+        )
     if not found:
         raise InputError(
             "the two recordings have no value in common:"
@@ -69,7 +75,7 @@ def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
         for keys, what in (
             ([key for key in ours if key not in theirs], "only in the first"),
             ([key for key in theirs if key not in ours], "only in the second"),
-            (unread, "overwritten in place or without a tensor"),
+            (unread, "overwritten in place or without numbers that can be read"),
         )
         if keys
     ]
@@ -82,24 +88,51 @@ def difference(label: str, a: Tensor, b: Tensor) -> Difference:
         return Difference(label, problem=f"shapes {tree.shape(a)} and {tree.shape(b)}")
     if a.is_complex() or b.is_complex():  # a piece is the magnitude, and phases differ, too
         a, b = (torch.view_as_real(t.detach().to(torch.complex128).resolve_conj()) for t in (a, b))
-    gap = dot = norm_a = norm_b = 0.0
-    n_odd = 0
-    for x, y in zip(pieces(a), pieces(b), strict=True):
-        x, y = x.cpu(), y.cpu()  # noqa: PLW2901
-        same_odd = (x == y) | (x.isnan() & y.isnan())
-        finite = x.isfinite() & y.isfinite()
-        n_odd += int((~finite & ~same_odd).sum())
-        x, y = x.where(finite, 0.0), y.where(finite, 0.0)  # noqa: PLW2901
-        gap += float((x - y).square().sum())
-        dot += float((x * y).sum())
-        norm_a += float(x.square().sum())
-        norm_b += float(y.square().sum())
+    gap, dot, norm_a, norm_b, n_odd, is_equal = _sums(a, b, 1.0)
     if n_odd:
         return Difference(label, problem=f"{n_odd:,} NaN or infinite in one of the two")
-    if not gap:
+    if is_equal and not _are_other_integers(a, b):
         return Difference(label, 0.0, 0.0)
+    if not (gap and math.isfinite(gap + norm_a + norm_b)):  # squares vanished, or overflowed
+        gap, dot, norm_a, norm_b, *_ = _sums(a, b, _largest(a, b))
     relative = math.sqrt(gap / norm_b) if norm_b else math.inf
+    relative = max(relative, sys.float_info.min)  # not equal, however small the difference
     product = math.sqrt(norm_a) * math.sqrt(norm_b)
     cosine = 1 - dot / product if product else math.nan
     # Below that it is the rounding of the sums.
     return Difference(label, relative, 0.0 if abs(cosine) < _ROUNDING else cosine)
+
+
+def _sums(a: Tensor, b: Tensor, scale: float) -> tuple[float, float, float, float, int, bool]:
+    """Squares and products of `a / scale` and `b / scale`, summed where both are finite.
+
+    Returns:
+        The squares of the difference; the products; the squares of each; how many elements are not
+        finite in one alone; and whether all are equal.
+    """
+    gap = dot = norm_a = norm_b = 0.0
+    n_odd, is_equal = 0, True
+    for x, y in zip(pieces(a), pieces(b), strict=True):
+        x, y = x.cpu(), y.cpu()  # noqa: PLW2901
+        same = (x == y) | (x.isnan() & y.isnan())
+        finite = x.isfinite() & y.isfinite()
+        n_odd += int((~finite & ~same).sum())
+        is_equal = is_equal and bool(same.all())
+        x, y = (t.where(finite, 0.0) / scale for t in (x, y))  # noqa: PLW2901
+        gap += float((x - y).square().sum())
+        dot += float((x * y).sum())
+        norm_a += float(x.square().sum())
+        norm_b += float(y.square().sum())
+    return gap, dot, norm_a, norm_b, n_odd, is_equal
+
+
+def _are_other_integers(a: Tensor, b: Tensor) -> bool:
+    """Whether these are integers that differ where float64 no longer tells them apart."""
+    return a.dtype == b.dtype == torch.int64 and not torch.equal(a.cpu(), b.cpu())
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    """The greatest size of a finite element of either."""
+    found = (site_statistics(one) for one in (a, b))
+    ends = [end for one in found if one for end in (one.min, one.max) if end is not None]
+    return max(map(abs, ends), default=0.0) or 1.0

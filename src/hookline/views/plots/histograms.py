@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hookline.engine import Site
 from hookline.engine.errors import InputError
 from hookline.views.plots.reducing import histogram, share_text, short, some_of
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _WIDE, _HIGH = 1.9, 0.85  # inches, of one histogram
 _ACROSS, _DOWN = 0.35, 0.6  # between them
 _COLUMNS = 4
+_LARGEST = 1e290  # beyond this matplotlib's axes overflow
 
 
 def histograms(
@@ -80,6 +83,9 @@ def histograms(
 
 def _one(axes: Axes, value: Value, bins: int, log: bool) -> None:
     counts, edges, found = histogram(value.tensor, bins)
+    ends = [measure(float(end)) for end in (edges[0], edges[-1])]
+    if np.abs(edges).max() > _LARGEST:
+        edges = edges / _LARGEST
     axes.stairs(counts, edges, fill=True, color=BLUE)
     if log and counts.any():
         most = max(int(counts.max()), 2)
@@ -91,7 +97,7 @@ def _one(axes: Axes, value: Value, bins: int, log: bool) -> None:
     if edges[0] <= 0 <= edges[-1]:
         axes.axvline(0, color=GREY, linewidth=0.7)
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_xticks([edges[0], edges[-1]], [measure(float(end)) for end in (edges[0], edges[-1])])
+    axes.set_xticks([edges[0], edges[-1]], ends)
     for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
         label.set_horizontalalignment(side)
     axes.tick_params(labelsize=SMALL, length=2, pad=1.5)

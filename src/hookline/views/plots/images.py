@@ -87,7 +87,9 @@ def _colours(one: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float
     is_finite = np.isfinite(maps)
     held = maps[is_finite]
     low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 1.0)
-    scaled = (np.where(is_finite, maps, low) - low) / ((high - low) or 1.0)
+    part = 0.5 if math.isinf(high - low) else 1.0  # halved where the range itself would overflow
+    low, high = low * part, high * part
+    scaled = (np.where(is_finite, maps * part, low) - low) / ((high - low) or 1.0)
     colours = np.broadcast_to(scaled, (3, *scaled.shape[1:])).transpose(1, 2, 0).copy()
     colours[~is_finite.all(0)] = (1.0, 0.83, 0.0)
     return colours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
@@ -132,8 +133,14 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
         reach = max(abs(low), abs(high)) or 1.0
         return Scale(-reach, reach, True, cuts)
     if low == high:
-        return Scale(low - 0.5, high + 0.5, False)
+        return Scale(*around(low), False)
     return Scale(low, high, False, cuts)
+
+
+def around(number: float) -> tuple[float, float]:
+    """Ends of an axis for a number that is alone: half above and below, or more of a large one."""
+    reach = max(0.5, abs(number) * 1e-3)
+    return max(number - reach, -sys.float_info.max), min(number + reach, sys.float_info.max)
 
 
 def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
@@ -151,7 +158,7 @@ def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
     if low is None or high is None:
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1), found
     if low == high:
-        low, high = low - 0.5, high + 0.5
+        low, high = around(low)
     # Halved where the range itself would overflow.
     part = 0.5 if math.isinf(high - low) else 1.0
     ends = (low * part, high * part)
@@ -194,8 +201,18 @@ def some_of(items: list[Any], n: int) -> list[Any]:
     return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
 
 
+def shown(text: str) -> str:
+    """A text as it can be seen: what is not printable (a line break, a mark of direction) escaped.
+
+    >>> print(shown("a\\nb"))
+    a\\nb
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def short(text: str, most: int) -> str:
     """A text without its middle if it is longer: what tells paths apart is their end."""
+    text = shown(text)
     if len(text) <= most:
         return text
     tail = (most - 1) * 2 // 3

@@ -98,4 +98,6 @@ def stretch(axes: Axes, numbers: Sequence[float]) -> None:
         axes.set_xticks(places, [f"{place:.0e}" if place else "0" for place in places])
         axes.minorticks_off()
     if axes.get_xscale() == "linear":
-        axes.locator_params(axis="x", nbins=5)
+        axes.locator_params(axis="x", nbins=3)
+        # In full: matplotlib would set a common power of ten onto the heading.
+        axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")

@@ -8,6 +8,7 @@ style. viridis and RdBu read the same to colour-blind people; viridis in black a
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from hookline.views.plots.extras import load
-from hookline.views.plots.reducing import Array, Scale
+from hookline.views.plots.reducing import Array, Scale, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +61,7 @@ class Sheet:
     """
 
     def __init__(self, width: float, height: float, title: str, lines: Sequence[str]) -> None:
+        title, lines = shown(title), [shown(line) for line in lines]
         heading = textwrap.wrap(title, max(20, int(width / _INCH_A_CHARACTER[TITLE]))) or ["(root)"]
         most = max(30, int(width / _INCH_A_CHARACTER[TEXT]))
         below = [part for line in lines if line for part in textwrap.wrap(line, most)]
@@ -112,12 +114,13 @@ class Sheet:
             width: its width in inches.
         """
         axes = self.axes(left, top, width, 0.1)
-        ramp = np.linspace(scale.low, scale.high, 256)[None]
-        extent = (scale.low, scale.high, 0, 1)
-        axes.imshow(ramp, cmap=colour_map(scale.is_signed), aspect="auto", extent=extent)
-        middle = [0.0] if scale.is_signed else [] if ends else [(scale.low + scale.high) / 2]
-        places = [scale.low, *middle, scale.high]
-        numbers = [f"{place:.3g}" for place in places]
+        ramp = np.linspace(0, 1, 256)[None]
+        # In parts of its width: no number is then too large for an axis, or too close to another.
+        axes.imshow(ramp, cmap=colour_map(scale.is_signed), aspect="auto", extent=(0, 1, 0, 1))
+        middle = [] if ends and not scale.is_signed else [0.5]
+        places = [0.0, *middle, 1.0]
+        half = 0.0 if scale.is_signed else scale.low / 2 + scale.high / 2
+        numbers = [f"{n:.3g}" for n in (scale.low, *[half] * len(middle), scale.high)]
         if scale.cuts:
             numbers[-1] = f"≥ {numbers[-1]}"
             numbers[0] = f"≤ {numbers[0]}"
@@ -140,16 +143,23 @@ class Sheet:
         self.figure.text(*at, text, va="top", ha="left", **style, **PLAIN)
 
 
+def within(numbers: Array, scale: Scale) -> tuple[Array, float, float]:
+    """Numbers, and the ends of their scale; all halved where its range would overflow."""
+    part = 0.5 if math.isinf(scale.high - scale.low) else 1.0
+    return np.asarray(numbers, np.float64) * part, scale.low * part, scale.high * part
+
+
 def draw_map(
     axes: Axes, numbers: Array, scale: Scale, box: tuple[float, ...], *, smooth: bool = True
 ) -> None:
     """A map in a box of a canvas: left, top, width, height. NaN and infinity stand out."""
     left, top, width, height = box
+    numbers, low, high = within(numbers, scale)
     # Not by imshow, which sets the limits and the aspect of the axes anew for each of 64 maps.
     image = load("matplotlib.image").AxesImage(
         axes,
         cmap=colour_map(scale.is_signed),
-        norm=load("matplotlib.colors").Normalize(scale.low, scale.high),
+        norm=load("matplotlib.colors").Normalize(low, high),
         extent=(left, left + width, top + height, top),
         interpolation="antialiased" if smooth else "nearest",
         interpolation_stage="rgba",  # or NaN would bleed into its neighbours as a number

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hookline.engine import Site
 from hookline.engine.errors import InputError
 from hookline.views.plots.reducing import (
@@ -16,7 +18,16 @@ from hookline.views.plots.reducing import (
     share_text,
     short,
 )
-from hookline.views.plots.sheet import PLAIN, SMALL, TEXT, Sheet, colour_map, text_width, tidy
+from hookline.views.plots.sheet import (
+    PLAIN,
+    SMALL,
+    TEXT,
+    Sheet,
+    colour_map,
+    text_width,
+    tidy,
+    within,
+)
 from hookline.views.plots.values import Source, arrange, look_up
 from hookline.views.units import plural
 
@@ -93,17 +104,19 @@ def tokens(
     drawn = cells(table, _MOST)
     if drawn.shape != table.shape:
         lines.append(f"drawn as {drawn.shape[0]} x {drawn.shape[1]}: each cell the mean of an area")
-    scale = scale_of(table, robust=True)
+    # Of what is drawn: the means of large areas are far smaller than single values.
+    scale = scale_of(drawn, robust=True)
     labels = [_printable(text) for text in texts] if texts is not None else None
     left = (text_width(labels) if labels else 0.35) + 0.35
     height = min(max(n_tokens * 0.17, 1.0), 8.0)
     sheet = Sheet(_WIDTH + left, height + 0.85, value.title, lines)
     axes = sheet.axes(left, 0.05, _WIDTH, height)
+    numbers, low, high = within(drawn.numpy(), scale)
     axes.imshow(
-        drawn.masked_fill(~drawn.isfinite(), math.nan).numpy(),
+        np.where(np.isfinite(numbers), numbers, np.nan),
         cmap=colour_map(scale.is_signed),
-        vmin=scale.low,
-        vmax=scale.high,
+        vmin=low,
+        vmax=high,
         aspect="auto",
         extent=(-0.5, n_features - 0.5, n_tokens - 0.5, -0.5),
         interpolation="nearest",
@@ -128,7 +141,9 @@ def _label(
     n = len(chosen)
     is_whole = chosen == list(range(n))
     axes.set_xlabel("feature" if is_whole else "feature, in this order", fontsize=TEXT, **PLAIN)
-    if not is_whole:
+    if is_whole:
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    else:
         step = max(1, math.ceil(n / 16))
         axes.set_xticks(range(0, n, step), [str(k) for k in chosen[::step]])
     tidy(axes, ())
@@ -137,5 +152,4 @@ def _label(
 def _printable(text: str) -> str:
     """A token as it can be seen: spaces and line breaks shown, long ones cut."""
     seen = text.replace(" ", "␣") if text != text.strip() else text
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in seen)
-    return short(shown, _LONGEST) or "''"
+    return short(seen, _LONGEST) or "''"

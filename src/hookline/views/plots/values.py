@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.engine import Site, tree
 from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
-from hookline.views.statistics import main_tensor
+from hookline.views.statistics import DENSE_NUMEL, main_tensor
 from hookline.views.units import plural
 
 Source = Recording | PassRecord
@@ -216,8 +216,6 @@ def drawable(value: Value) -> Tensor:
             f"{value.label} is a {kind} tensor, which has no maps to draw."
             f"\nRecord it plain: hl.record(model, ..., keep=lambda t: t.{how})."
         )
-    if tensor.is_meta:
-        raise InputError(f"{value.label} is on the meta device: it has a shape and no numbers.")
     if not tensor.numel():
         raise InputError(f"{value.label} is empty: its shape is {tree.shape(tensor)}.")
     if not tensor.dim():
@@ -231,9 +229,16 @@ def drawable(value: Value) -> Tensor:
 def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
     tensor = main_tensor(value)
     if tensor is None:
+        if any(one.is_meta for _, one in tree.tensors(value)):
+            raise InputError(f"{label} is on the meta device: it has a shape and no numbers.")
         raise InputError(
             f"{label} holds no tensor that can be drawn: it is {tree.describe(value)}."
             "\nName a site that does, or a leaf of it."
+        )
+    if not _is_readable(tensor):
+        raise InputError(
+            f"{label} is {tree.full(tensor)}, whose numbers torch cannot read."
+            "\nRecord it in another dtype, with keep=, or leave the site out."
         )
     if not isinstance(value, Tensor):
         leaf = next(leaf for leaf, part in tree.tensors(value) if part is tensor)
@@ -251,7 +256,22 @@ def _read(one: PassRecord, key: str, site: Site, call: int) -> Value | Skipped:
     except OverwrittenError:
         return Skipped(key, "overwritten in place after recording, for want of copy=True")
     except InputError:
-        return Skipped(key, "without a tensor")
+        return Skipped(key, "without numbers that can be read")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether torch can convert its numbers; those of packed 4-bit dtypes, for one, it cannot."""
+    if tensor.is_quantized:
+        return True
+    if tensor.layout is not torch.strided and not tensor.is_nested:
+        return tensor.numel() <= DENSE_NUMEL
+    try:
+        torch.empty(1, dtype=tensor.dtype).to(
+            torch.complex128 if tensor.is_complex() else torch.float64
+        )
+    except RuntimeError:
+        return False
+    return True
 
 
 def _type_of(source: Source, key: str) -> str:

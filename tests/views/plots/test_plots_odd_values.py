@@ -1,0 +1,144 @@
+"""Values at the ends of what a number can be, of dtypes that torch cannot read, under any name."""
+
+from __future__ import annotations
+
+import matplotlib.image
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.views import terminal_plots
+from hookline.views.plots.differences import difference
+
+F64 = torch.float64
+EXTREMES = {
+    "float32": torch.tensor([1e38, -3e38, 3e38, 0.0]).repeat(2, 3, 8, 2),
+    "float64": torch.tensor([1e308, -1.7e308, 1.7e308, 0.0], dtype=F64).repeat(2, 3, 8, 2),
+    "large constant": torch.full((2, 3, 8, 8), 1e20),
+    "largest constant": torch.full((2, 3, 8, 8), torch.finfo(F64).max, dtype=F64),
+    "large integer": torch.full((2, 3, 8, 8), 2**62),
+}
+
+
+# matplotlib's warnings of overflow, and of ends that are one, are errors here, as all are.
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        hl.plots.channels,
+        lambda run, site: hl.plots.channels(run, site, shared=True),
+        hl.plots.tokens,
+        hl.plots.images,
+        hl.plots.histograms,
+        lambda run, site: hl.plots.compare(run, run, site),
+    ],
+)
+def test_numbers_of_any_size_are_drawn_as_numbers(recorded, name, draw, tmp_path):
+    figure = draw(recorded(EXTREMES[name]), "site")
+    figure.savefig(tmp_path / "figure.png")
+    maps = [
+        image.get_array()
+        for axes in figure.axes
+        for image in axes.get_children()
+        if isinstance(image, matplotlib.image.AxesImage)
+    ]
+    assert all(not torch.as_tensor(map_.mask).any() for map_ in maps if hasattr(map_, "mask"))
+    assert all(torch.as_tensor(map_.filled(0.0)).isfinite().all() for map_ in maps)
+
+
+def packed(*shape):
+    return torch.zeros(shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+class Packed(nn.Module):
+    def forward(self, x):
+        return packed(2, 3)
+
+
+@pytest.fixture
+def with_packed():
+    model = nn.Sequential(nn.Identity(), Packed())
+    with hl.record(model, ["0", "1"]) as run:
+        model(torch.rand(1, 2, 4, 4))
+    return run
+
+
+def test_one_value_that_torch_cannot_read_is_left_out_of_the_whole_and_said(with_packed, said):
+    left_out = "1 value without numbers that can be read (1)"
+    assert left_out in said(hl.plots.histograms(with_packed))
+    assert left_out in said(hl.plots.statistics(with_packed))
+    assert "without numbers that can be read (1)" in said(
+        hl.plots.compare(with_packed, with_packed)
+    )
+    assert left_out in str(terminal_plots(with_packed).renderables[1])
+
+
+def test_a_named_value_that_torch_cannot_read_is_refused(with_packed):
+    for draw in (hl.plots.channels, hl.plots.histograms, hl.plots.statistics):
+        with pytest.raises(hl.InputError, match=r"1 is .*float4.* torch cannot read.\nRecord it"):
+            draw(with_packed, "1")
+
+
+def test_two_recordings_of_nothing_that_can_be_read_say_so(recorded):
+    with pytest.raises(hl.InputError, match="no value that can be compared: site was overwritten"):
+        hl.plots.compare(recorded(None), recorded(None))
+
+
+def test_nested_tensors_are_refused_in_a_comparison(recorded):
+    with pytest.warns(UserWarning, match="nested tensors is in prototype"):
+        value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    run = recorded(value)
+    with pytest.raises(hl.InputError, match=r"nested tensor.*\nRecord it plain"):
+        hl.plots.compare(run, run, "site")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "relative"),
+    [
+        (torch.tensor([2e200], dtype=F64), torch.tensor([1e200], dtype=F64), 1.0),
+        (torch.tensor([1.7e308], dtype=F64), torch.tensor([-1.7e308], dtype=F64), 2.0),
+        (torch.tensor([1e-300], dtype=F64), torch.tensor([2e-300], dtype=F64), 0.5),
+        (torch.tensor([1.0, 1e-300], dtype=F64), torch.tensor([1.0, 2e-300], dtype=F64), 0.0),
+        (torch.tensor([2**62]), torch.tensor([2**62 + 1]), 0.0),
+    ],
+)
+def test_what_is_not_equal_is_never_called_equal(recorded, said, a, b, relative):
+    found = difference("site", a, b)
+    assert found.differs
+    assert found.relative == pytest.approx(relative, abs=1e-300)
+    assert "1 of 1 site differ" in said(hl.plots.compare(recorded(a), recorded(b)))
+
+
+def test_names_that_cannot_be_printed_are_escaped(tmp_path, said):
+    name = "a\nb\u202e\ud800"
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    with hl.record(model, name, ports=("output", "grad")) as run:
+        model(torch.ones(3, 2)).sum().backward()
+    (site,) = [site for site in run.sites if site.port == "output"]
+    seen = "a\\nb\\u202e\\ud800"
+    assert seen in said(hl.plots.channels(run, site))
+    for draw in (hl.plots.statistics, hl.plots.gradients):
+        figure = draw(run)
+        assert seen in figure.axes[0].get_yticklabels()[0].get_text()
+        figure.savefig(tmp_path / "figure.png")
+    hl.plots.histograms(run).savefig(tmp_path / "figure.png")
+
+
+def test_the_colours_of_a_reduced_table_are_those_of_what_is_drawn(recorded):
+    torch.manual_seed(0)
+    figure = hl.plots.tokens(recorded(torch.randn(1, 100_000, 4)), "site")
+    (image,) = figure.axes[0].images
+    _, high = image.get_clim()
+    assert float(abs(image.get_array()).max()) > 0.5 * high
+    ticks = figure.axes[0].get_xticks()
+    assert all(tick == round(tick) for tick in ticks)
+
+
+def test_gradients_of_many_sites_are_a_few_lines_and_not_one_each():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
+    with hl.record(model, ports="grad") as run:
+        model(torch.ones(3, 2)).sum().backward()
+    figure = hl.plots.gradients(run)
+    assert sum(len(axes.lines) + len(axes.collections) for axes in figure.axes) < 20
