@@ -98,7 +98,7 @@ def test_channels_are_chosen_by_number(recorded, said):
     figure = hl.plots.channels(recorded(value), "site", order=torch.tensor([7, -1]), n=1)
     assert labels(figure) == ["7", "99"]
     np.testing.assert_array_equal(tiles(figure)[1], value[0, 99].numpy())
-    assert "2 of 100 channels" in said(figure)
+    assert f"2 of 100 channels; of all 100: {value.min():.4g} to {value.max():.4g}" in said(figure)
 
 
 def test_nan_and_infinity_are_masked_named_and_counted(recorded, said):

@@ -93,7 +93,8 @@ def channels(
     total = found.data.shape[0]
     shown = share_text(len(chosen), total, "channel")
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
-    lines = [f"{value.form}, {found.text}", f"{shown}{by}; {range_text(found.data)}"]
+    of_all = f"of all {total:,}: " if len(chosen) < total else ""
+    lines = [f"{value.form}, {found.text}", f"{shown}{by}; {of_all}{range_text(found.data)}"]
     if found.data.numel() == total:  # maps of one element are vectors, and all squares look alike
         lines.append("each map is a single number" if found.space else "")
         return _bars(found.data.flatten(), chosen, value.title, lines)
