@@ -197,6 +197,31 @@ def test_gradients_are_those_of_the_table_with_dead_and_exploding_marked(said):
     assert words == ["0, dead", "0, dead", "no gradient"]
 
 
+def test_a_share_of_zeros_is_a_point_also_where_it_is_0():
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 2))
+    net[0].bias.requires_grad_(False)
+    x = torch.rand(3, 20) + 1
+    x[:, 0] = 0  # of 400 weights 20 get no gradient
+    with hl.record(net, ports="grad") as run:
+        net(x).sum().backward()
+    zeros = named(hl.plots.gradients(run), "zeros, %")
+    points = [line for line in zeros.lines if line.get_marker() != "None"]
+    drawn = [[*line.get_xdata(), *line.get_ydata()] for line in points]
+    np.testing.assert_allclose(drawn, [[5, 0], [math.nan, 1], [0, 2], [0, 3]])
+
+
+def test_how_many_gradients_a_mean_is_of_is_said(said):
+    net = nn.Linear(2, 1)
+    with hl.record(net, ports="grad") as run:
+        net(torch.ones(3, 2)).sum().backward()
+        assert "at the top; one gradient each" in said(hl.plots.gradients(run))
+        net(torch.ones(3, 2)).sum().backward()
+        assert "at the top; means over 2 gradients each" in said(hl.plots.gradients(run))
+        net.bias.requires_grad_(False)
+        net(torch.ones(3, 2)).sum().backward()
+    assert "at the top; means over up to 3 gradients each" in said(hl.plots.gradients(run))
+
+
 def test_gradients_that_were_not_recorded_are_asked_for(net_run):
     with pytest.raises(hl.NotRecordedError, match="ports='grad'"):
         hl.plots.gradients(net_run)
