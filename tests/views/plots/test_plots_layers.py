@@ -144,6 +144,38 @@ def test_many_sites_over_passes_are_rows_of_colours():
     assert figure.axes[0].images[0].get_array().tolist() == [[0, 1, 2]] * 8
 
 
+def test_single_numbers_are_drawn_once(net, image, said):
+    with torch.no_grad(), hl.record(net, nn.Conv2d, keep=lambda t: t.mean()) as run:
+        for k in range(3):
+            net(image * k)
+    figure = hl.plots.statistics(run, "stem")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["value"]
+    want = [one["stem"].item() for one in run.passes]
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), want)
+    assert said(figure).endswith("3 passes; 1 site, each value a single number")
+    figure = hl.plots.statistics(run.passes[2], what=("min", "std", "non_finite"))
+    assert [axes.get_xlabel() for axes in figure.axes] == ["value", "NaN or infinite, count"]
+    np.testing.assert_allclose(
+        figure.axes[0].lines[0].get_xdata(), [value.item() for value in run.passes[2].values()]
+    )
+    assert "5 values, each value a single number, as they fired" in said(figure)
+
+
+@pytest.mark.parametrize(
+    ("n", "named", "words"), [(90, 90, None), (150, 75, "second"), (200, 67, "third")]
+)
+def test_where_not_every_row_is_named_it_is_said(said, n, named, words):
+    model = nn.Sequential(*[nn.Identity() for _ in range(n)])
+    with hl.record(model, "*", copy=True) as run:
+        model(torch.ones(2))
+    figure = hl.plots.statistics(run, what="mean")
+    assert len(rows(figure)) == named
+    if words is None:
+        assert said(figure).endswith("the first at the top")
+    else:
+        assert said(figure).endswith(f"every {words} row is named, at the marks")
+
+
 def test_a_site_that_fires_in_some_passes_leaves_its_place_empty():
     class Sometimes(nn.Module):
         def __init__(self):
