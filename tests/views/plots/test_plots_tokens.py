@@ -99,6 +99,20 @@ def test_what_is_no_picture_is_refused(recorded):
         hl.plots.images(recorded(torch.randn(1, 7, 4, 5)), "site")
 
 
+def test_an_input_that_was_not_recorded_is_said_with_how_to_record_it(recorded):
+    run = recorded(torch.rand(1, 3, 4, 4))
+    for source in (run, run.passes[0]):
+        with pytest.raises(hl.NotRecordedError, match="model's input was not recorded") as caught:
+            hl.plots.images(source)
+        assert 'hl.record(model, "", ports="input")' in str(caught.value)
+    with pytest.raises(hl.NotRecordedError, match="'other' was never selected"):
+        hl.plots.images(run, "other")
+    model = nn.Identity()
+    with hl.record(model, "", ports="input") as run:
+        model(torch.rand(1, 3, 4, 4))
+    assert len(hl.plots.images(run).axes[0].images) == 1
+
+
 @pytest.fixture
 def two(net, image):
     """A network before and after its second block is changed a little."""
