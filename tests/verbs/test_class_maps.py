@@ -45,8 +45,8 @@ def test_alpha_is_the_share_of_the_map():
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 2, "a", None, float("nan")])
-def test_an_alpha_that_is_none_is_refused(alpha):
-    with pytest.raises(hl.InputError, match=r"alpha=.* is none"):
+def test_an_alpha_out_of_range_is_refused(alpha):
+    with pytest.raises(hl.InputError, match=r"alpha=.* is no share"):
         maps_of(torch.zeros(1, 2, 2)).overlay(alpha=alpha)
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_picture_is_refused(picture):
 
 
 def test_there_is_a_picture_for_each_map():
-    with pytest.raises(hl.InputError, match=r"there are 2 maps and 1 pictures.\nGive one"):
+    with pytest.raises(hl.InputError, match=r"^1 picture for 2 maps.\nGive one for each"):
         maps_of(torch.zeros(2, 2, 2)).overlay(np.zeros((2, 2, 3)))
 
 

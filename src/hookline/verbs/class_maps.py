@@ -88,12 +88,14 @@ class ClassMaps:
             InputError: alpha is out of range, or these are no pictures, or not as many.
         """
         if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
-            raise InputError(f"alpha={alpha!r} is none.\nGive a number from 0 (image) to 1 (map).")
+            raise InputError(
+                f"alpha={alpha!r} is no share.\nGive a number from 0 (image) to 1 (map)."
+            )
         pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
         if len(pictures) != len(self.maps):
             raise InputError(
-                f"there are {len(self.maps)} maps and {len(pictures)} pictures."
-                "\nGive one picture for each, as a list."
+                f"{len(pictures)} picture{'s' * (len(pictures) != 1)} for {len(self.maps)}"
+                f" map{'s' * (len(self.maps) != 1)}.\nGive one for each, as a list."
             )
         return [
             _blend(one if image is None else _fitting(_pixels(one), number), number, alpha)
@@ -230,7 +232,7 @@ def _pixels(picture: Any) -> Pixels:
     """A picture as an array of red, green and blue.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no picture.
     """
     given = picture.convert("RGB") if hasattr(picture, "convert") else picture  # pillow's
     if isinstance(given, Tensor):
