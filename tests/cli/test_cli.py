@@ -104,6 +104,8 @@ def test_a_forward_that_fails_exits_1_names_the_module_and_keeps_what_ran(tmp_pa
     done = run("inspect", "mine.py:make", "random:1x3x8x8", cwd=tmp_path)
     text = complaint(done, code=1)
     assert "2 (Linear), which got Tensor[1, 4, 6, 6]" in text
+    assert text.endswith("What ran before it was recorded.\n")
+    assert "2 values in hookline-run/" in done.stdout
     recording = hl.open(tmp_path / "hookline-run")
     assert list(recording) == ["0", "1"]
     assert (tmp_path / "hookline-run" / "report.html").exists()
@@ -113,6 +115,18 @@ def test_an_input_shape_that_the_model_refuses_is_explained(tmp_path):
     done = run("inspect", "demo:digits", "random:1x3x8x8", cwd=tmp_path)
     text = complaint(done, code=1)
     assert "stem.conv (Conv2d), which got Tensor[1, 3, 8, 8]" in text
+    assert text.endswith("Nothing that was to be recorded ran before it, so nothing was written.\n")
+    # It is said once, and of nothing that was recorded no word and no file is left.
+    assert "Conv2d), which got" not in done.stdout
+    assert "The run failed" not in done.stdout
+    assert "hl.open" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_printed(tmp_path):
+    done = run("--version", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout == f"hookline {hl.__version__}, torch {torch.__version__}\n"
 
 
 def test_summary_prints_the_table_with_and_without_an_input(tmp_path):
@@ -121,6 +135,19 @@ def test_summary_prints_the_table_with_and_without_an_input(tmp_path):
     assert "[8,1,8,8]" in with_input.stdout.replace(" ", "")
     failed = run("summary", "demo:digits", "random:1x7x8x8", cwd=tmp_path)
     assert "stem.conv (Conv2d)" in complaint(failed, code=1)
+    assert "stem.conv (Conv2d)" not in failed.stdout
+
+
+def test_a_summary_without_weights_is_told_that_it_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("hookline.models.from_torchvision.is_reachable", lambda url: False)
+    text = complaint(run("summary", "torchvision:resnet18", cwd=tmp_path))
+    assert text.splitlines()[1] == "Use --meta: a summary needs no weights."
+    assert text.splitlines()[2].startswith("Use --weights none for random weights")
+    done = run("summary", "torchvision:resnet18", "--meta", cwd=tmp_path)
+    assert "11,689,512" in done.stdout
+    inspected = complaint(run("inspect", "torchvision:resnet18", "random:1x3x8x8", cwd=tmp_path))
+    assert "--meta" not in inspected
 
 
 def test_summary_needs_no_memory_on_the_meta_device(tmp_path):

@@ -128,9 +128,21 @@ def test_a_missing_factory_is_an_error_that_lists_what_is_there(write, said):
 
 
 def test_an_empty_file_is_an_error(write, said):
-    with pytest.raises(ModelError, match="There is no function or class") as raised:
+    with pytest.raises(ModelError, match="It defines no function or class") as raised:
         load_model(f"{write('')}:make")
     said(raised)
+
+
+def test_what_a_file_merely_imports_is_not_listed(write, said):
+    imports = "from functools import partial\nfrom torch.nn import Linear\n"
+    with pytest.raises(ModelError, match="It defines no function or class") as raised:
+        load_model(f"{write(imports)}:make")
+    assert "partial" not in said(raised)
+    with pytest.raises(ModelError) as raised:
+        load_model(f"{write(imports + 'ready = Linear(1, 1)', 'more.py')}:make")
+    assert said(raised).endswith("What can be called there: ready.")
+    with pytest.raises(ModelError, match=r"called there: .*UninitializedBuffer"):
+        load_model("torch.nn:make")  # a package offers what it imports
 
 
 def test_a_factory_that_fails_is_an_error_with_the_line(write, said):

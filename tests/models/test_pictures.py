@@ -34,7 +34,7 @@ def test_a_folder_of_pictures_is_one_batch_in_the_order_of_names(digits, tmp_pat
     assert batch.args[0].mean(dim=(1, 2, 3)).tolist() == pytest.approx([0, 1, 128 / 255])
     assert len(batch.images) == 3
     assert batch.description == (
-        f"{tmp_path.name}/ (3 pictures, 1 other files left out), 3x1x8x8 float32"
+        f"{tmp_path.name}/ (3 pictures, 1 other file left out), 3x1x8x8 float32"
     )
 
 

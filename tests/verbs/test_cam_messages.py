@@ -30,11 +30,11 @@ def said(error, action) -> str:
 
 def test_a_method_that_there_is_not(model, x):
     assert said(hl.InputError, lambda: hl.cam(model, x, method="Grad-CAM")) == (
-        "method='Grad-CAM' is none. Did you mean 'gradcam' or 'gradcam++'?"
+        "'Grad-CAM' is not a method. Did you mean 'gradcam' or 'gradcam++'?"
         "\nThe methods: gradcam, gradcam++, layercam, hirescam, eigencam, scorecam."
     )
     assert "'scorecam' or" in said(hl.InputError, lambda: hl.cam(model, x, method="score_cam"))
-    assert "is none.\n" in said(hl.InputError, lambda: hl.cam(model, x, method=3))
+    assert "3 is not a method.\n" in said(hl.InputError, lambda: hl.cam(model, x, method=3))
 
 
 def test_a_layer_without_maps(model, x):
@@ -43,6 +43,8 @@ def test_a_layer_without_maps(model, x):
         "\nName a layer that returns (batch, channels, height, width), or give reshape=, from its"
         " output to that; without layer= the last one is found."
     )
+    one = said(hl.SelectionError, lambda: hl.cam(model, x[:1], "pool2"))
+    assert "no maps of 1 image of 8 x 8." in one
     assert "'block3'" in said(hl.SelectionError, lambda: hl.cam(model, x, "blok3"))
     assert said(hl.SelectionError, lambda: hl.cam(model, x, "block3:input")) == (
         "a class map is made of what a layer returns, and block3:input is its input."
@@ -82,7 +84,7 @@ def test_a_class_out_of_range(model, x, target, method):
 @pytest.mark.parametrize("target", [[1, 2], torch.tensor([3]), []])
 def test_classes_that_are_not_one_for_each_image(model, x, target):
     assert said(hl.InputError, lambda: hl.cam(model, x, target=target)) == (
-        f"target= names {len(target)} classes, and there are 8 images."
+        f"target= names {len(target)} class{'es' * (len(target) != 1)} for 8 images."
         "\nGive one class for each image, or a single number for all."
     )
 
@@ -109,7 +111,7 @@ def test_a_function_that_returns_something_else(model, x):
     one = hl.cam(model, x, target=total, method="scorecam", batch_size=1)
     together = hl.cam(model, x, target=0, method="scorecam")
     torch.testing.assert_close(one.maps, together.maps, atol=1e-5, rtol=0)
-    assert "batch_size=0" in said(
+    assert "batch_size=0 is no count" in said(
         hl.InputError, lambda: hl.cam(model, x, method="scorecam", batch_size=0)
     )
 

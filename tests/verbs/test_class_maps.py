@@ -45,8 +45,8 @@ def test_alpha_is_the_share_of_the_map():
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 2, "a", None, float("nan")])
-def test_an_alpha_that_is_none_is_refused(alpha):
-    with pytest.raises(hl.InputError, match=r"alpha=.* is none"):
+def test_an_alpha_out_of_range_is_refused(alpha):
+    with pytest.raises(hl.InputError, match=r"alpha=.* is no share"):
         maps_of(torch.zeros(1, 2, 2)).overlay(alpha=alpha)
 
 
@@ -108,31 +108,48 @@ def test_a_picture_of_more_than_8_bits_is_not_cut_off(mode):
 
 
 def test_there_is_a_picture_for_each_map():
-    with pytest.raises(hl.InputError, match=r"there are 2 maps and 1 pictures.\nGive one"):
+    with pytest.raises(hl.InputError, match=r"^1 picture for 2 maps.\nGive one for each"):
         maps_of(torch.zeros(2, 2, 2)).overlay(np.zeros((2, 2, 3)))
 
 
 def test_the_overlays_are_written_side_by_side(tmp_path):
-    found = maps_of(torch.rand(3, 5, 7), torch.rand(3, 1, 5, 7))
+    found = maps_of(torch.rand(3, 96, 7), torch.rand(3, 1, 96, 7))
     found.save(tmp_path / "maps.png", alpha=0.3)
     written = np.asarray(Image.open(tmp_path / "maps.png"))
-    assert written.shape == (5, 3 * 7 + 2 * 4, 3)
+    assert written.shape == (96, 3 * 7 + 2 * 4, 3)
     for k, overlay in enumerate(found.overlay(alpha=0.3)):
         assert np.array_equal(written[:, 11 * k : 11 * k + 7], overlay)
-    shown = Image.open(io.BytesIO(found._repr_png_()))
-    assert shown.size == (3 * 7 * 20 + 2 * 4, 100)  # a notebook's, large enough to be seen
-    assert np.array_equal(np.asarray(shown)[0, ::20][:7], found.overlay()[0][0])
     with pytest.raises(hl.InputError, match=r"which kind of picture it is.\nEnd it in .png"):
         found.save(tmp_path / "maps")
 
 
+def test_small_overlays_are_enlarged_by_a_whole_factor(tmp_path):
+    found = maps_of(torch.rand(3, 5, 7), torch.rand(3, 1, 5, 7))
+    found.save(tmp_path / "maps.png")
+    for shown in (Image.open(tmp_path / "maps.png"), Image.open(io.BytesIO(found._repr_png_()))):
+        assert shown.size == (3 * 7 * 20 + 2 * 4, 100)  # 5 x 20 is the first that is 96 high
+        for k, overlay in enumerate(found.overlay()):
+            enlarged = np.asarray(shown)[:, 144 * k : 144 * k + 140]
+            assert np.array_equal(enlarged, overlay.repeat(20, 0).repeat(20, 1))
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    found = maps_of(torch.rand(1, 5, 7))
+    with pytest.raises(hl.InputError, match=r"maps.png' cannot be written: there is no folder '.*/"
+                       r"nodir'.\nGive a place in a folder that is there"):  # fmt: skip
+        found.save(tmp_path / "nodir" / "maps.png")
+    (tmp_path / "maps.png").mkdir()
+    with pytest.raises(hl.InputError, match=r"maps.png' cannot be written: Is a directory"):
+        found.save(tmp_path / "maps.png")
+
+
 def test_many_overlays_take_several_rows(tmp_path):
-    found = maps_of(torch.rand(10, 5, 7))
+    found = maps_of(torch.rand(10, 96, 7))
     found.save(tmp_path / "maps.png")
     written = np.asarray(Image.open(tmp_path / "maps.png"))
-    assert written.shape == (2 * 5 + 4, 8 * 7 + 7 * 4, 3)
-    assert np.array_equal(written[9:, 11:18], found.overlay()[9])
-    assert (written[9:, 18:] == 255).all()
+    assert written.shape == (2 * 96 + 4, 8 * 7 + 7 * 4, 3)
+    assert np.array_equal(written[100:, 11:18], found.overlay()[9])
+    assert (written[100:, 18:] == 255).all()
 
 
 def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):

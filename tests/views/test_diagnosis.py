@@ -44,17 +44,28 @@ def test_the_head_counts_the_verdicts(found):
     assert head == "hl.doctor on Linear: 1 site, 0 fire, 0 never, 1 unknown; ran nothing"
 
 
-def test_what_does_not_fire_comes_first_and_what_is_alike_shares_a_row(found):
+def test_what_does_not_fire_comes_first_and_what_is_alike_shares_a_reason(found):
     lines = [line.rstrip() for line in str(found).splitlines()[2:]]
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert names[:9] == [
-        "site", "-" * len(lines[1]), "idle.0", "idle.0:grad_output", "idle.1", "idle.1:grad_output",
-        "and", "used.0", ":output",
-    ]  # fmt: skip
-    assert lines[6].startswith("and 8 more")
+    silent = [f"idle.{k}{port}" for k in range(6) for port in ("", ":grad_output")]
+    assert names[:15] == ["site", "-" * len(lines[1]), *silent, "used.0"]
     assert sum("not reached: the root ran and did not call it" in line for line in lines) == 1
-    assert "overwritten in place later" in lines[7]
+    assert "overwritten in place later" in lines[14]
     assert any("-> record copies: hl.record(..., copy=True)" in line for line in lines)
+
+
+def test_each_site_has_its_verdict_beside_it_and_few_are_all_shown(found):
+    table = str(found).split("\n\n")[1]
+    cells = [line.split()[:2] for line in table.splitlines()[2:] if not line.startswith(" ")]
+    assert sorted(cells) == sorted([str(one.site), one.verdict] for one in found.sites)
+
+
+def test_of_many_sites_some_are_shown_and_the_rest_are_counted():
+    model = nn.Sequential(*[nn.Identity() for _ in range(25)])
+    lines = str(hl.doctor(model.eval(), X, "*")).splitlines()[4:9]
+    assert [line.split() for line in lines] == [
+        *([str(k), "fires"] for k in range(4)), ["and", "21", "more", "fires"]
+    ]  # fmt: skip
 
 
 def test_notes_and_the_environment_stand_below(found):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +19,10 @@ from hookline.cli.diagnosing import diagnose
 from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.cli.viewing import open_page, serve, serving_of
+from hookline.engine.errors import ModelError
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
+from hookline.models.packages import RANDOM
 from hookline.views import (
     diagnosis_data,
     diagnosis_table,
@@ -30,7 +33,6 @@ from hookline.views import (
 
 app = typer.Typer(
     name="hookline",
-    help="See, measure and change what flows through any PyTorch model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -56,6 +58,24 @@ Weights = Annotated[
     str, typer.Option(help="default (the library's own), none (random), or a checkpoint file")
 ]
 Out = Annotated[Path, typer.Option(help="the folder for the recording and its page")]
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"hookline {hl.__version__}, torch {torch.__version__}", markup=False)
+        raise typer.Exit
+
+
+@app.callback()
+def whole(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="print the version, and end"
+        ),
+    ] = False,
+) -> None:
+    """See, measure and change what flows through any PyTorch model."""
 
 
 @app.command()
@@ -103,7 +123,7 @@ def inspect_command(
     with complaints():
         loaded, batch = _load(model, source, weights)
         found = inspect(loaded, batch, at, out_folder)
-    out.print(summary_table(found.summary))
+    out.print(summary_table(found.summary, failure=False))
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
     if found.classes and n_rows > 1:
@@ -116,10 +136,15 @@ def inspect_command(
         out.print()
         out.print(shown)
     _say_where(found)
-    if open_it:
+    if open_it and found.page is not None:
         open_page(found.page.resolve().as_uri())
     if found.summary.failure:
-        say(f"the forward failed in {found.summary.failure}\nWhat ran before it was recorded.")
+        before = (
+            "What ran before it was recorded."
+            if len(found.recording)
+            else "Nothing that was to be recorded ran before it, so nothing was written."
+        )
+        say(f"the forward failed in {found.summary.failure}\n{before}")
         raise typer.Exit(1)
 
 
@@ -137,12 +162,12 @@ def summary(
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
     with complaints():
         context = torch.device("meta") if meta else contextlib.nullcontext()
-        with context, Busy(f"loading {model}"):
+        with context, Busy(f"loading {model}"), _meta_suggested():
             loaded = load_model(model, weights="none" if meta else weights)
         batch = load_input(source, loaded) if source is not None else None
         with Busy("running the model"):
             table = hl.summary(loaded.model, inputs_of(loaded.model, batch) if batch else None)
-    out.print(summary_table(table))
+    out.print(summary_table(table, failure=False))
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
@@ -208,6 +233,18 @@ def doctor_command(
         raise typer.Exit(1)
 
 
+@contextlib.contextmanager
+def _meta_suggested() -> Iterator[None]:
+    """Where weights are missing: a table of shapes needs none."""
+    try:
+        yield
+    except ModelError as error:
+        what, _, remedy = str(error).partition("\n")
+        if RANDOM not in remedy:
+            raise
+        raise ModelError(f"{what}\nUse --meta: a summary needs no weights.\n{remedy}") from error
+
+
 def _load(model: str, source: str, weights: str) -> tuple[Loaded, Batch]:
     with Busy(f"loading {model}"):
         loaded = load_model(model, weights=weights)
@@ -223,6 +260,8 @@ def _command() -> str:
 
 
 def _say_where(found: Inspection) -> None:
+    if found.page is None:
+        return
     n = len(found.recording)
     out.print(
         f"\n{n} value{'s' * (n != 1)} in {found.folder}/ (hl.open reads them); look at:",

@@ -23,19 +23,20 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an inspection found, and where it lies."""
+    """What an inspection found, and where it lies; no page where nothing was recorded."""
 
     summary: Summary
     recording: Recording
     folder: Path
-    page: Path
+    page: Path | None
     classes: list[tuple[str, float]]
 
 
 def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
     """Run a model once, record it, and write the recording and its page into a folder.
 
-    A forward that fails is in `summary.failure`; what ran before it is recorded and written.
+    A forward that fails is in `summary.failure`; what ran before it is recorded and written. If
+    that is nothing, nothing is written.
 
     Raises:
         HooklineError: a selector matches nothing, or the folder cannot be written.
@@ -57,6 +58,8 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
             line.forward(None, lambda *_: busy.step())
             line.forward("", lambda module, args, value: output.append(value))
             summary = hl.summary(model, inputs_of(model, batch))
+    if summary.failure and not len(run):
+        return Inspection(summary, run, folder, None, [])
     with Busy("writing the recording"):
         run.save(folder)
     classes = _classes(loaded, output[0]) if output else []

@@ -120,8 +120,10 @@ def _make(module: ModuleType, place: str, factory: str) -> Loaded:
 
 def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
     public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-    own = [k for k in public if getattr(vars(module)[k], "__module__", "") == module.__name__]
-    names = own or public  # a package's __init__ may define nothing itself
+    own = [k for k in public if _is_own(vars(module)[k], module)]
+    # A package offers what its __init__ imports; a file does not.
+    is_package = hasattr(module, "__path__")
+    names = [*own, *(name for name in public if name not in own)] if is_package else own
     what = "cannot be called" if hasattr(module, factory) else "is not there"
     close = difflib.get_close_matches(factory, public, n=1)
     listed = ", ".join(names[:_N_NAMES_LISTED])
@@ -130,8 +132,14 @@ def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
     return ModelError(
         f"{place}:{factory}: {factory} {what}.\n"
         + (f"Did you mean {close[0]}? " if close else "")
-        + (f"What can be called there: {listed}." if names else "There is no function or class.")
+        + (f"What can be called there: {listed}." if names else "It defines no function or class.")
     )
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    """Whether a module defines this; a model that stands there ready-made was made there."""
+    is_model = isinstance(value, nn.Module)
+    return is_model or getattr(value, "__module__", "") == module.__name__
 
 
 def _failed(what: str, how: str, error: BaseException) -> ModelError:

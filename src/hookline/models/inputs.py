@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.engine.errors import InputError
 from hookline.models import arrays, pictures
 from hookline.models.demo import load_demo_digits
-from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.loaded import Batch, Loaded, counted, describe
 from hookline.models.packages import import_package
 from hookline.models.random_batch import PREFIX, make_random
 
@@ -88,8 +88,8 @@ def _picture_batch(path: Path, loaded: Loaded) -> Batch:
     x = pictures.stack_pictures(opened, [file.name for file in files], loaded)
     source = path.name
     if path.is_dir():
-        source = f"{path.resolve().name}/ ({len(files)} pictures"
-        source += f", {n_others} other files left out)" if n_others else ")"
+        source = f"{path.resolve().name}/ ({counted(len(files), 'picture')}"
+        source += f", {counted(n_others, 'other file')} left out)" if n_others else ")"
     return _with_pictures(x, source, opened, loaded)
 
 
@@ -116,7 +116,7 @@ def _text_file_batch(path: Path, loaded: Loaded) -> Batch:
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise InputError(f"{path} is empty.\nWrite one text a line.")
-    return _text_batch(texts, f"{path.name} ({len(texts)} texts)", loaded)
+    return _text_batch(texts, f"{path.name} ({counted(len(texts), 'text')})", loaded)
 
 
 def _text_batch(texts: list[str], source: str, loaded: Loaded) -> Batch:

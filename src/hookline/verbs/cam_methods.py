@@ -111,7 +111,7 @@ def method_named(name: str) -> Method:
     asked = str(name).lower().replace("-", "").replace("_", "").replace("plusplus", "++")
     close = difflib.get_close_matches(asked, METHODS, n=2, cutoff=0.6)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    raise InputError(f"method={name!r} is none.{hint}\nThe methods: {', '.join(METHODS)}.")
+    raise InputError(f"{name!r} is not a method.{hint}\nThe methods: {', '.join(METHODS)}.")
 
 
 def scaled(maps: Tensor) -> Tensor:

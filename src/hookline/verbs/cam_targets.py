@@ -70,14 +70,16 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
     found = logits(output)
     if len(found) != n_images:
         raise InputError(
-            f"the model returned {len(found)} rows of scores for {n_images} images.{_WRITE}"
+            f"the model returned {_many(len(found), 'row')} of scores for"
+            f" {_many(n_images, 'image')}.{_WRITE}"
         )
     if target is None:
         return Goal(found.argmax(1), None)
     classes = _integers(target, n_images)
     if len(classes) != n_images:
         raise InputError(
-            f"target= names {len(classes)} classes, and there are {n_images} images."
+            f"target= names {_many(len(classes), 'class', 'classes')} for"
+            f" {_many(n_images, 'image')}."
             "\nGive one class for each image, or a single number for all."
         )
     n_classes = found.shape[1]
@@ -88,6 +90,10 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
                 f" {n_classes - 1}.\nGive one of these, or None for each image's highest."
             )
     return Goal(torch.tensor(classes, device=found.device), None)
+
+
+def _many(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _integers(target: Any, n_images: int) -> list[int]:

@@ -23,6 +23,7 @@ Pixels = npt.NDArray[np.uint8]
 
 _IN_A_ROW = 8
 _GAP = 4  # pixels between overlays
+_LEAST = 96  # pixels that an overlay is high at least, where it is shown or saved
 
 # inferno at 0, 0.1, ..., 1; colours between these are interpolated. Its lightness rises evenly from
 # black, so it reads the same to colour-blind people and in black and white.
@@ -88,12 +89,14 @@ class ClassMaps:
             InputError: alpha is out of range, or these are no pictures, or not as many.
         """
         if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
-            raise InputError(f"alpha={alpha!r} is none.\nGive a number from 0 (image) to 1 (map).")
+            raise InputError(
+                f"alpha={alpha!r} is no share.\nGive a number from 0 (image) to 1 (map)."
+            )
         pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
         if len(pictures) != len(self.maps):
             raise InputError(
-                f"there are {len(self.maps)} maps and {len(pictures)} pictures."
-                "\nGive one picture for each, as a list."
+                f"{len(pictures)} picture{'s' * (len(pictures) != 1)} for {len(self.maps)}"
+                f" map{'s' * (len(self.maps) != 1)}.\nGive one for each, as a list."
             )
         return [
             _blend(one if image is None else _fitting(_pixels(one), number), number, alpha)
@@ -103,6 +106,9 @@ class ClassMaps:
     def save(self, path: str | os.PathLike[str], image: Any = None, alpha: float = 0.5) -> None:
         """Write the overlays as a picture, eight in a row; the name's ending says of which kind.
 
+        Those that are less than 96 pixels high are enlarged by a whole factor; `overlay` gives all
+        as they are.
+
         Args:
             path: the file, as in `"map.png"`.
             image: as in `overlay`.
@@ -110,7 +116,8 @@ class ClassMaps:
 
         Raises:
             HooklineError: pillow is not installed.
-            InputError: as in `overlay`; or the name's ending is of no kind of picture.
+            InputError: as in `overlay`; or the name's ending is of no kind of picture, or there
+                is no such folder.
         """
         picture = self._side_by_side(image, alpha)
         try:
@@ -119,14 +126,21 @@ class ClassMaps:
             raise InputError(
                 f"{os.fspath(path)!r} does not say which kind of picture it is.\nEnd it in .png."
             ) from error
+        except OSError as error:
+            folder = os.path.dirname(path) or "."
+            why = error.strerror if os.path.isdir(folder) else f"there is no folder {folder!r}"
+            raise InputError(
+                f"{os.fspath(path)!r} cannot be written: {why}."
+                "\nGive a place in a folder that is there, and that you may write to."
+            ) from error
 
-    def _side_by_side(self, image: Any, alpha: float, least: int = 1) -> Any:
-        """The overlays, eight in a row, each enlarged by a whole factor to at least so high."""
+    def _side_by_side(self, image: Any, alpha: float) -> Any:
+        """The overlays, eight in a row, small ones enlarged by a whole factor."""
         pillow = _pillow()
         overlays = [
             pillow.fromarray(one.repeat(k, 0).repeat(k, 1))
             for one in self.overlay(image, alpha)
-            for k in [-(-least // one.shape[0])]
+            for k in [-(-_LEAST // one.shape[0])]
         ]
         rows = [overlays[start : start + _IN_A_ROW] for start in range(0, len(overlays), _IN_A_ROW)]
         width = max(sum(one.width + _GAP for one in row) for row in rows) - _GAP
@@ -144,7 +158,7 @@ class ClassMaps:
     def _repr_png_(self) -> bytes | None:
         """The overlays side by side, for a notebook; without pillow it shows the text alone."""
         try:
-            picture = self._side_by_side(None, 0.5, least=96)
+            picture = self._side_by_side(None, 0.5)
         except HooklineError:
             return None
         out = io.BytesIO()
@@ -219,7 +233,7 @@ def _pixels(picture: Any) -> Pixels:
     """A picture as an array of red, green and blue.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no picture.
     """
     given = picture
     if hasattr(picture, "convert"):  # pillow's

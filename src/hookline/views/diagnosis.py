@@ -17,7 +17,8 @@ from hookline.engine import Site
 from hookline.views.tables import ASCII_RULE, table_of, text_of
 from hookline.views.units import plural
 
-_N_SITES = 4  # shown of those that share a row
+_N_FEW = 24  # of so many sites each is shown
+_N_SITES = 4  # of more, so many of those that share a row
 _N_ROWS = 24
 
 
@@ -190,21 +191,25 @@ def _sites(diagnosis: DiagnosisLike, rule: box.Box) -> Table:
         table.add_column("why, and what to do")
     # What does not fire is what was asked for; the rest stands below.
     rows = sorted(groups.items(), key=lambda group: (bool(group[1][0].calls), not group[0][1]))
+    most = _N_FEW if len(diagnosis.sites) <= _N_FEW else _N_SITES
     for (verdict, why, remedy), members in rows[:_N_ROWS]:
         said = Text(why, style="yellow")
         if remedy:
             said.append(f"\n-> {remedy}", style="default")
-        cells = [_names(members), Text(verdict, style="" if members[0].calls else "bold yellow")]
+        names = _names(members, most)
+        # On each line: one that is blank would read as none.
+        verdicts = "\n".join([verdict] * (names.plain.count("\n") + 1))
+        cells = [names, Text(verdicts, style="" if members[0].calls else "bold yellow")]
         table.add_row(*cells, *[said] * has_reasons)
     if len(rows) > _N_ROWS:
         table.add_row(Text(f"and {len(rows) - _N_ROWS} more rows: see .sites", style="dim"))
     return table
 
 
-def _names(members: Sequence[FindingLike]) -> Text:
+def _names(members: Sequence[FindingLike], most: int) -> Text:
     names = [str(one.site) or "(root)" for one in members]
-    more = len(names) - _N_SITES
-    text = Text("\n".join(names[:_N_SITES]))
+    more = len(names) - most
+    text = Text("\n".join(names[:most]))
     if more > 0:
         text.append(f"\nand {more:,} more", style="dim")
     return text

@@ -63,7 +63,7 @@ class SummaryLike(Protocol):
         """Floating-point operations of the whole run."""
 
 
-def summary_table(summary: SummaryLike) -> Group:
+def summary_table(summary: SummaryLike, *, failure: bool = True) -> Group:
     """Lay a summary out for a terminal: the modules, the totals, and what went wrong.
 
         >>> import hookline as hl
@@ -73,11 +73,12 @@ def summary_table(summary: SummaryLike) -> Group:
 
     Args:
         summary: what `hl.summary` gave.
+        failure: whether what the run raised is told below; False where that is said elsewhere.
 
     Returns:
         A renderable: print it with `rich.console.Console().print`.
     """
-    return _with_totals(summary, _modules(summary, box.SIMPLE_HEAD))
+    return _with_totals(summary, _modules(summary, box.SIMPLE_HEAD), failure)
 
 
 def summary_text(summary: SummaryLike) -> str:
@@ -189,12 +190,12 @@ def inventory_table(inventory: Inventory) -> Table | Text:
     return table
 
 
-def _with_totals(summary: SummaryLike, modules: Table) -> Group:
+def _with_totals(summary: SummaryLike, modules: Table, failure: bool = True) -> Group:
     parts: list[RenderableType] = [modules, Text(), _totals(summary)]
-    if summary.failure:
-        failure = Text("The run failed", style="bold red")
-        failure.append(f"\n{summary.failure}", style="not bold red")
-        parts += [Text(), failure]
+    if summary.failure and failure:
+        said = Text("The run failed", style="bold red")
+        said.append(f"\n{summary.failure}", style="not bold red")
+        parts += [Text(), said]
     return Group(*parts)
 
 

@@ -125,9 +125,15 @@ def test_a_port_that_is_taken_gives_the_next(runs):
     serving.close()
 
 
-@pytest.mark.parametrize(("host", "port"), [("203.0.113.1", 8765), ("127.0.0.1", 99999)])
-def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port):
-    with pytest.raises(hl.InputError, match="Give"):
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("203.0.113.1", 8765, "cannot listen on.*\nGive"),
+        ("127.0.0.1", 99999, "99999 is no port.\nGive"),
+    ],
+)
+def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port, said):
+    with pytest.raises(hl.InputError, match=said):
         Serving(Shelf(FolderSource(runs / "a")), host, port)
 
 

@@ -15,7 +15,11 @@ def tiles(figure):
 
 
 def labels(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
+    return [text.get_text() for text in figure.axes[0].texts if text.get_ha() == "left"]
+
+
+def ranges(figure):
+    return [text.get_text() for text in figure.axes[0].texts if text.get_ha() == "right"]
 
 
 def test_each_tile_is_a_channel_of_the_sample_under_its_number(net_run, said):
@@ -53,6 +57,22 @@ def test_maps_of_one_sign_are_viridis_from_least_to_greatest(recorded):
     assert {image.get_cmap().name for image in images} == {"viridis"}
 
 
+def test_a_map_on_its_own_scale_has_its_range_above_it(recorded, said):
+    value = torch.tensor([[[[-1.0, 2.0]], [[-8.25, 4.0]], [[3.0, 3.0]], [[math.nan, math.inf]]]])
+    run = recorded(value)
+    assert ranges(hl.plots.channels(run, "site")) == ["-1 to 2", "-8.25 to 4", "3"]
+    assert ranges(hl.plots.channels(run, "site", shared=True)) == []
+    # A smaller tile has room for fewer digits, and a narrow one for none.
+    many = torch.tensor([[-1.234e-5, 0.05678]]).expand(1, 64, 2, 2)
+    assert ranges(hl.plots.channels(recorded(many), "site", n=16)) == ["-1.23e-05 to 0.0568"] * 16
+    assert ranges(hl.plots.channels(recorded(many), "site")) == ["-1.2e-05 to 0.057"] * 64
+    assert ranges(hl.plots.channels(recorded(torch.randn(1, 64, 40, 5)), "site")) == []
+    halved = torch.tensor([-1.0, 3.0]).repeat(128).expand(1, 1, 256, 256)
+    figure = hl.plots.channels(recorded(halved), "site")
+    assert ranges(figure) == ["1"]
+    assert "each dot the mean of an area; the scales are of these" in said(figure)
+
+
 def test_a_shared_scale_leaves_one_outlier_out_and_says_so(recorded):
     value = torch.rand(1, 4, 30, 30)
     value[0, 0, 0, 0] = 1000
@@ -78,7 +98,7 @@ def test_channels_are_chosen_by_number(recorded, said):
     figure = hl.plots.channels(recorded(value), "site", order=torch.tensor([7, -1]), n=1)
     assert labels(figure) == ["7", "99"]
     np.testing.assert_array_equal(tiles(figure)[1], value[0, 99].numpy())
-    assert "2 of 100 channels" in said(figure)
+    assert f"2 of 100 channels; of all 100: {value.min():.4g} to {value.max():.4g}" in said(figure)
 
 
 def test_nan_and_infinity_are_masked_named_and_counted(recorded, said):
@@ -194,6 +214,15 @@ def test_a_vector_is_bars(recorded):
     bars = [bar.get_height() for bar in figure.axes[0].patches]
     np.testing.assert_allclose(bars, value[2, [4, 0]].numpy())
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["4", "0"]
+
+
+@pytest.mark.parametrize("shape", [(3, 10, 1, 1), (3, 10, 1, 1, 1), (3, 1, 10)])
+def test_maps_of_a_single_number_are_bars(recorded, said, shape):
+    value = torch.randn(shape)
+    figure = hl.plots.channels(recorded(value), "site", sample=2, order=[4, 0])
+    bars = [bar.get_height() for bar in figure.axes[0].patches]
+    np.testing.assert_allclose(bars, value[2].flatten()[[4, 0]].numpy())
+    assert "each map is a single number" in said(figure)
 
 
 def test_the_leaf_that_was_taken_is_named(recorded, said):

@@ -144,6 +144,38 @@ def test_many_sites_over_passes_are_rows_of_colours():
     assert figure.axes[0].images[0].get_array().tolist() == [[0, 1, 2]] * 8
 
 
+def test_single_numbers_are_drawn_once(net, image, said):
+    with torch.no_grad(), hl.record(net, nn.Conv2d, keep=lambda t: t.mean()) as run:
+        for k in range(3):
+            net(image * k)
+    figure = hl.plots.statistics(run, "stem")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["value"]
+    want = [one["stem"].item() for one in run.passes]
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), want)
+    assert said(figure).endswith("3 passes; 1 site, each value a single number")
+    figure = hl.plots.statistics(run.passes[2], what=("min", "std", "non_finite"))
+    assert [axes.get_xlabel() for axes in figure.axes] == ["value", "NaN or infinite, count"]
+    np.testing.assert_allclose(
+        figure.axes[0].lines[0].get_xdata(), [value.item() for value in run.passes[2].values()]
+    )
+    assert "5 values, each value a single number, as they fired" in said(figure)
+
+
+@pytest.mark.parametrize(
+    ("n", "named", "words"), [(90, 90, None), (150, 75, "second"), (200, 67, "third")]
+)
+def test_where_not_every_row_is_named_it_is_said(said, n, named, words):
+    model = nn.Sequential(*[nn.Identity() for _ in range(n)])
+    with hl.record(model, "*", copy=True) as run:
+        model(torch.ones(2))
+    figure = hl.plots.statistics(run, what="mean")
+    assert len(rows(figure)) == named
+    if words is None:
+        assert said(figure).endswith("the first at the top")
+    else:
+        assert said(figure).endswith(f"every {words} row is named, at the marks")
+
+
 def test_a_site_that_fires_in_some_passes_leaves_its_place_empty():
     class Sometimes(nn.Module):
         def __init__(self):
@@ -195,6 +227,31 @@ def test_gradients_are_those_of_the_table_with_dead_and_exploding_marked(said):
     assert drawn["^"].get_xdata() == [flow["2.bias:grad"].norm]
     words = [text.get_text() for text in norms.texts]
     assert words == ["0, dead", "0, dead", "no gradient"]
+
+
+def test_a_share_of_zeros_is_a_point_also_where_it_is_0():
+    net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 2))
+    net[0].bias.requires_grad_(False)
+    x = torch.rand(3, 20) + 1
+    x[:, 0] = 0  # of 400 weights 20 get no gradient
+    with hl.record(net, ports="grad") as run:
+        net(x).sum().backward()
+    zeros = named(hl.plots.gradients(run), "zeros, %")
+    points = [line for line in zeros.lines if line.get_marker() != "None"]
+    drawn = sorted((pair for line in points for pair in line.get_xydata()), key=lambda one: one[1])
+    np.testing.assert_allclose(drawn, [[5, 0], [math.nan, 1], [0, 2], [0, 3]])
+
+
+def test_how_many_gradients_a_mean_is_of_is_said(said):
+    net = nn.Linear(2, 1)
+    with hl.record(net, ports="grad") as run:
+        net(torch.ones(3, 2)).sum().backward()
+        assert "at the top; one gradient each" in said(hl.plots.gradients(run))
+        net(torch.ones(3, 2)).sum().backward()
+        assert "at the top; means over 2 gradients each" in said(hl.plots.gradients(run))
+        net.bias.requires_grad_(False)
+        net(torch.ones(3, 2)).sum().backward()
+    assert "at the top; means over up to 3 gradients each" in said(hl.plots.gradients(run))
 
 
 def test_gradients_that_were_not_recorded_are_asked_for(net_run):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from hookline.engine import Site
 from hookline.views.plots.reducing import (
@@ -19,7 +20,18 @@ from hookline.views.plots.reducing import (
     share_text,
     smaller,
 )
-from hookline.views.plots.sheet import BLUE, GREY, PLAIN, SMALL, TEXT, Sheet, draw_map, tidy
+from hookline.views.plots.sheet import (
+    BLUE,
+    GREY,
+    PLAIN,
+    SMALL,
+    TEXT,
+    TINY,
+    Sheet,
+    draw_map,
+    text_width,
+    tidy,
+)
 from hookline.views.plots.values import Arranged, Source, Value, arrange, look_up
 
 if TYPE_CHECKING:
@@ -51,8 +63,9 @@ def channels(
         >>> figure = hl.plots.channels(run, ":output", order="std", n=9)
         >>> figure.savefig(tmp_path / "channels.png")
 
-    Colours are viridis where all numbers have one sign, else red above and blue below zero. Maps
-    larger than 128 are made smaller by area. Of a volume the slice in the middle is drawn; of
+    Colours are viridis where all numbers have one sign, else red above and blue below zero. A map
+    on its own scale has its range above it, where there is room. Maps of a single number are bars.
+    Maps larger than 128 are made smaller by area. Of a volume the slice in the middle is drawn; of
     complex numbers the magnitude.
 
     Args:
@@ -78,16 +91,20 @@ def channels(
     value = look_up(recording, site)
     found = arrange(value, layout, sample)
     chosen = order_of(found.data, order, n, value.label)
-    shown = share_text(len(chosen), found.data.shape[0], "channel")
+    total = found.data.shape[0]
+    shown = share_text(len(chosen), total, "channel")
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
-    lines = [f"{value.form}, {found.text}", f"{shown}{by}; {range_text(found.data)}"]
-    if not found.space:
-        return _bars(value, found, chosen, lines)
+    of_all = f"of all {total:,}: " if len(chosen) < total else ""
+    lines = [f"{value.form}, {found.text}", f"{shown}{by}; {of_all}{range_text(found.data)}"]
+    if found.data.numel() == total:  # maps of one element are vectors, and all squares look alike
+        lines.append("each map is a single number" if found.space else "")
+        return _bars(found.data.flatten(), chosen, value.title, lines)
     if len(found.space) == 1:
         return _curves(value, found, chosen, lines)
     maps = smaller(found.data[chosen], MAX_SIDE).numpy()
     if max(found.data.shape[1:]) > MAX_SIDE:
-        lines.append(f"drawn at {maps.shape[1]} x {maps.shape[2]}: each dot the mean of an area")
+        lines.append(f"drawn at {maps.shape[1]} x {maps.shape[2]}: each dot the mean of an area"
+                     + "; the scales are of these" * (not shared))  # fmt: skip
     whole = scale_of(found.data, robust=shared)
     columns, tile = tiling(len(chosen), maps.shape[1], maps.shape[2], _WIDTH)
     n_rows = math.ceil(len(chosen) / columns)
@@ -128,12 +145,20 @@ def grid(
     *,
     signed: bool,
 ) -> None:
-    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its number."""
+    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its number.
+
+    On its own scale, each has its range beside its number, where there is room for all of them.
+    """
     wide, high = tile
-    for k, (number, drawn) in enumerate(zip(numbers, maps, strict=True)):
+    labels = [label_of(number, drawn) for number, drawn in zip(numbers, maps, strict=True)]
+    ranges = _ranges(maps, labels, wide) if scale is None else [""] * len(maps)
+    for k, (label, ends, drawn) in enumerate(zip(labels, ranges, maps, strict=True)):
         left = (k % columns) * (wide + _GAP)
         top = (k // columns) * (high + _LABEL + _GAP)
-        axes.text(left, top + _LABEL - 0.03, label_of(number, drawn), fontsize=SMALL, va="bottom")
+        axes.text(left, top + _LABEL - 0.03, label, fontsize=SMALL, va="bottom")
+        if ends:
+            axes.text(left + wide, top + _LABEL - 0.03, ends, fontsize=TINY, va="bottom",
+                      ha="right", alpha=0.75)  # fmt: skip
         own = scale_of_map(drawn, signed) if scale is None else scale
         draw_map(axes, drawn, own, (left, top + _LABEL, wide, high))
 
@@ -155,6 +180,24 @@ def label_of(number: int, drawn: Array) -> str:
     if not np.isfinite(drawn).all():
         return f"{number} NaN"
     return f"{number} const" if drawn.min() == drawn.max() else f"{number}"
+
+
+def _ranges(maps: Array, labels: list[str], wide: float) -> list[str]:
+    """Each map's range, with three digits or two; empty if there is not room for all of them."""
+    for digits in (3, 2):
+        found = [_range(drawn, digits) for drawn in maps]
+        pairs = zip(labels, found, strict=True)
+        if all(text_width([label]) + text_width([ends], TINY) <= wide for label, ends in pairs):
+            return found
+    return [""] * len(maps)
+
+
+def _range(drawn: Array, digits: int) -> str:
+    finite = drawn[np.isfinite(drawn)]
+    if not finite.size:
+        return ""
+    low, high = (f"{end:.{digits}g}" for end in (finite.min(), finite.max()))
+    return low if finite.min() == finite.max() else f"{low} to {high}"
 
 
 def _curves(value: Value, found: Arranged, chosen: list[int], lines: list[str]) -> Figure:
@@ -188,10 +231,10 @@ def _curves(value: Value, found: Arranged, chosen: list[int], lines: list[str]) 
     return sheet.figure
 
 
-def _bars(value: Value, found: Arranged, chosen: list[int], lines: list[str]) -> Figure:
+def _bars(vector: Tensor, chosen: list[int], title: str, lines: list[str]) -> Figure:
     """Vectors: a bar for each channel."""
-    numbers = found.data[chosen].numpy()
-    sheet = Sheet(_WIDTH, 3.0, value.title, lines)
+    numbers = vector[chosen].numpy()
+    sheet = Sheet(_WIDTH, 3.0, title, lines)
     axes = sheet.axes(0.6, 0.05, _WIDTH - 0.6, 2.4)
     axes.bar(range(len(chosen)), np.where(np.isfinite(numbers), numbers, 0.0), color=BLUE)
     for k in np.flatnonzero(~np.isfinite(numbers)):

@@ -111,7 +111,10 @@ def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:
 
 
 def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
-    """A bar for each site on a logarithmic axis; words where there is no number."""
+    """A point for each site on a logarithmic axis; words where there is no number.
+
+    A bar's length would mean nothing: such an axis has no zero to begin at.
+    """
     sound = [n for n in numbers if 0 < n < math.inf]
     low = 10.0 ** math.floor(math.log10(min(sound)) - 0.3) if sound else 1e-8
     high = 10.0 ** math.ceil(math.log10(max(sound)) + 0.1) if sound else 1.0
@@ -122,8 +125,7 @@ def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
     axes.set_xticks([10.0**p for p in powers], [f"1e{p}" for p in powers])
     axes.minorticks_off()
     y = [k for k, number in enumerate(numbers) if 0 < number < math.inf]
-    widths = [numbers[k] - low for k in y]
-    axes.barh(y, widths, left=low, color=BLUE, height=0.6)
+    axes.plot([numbers[k] for k in y], y, color=BLUE, marker="o", markersize=4, linestyle="")
     for k, (row, number) in enumerate(zip(rows, numbers, strict=True)):
         if 0 < number < math.inf:
             continue

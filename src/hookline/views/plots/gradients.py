@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from hookline.recordings import GradientRow, Recording
 from hookline.views.plots.rows import RowSheet
@@ -59,8 +60,8 @@ def gradients(recording: Recording) -> Figure:
     rows = RowSheet(
         "Gradient flow",
         [
-            f"{plural(len(found), 'site')} in registration order, the first at the top; means over"
-            f" {plural(max((row.count for row in found), default=0), 'gradient')} each",
+            f"{plural(len(found), 'site')} in registration order, the first at the top"
+            + _means([row.count for row in found if row.count]),
             "; ".join(filter(None, words)) or "none is dead or exploding",
         ],
         [row.site for row in found],
@@ -71,16 +72,41 @@ def gradients(recording: Recording) -> Figure:
     if has_ratio:
         _on_logs(rows.axes[1], found, [row.ratio for row in found])
     zeros = rows.axes[-1]
-    for state, (colour, _) in _STATES.items():  # one call for all: each would cost milliseconds
-        y = [k for k, row in enumerate(found) if row.count and row.state == state]
-        zeros.hlines(y, 0, [found[k].zeros * 100 for k in y], color=colour, linewidth=2.5)
-    zeros.set_xlim(-2, 102)
+    share = np.array(
+        [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in found]
+    )
+    _path(zeros, found, share)
+    for state in {row.state for row in found}:  # one call for all: each would cost milliseconds
+        some = [y for y, row in enumerate(found) if row.state == state]
+        colour, marker = _STATES.get(state, (GREY, "o"))
+        style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
+        zeros.plot(share[some], some, markersize=_size(marker), **style)
+    zeros.set_xlim(-4, 104)
     return rows.figure
+
+
+def _means(counts: list[int]) -> str:
+    """Over how many gradients each number is a mean."""
+    if max(counts, default=0) <= 1:
+        return "; one gradient each" if counts else ""
+    up_to = "up to " if min(counts) < max(counts) else ""
+    return f"; means over {up_to}{plural(max(counts), 'gradient')} each"
 
 
 def _port(row: GradientRow) -> str:
     """What a line connects: `grad`, `grad_output` or `grad_input`."""
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
+
+
+def _path(axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64]) -> None:
+    """A thin line from site to site, one for each port."""
+    for port in dict.fromkeys(_port(row) for row in rows):
+        of_port = [y for y, row in enumerate(rows) if _port(row) == port]
+        axes.plot(x[of_port], of_port, color=GREY, linewidth=0.6, zorder=1)
+
+
+def _size(marker: str) -> int:
+    return 3 if marker == "o" else 6
 
 
 def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None]) -> None:
@@ -95,15 +121,13 @@ def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | No
     axes.set_xlim(left, right)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
     edge = axes.get_yaxis_transform()  # across in parts of the axes, down in rows
-    for port in dict.fromkeys(_port(row) for row in rows):
-        of_port = [y for y, row in enumerate(rows) if _port(row) == port]
-        axes.plot(x[of_port], of_port, color=GREY, linewidth=0.6, zorder=1)
+    _path(axes, rows, x)
     # One call for all of a kind: of thousands of sites, each would cost milliseconds.
     for (state, place), some in _by_kind(rows, numbers).items():
         colour, marker = _STATES.get(state, (GREY, "o"))
         style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
         if place is None:
-            axes.plot(x[some], some, markersize=3 if marker == "o" else 6, **style)
+            axes.plot(x[some], some, markersize=_size(marker), **style)
         else:
             axes.plot([place] * len(some), some, markersize=6, transform=edge, **style)
     if len(rows) <= _MOST_WORDS:

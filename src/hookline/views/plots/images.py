@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from hookline.engine import Site, tree
-from hookline.engine.errors import InputError
+from hookline.engine.errors import InputError, NotRecordedError
+from hookline.recordings import Recording
 from hookline.views.plots.channels import tiling
 from hookline.views.plots.reducing import range_text, share_text, smaller
 from hookline.views.plots.sheet import SMALL, Sheet
-from hookline.views.plots.values import Source, arrange, drawable, look_up
+from hookline.views.plots.values import Source, Value, arrange, drawable, look_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ def images(
         InputError: these are no pictures.
         HooklineError: matplotlib is not installed.
     """
-    value = look_up(recording, site)
+    value = _found(recording, site)
     shape = list(drawable(value).shape)
     if layout is None and len(shape) == 4:
         layout = "NCHW" if shape[1] in (1, 3) else "NHWC"
@@ -79,6 +80,23 @@ def images(
         axes.imshow(_colours(one), extent=box, aspect="auto", interpolation="antialiased")
         axes.set(xlim=(0, max(width, 4.6)), ylim=(height, 0))
     return sheet.figure
+
+
+def _found(recording: Source, site: str | Site) -> Value:
+    """The value of a site; if the model's input was not recorded, with how to record it."""
+    try:
+        return look_up(recording, site)
+    except NotRecordedError as error:
+        if isinstance(recording, Recording):
+            sites = list(recording.sites)
+        else:
+            sites = [one for one, _ in recording.fired()]
+        if str(site) != ":input" or any((one.path, one.port) == ("", "input") for one in sites):
+            raise
+        raise NotRecordedError(
+            'the model\'s input was not recorded.\nRecord it: hl.record(model, "",'
+            ' ports="input"); or name a site whose values are pictures.'
+        ) from error
 
 
 def _colours(one: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -53,6 +53,8 @@ class RowSheet:
         texts = [short(label or "(root)", _LONGEST) for label in labels]
         # Where rows stand closer than text is high, every k-th is named.
         step = max(1, math.ceil(n * 0.125 / height))
+        if step > 1:
+            lines = [*lines, f"every {_ordinal(step)} row is named, at the marks"]
         left = text_width(texts) + 0.15
         width = max(left + len(columns) * (column_width + _GAP), 4.5)
         self.sheet = Sheet(width, height + 0.5 + foot + head, title, lines)
@@ -69,7 +71,7 @@ class RowSheet:
                 axes.set_yticklabels(texts[::step], fontsize=SMALL, **PLAIN)
             axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.5)
             axes.set_axisbelow(True)
-            axes.tick_params(axis="y", length=0)
+            axes.tick_params(axis="y", length=0 if step == 1 else 3)
             axes.tick_params(axis="x", labelsize=SMALL)
             axes.set_xlabel(heading, fontsize=TEXT, **PLAIN)
             tidy(axes, ("bottom",))
@@ -79,6 +81,10 @@ class RowSheet:
     def figure(self) -> Figure:
         """The figure."""
         return self.sheet.figure
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def stretch(axes: Axes, numbers: Sequence[float]) -> None:

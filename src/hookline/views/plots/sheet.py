@@ -28,13 +28,13 @@ PLAIN = {"parse_math": False, "usetex": False}
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # Okabe and Ito's
 GREY = "#808080"
-TITLE, TEXT, SMALL = 11.0, 8.5, 7.0  # points
+TITLE, TEXT, SMALL, TINY = 11.0, 8.5, 7.0, 6.0  # points
 DPI = 110
 
 # NaN and infinity get a colour that the map has not.
 _MAPS = {False: ("viridis", ORANGE), True: ("RdBu_r", "#ffd500")}
 _MARGIN, _LINE = 0.2, 0.165  # inches
-_INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06}
+_INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06, TINY: 0.05}
 
 
 @cache

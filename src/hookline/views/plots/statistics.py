@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,7 +77,8 @@ def statistics(
 
     One pass gives a row for each site, in the order in which they fired. Several passes (the steps
     of a training run) give a curve for each site, or of more than 6 sites a row of colours each.
-    NaN and infinity are left out of the numbers; where there are some, the site is marked.
+    Values of a single number each, such as `keep=` makes, are drawn as these numbers, once. NaN
+    and infinity are left out of the numbers; where there are some, the site is marked.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
@@ -116,17 +117,32 @@ def number_of(found: Statistics | None, name: str) -> float:
     return number * 100 if name == "zeros" else float(number)
 
 
+def _headings(names: list[str], measured: Iterable[Statistics | None]) -> dict[str, str]:
+    """The statistics to draw, each with its heading.
+
+    Of single numbers the mean, the least and the greatest are the number: it is drawn once.
+    """
+    if any(found is None or found.numel != 1 for found in measured):
+        return {name: HEADINGS[name] for name in names}
+    return {"mean": "value"} | {name: HEADINGS[name] for name in names if name == "non_finite"}
+
+
+def _kind(headings: dict[str, str]) -> str:
+    return ", each value a single number" if headings.get("mean") == "value" else ""
+
+
 def _over_depth(
     source: Source, sites: str | Site | Sequence[str | Site] | None, names: list[str]
 ) -> Figure:
     values, skipped = chosen_values(source, sites)
     measured = [site_statistics(value.tensor) for value in values]
+    headings = _headings(names, measured)
     order = "as they fired, the first at the top" if sites is None else "as they were named"
     n_bad = sum(1 for found in measured if found and found.non_finite)
     rows = RowSheet(
         "Statistics over depth",
         [
-            f"{plural(len(values), 'value')}, {order}"
+            f"{plural(len(values), 'value')}{_kind(headings)}, {order}"
             + (f"; pass {source.number}" if isinstance(source, PassRecord) else ""),
             f"{n_bad} with NaN or infinite elements, marked x; of these the finite ones are shown"
             if n_bad
@@ -134,12 +150,12 @@ def _over_depth(
             not_drawn(skipped),
         ],
         [value.label for value in values],
-        [HEADINGS[name] for name in names],
-        column_width=max(1.25, min(2.4, 7.0 / len(names))),
+        list(headings.values()),
+        column_width=max(1.25, min(2.4, 7.0 / len(headings))),
     )
     y = np.arange(len(values))
     bad = np.array([bool(found and found.non_finite) for found in measured])
-    for axes, name in zip(rows.axes, names, strict=True):
+    for axes, name in zip(rows.axes, headings, strict=True):
         x = np.array([number_of(found, name) for found in measured])
         axes.plot(x, y, color=BLUE, linewidth=0.8, marker="o", markersize=2.6)
         axes.plot(np.where(np.isnan(x), 0, x)[bad], y[bad], color=ORANGE, marker="x",
@@ -156,29 +172,35 @@ def _over_passes(
     passes: list[PassRecord], sites: str | Site | Sequence[str | Site] | None, names: list[str]
 ) -> Figure:
     drawn = some_of(passes, MOST_PASSES)
-    tables, labels, skipped, bad = _measure(drawn, sites, names)
+    found, skipped, bad = _measure(drawn, sites)
+    labels = list(found)
+    headings = _headings(names, [one for row in found.values() for one in row.values()])
+    tables = {name: np.full((len(labels), len(drawn)), np.nan) for name in headings}
+    for row, measured in enumerate(found.values()):
+        for k, one in measured.items():
+            for name, table in tables.items():
+                table[row, k] = number_of(one, name)
     lines = [
         share_text(len(drawn), len(passes), "pass", "passes")
         + (", evenly spaced" if len(drawn) < len(passes) else "")
-        + f"; {plural(len(labels), 'site')}",
+        + f"; {plural(len(labels), 'site')}{_kind(headings)}",
         f"NaN or infinite elements in pass {bad[0]} at {bad[1]} first: of these the finite ones"
         " are shown"
         if bad
         else "",
         not_drawn(skipped),
     ]
-    numbers = [one.number for one in drawn]
+    numbers = [current.number for current in drawn]
     if len(labels) <= MOST_LINES:
-        return _curves(tables, labels, numbers, names, lines)
-    return _carpets(tables, labels, numbers, names, lines)
+        return _curves(tables, labels, numbers, headings, lines)
+    return _carpets(tables, labels, numbers, headings, lines)
 
 
 def _measure(
     passes: list[PassRecord],
     sites: str | Site | Sequence[str | Site] | None,
-    names: list[str],
-) -> tuple[dict[str, Array], list[str], list[Skipped], tuple[int, str] | None]:
-    """Tables of shape `(sites, passes)`, one for each statistic; NaN where a site did not fire."""
+) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
+    """The statistics of each site that fired, by the place of the pass; and the first with NaN."""
     named = [sites] if isinstance(sites, str | Site) else sites
     wanted = None if named is None else [str(site) for site in named]
     found: dict[str, dict[int, Statistics | None]] = {key: {} for key in wanted or ()}
@@ -198,40 +220,35 @@ def _measure(
             found.setdefault(key, {})[k] = measured
             if bad is None and measured is not None and measured.non_finite:
                 bad = (one.number, key)
-    labels = [key for key, row in found.items() if row]
     for key in wanted or ():
-        if key not in labels:
+        if not found[key]:
             look_up(passes[0], key)  # raises, and says why
-    if not labels:
+    fired = {key: row for key, row in found.items() if row}
+    if not fired:
         raise InputError(f"there is no value that can be drawn: {not_drawn([*skipped.values()])}.")
-    tables = {name: np.full((len(labels), len(passes)), np.nan) for name in names}
-    for row, key in enumerate(labels):
-        for k, measured in found[key].items():
-            for name in names:
-                tables[name][row, k] = number_of(measured, name)
-    return tables, labels, list(skipped.values()), bad
+    return fired, list(skipped.values()), bad
 
 
 def _curves(
-    tables: dict[str, Array], labels: list[str], passes: list[int], names: list[str],
+    tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
     """A curve for each site; told apart by colour, dash and marker."""
     wide, high = 6.0, 1.3
     right = text_width(labels) + 0.5
-    sheet = Sheet(0.7 + wide + right, len(names) * (high + 0.25) + 0.35,
+    sheet = Sheet(0.7 + wide + right, len(headings) * (high + 0.25) + 0.35,
                   "Statistics over passes", lines)  # fmt: skip
-    for k, name in enumerate(names):
+    for k, (name, heading) in enumerate(headings.items()):
         axes = sheet.axes(0.7, 0.05 + k * (high + 0.25), wide, high)
         for row, label in enumerate(labels):
             colour, dash, marker = _STYLES[row]
             axes.plot(passes, tables[name][row], color=colour, linestyle=dash, marker=marker,
                       linewidth=1, markersize=3, markevery=max(1, len(passes) // 12),
                       label=short(label or "(root)", 52))  # fmt: skip
-        axes.set_ylabel(HEADINGS[name], fontsize=TEXT, **PLAIN)
+        axes.set_ylabel(heading, fontsize=TEXT, **PLAIN)
         if name == "zeros":
             axes.set_ylim(-4, 104)
-        axes.tick_params(labelsize=SMALL, labelbottom=k == len(names) - 1)
+        axes.tick_params(labelsize=SMALL, labelbottom=k == len(headings) - 1)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(color=GREY, alpha=0.2, linewidth=0.5)
         tidy(axes)
@@ -254,14 +271,14 @@ def _compressed(table: Array) -> tuple[Array, float | None]:
 
 
 def _carpets(
-    tables: dict[str, Array], labels: list[str], passes: list[int], names: list[str],
+    tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
     """A row of colours for each site, a column of the figure for each statistic."""
-    width = max(1.5, min(2.6, 8.0 / len(names)))
-    rows = RowSheet("Statistics over passes", lines, labels, ["pass"] * len(names), width,
+    width = max(1.5, min(2.6, 8.0 / len(headings)))
+    rows = RowSheet("Statistics over passes", lines, labels, ["pass"] * len(headings), width,
                     foot=0.45, head=0.18)  # fmt: skip
-    for k, (axes, name) in enumerate(zip(rows.axes, names, strict=True)):
+    for k, (axes, name) in enumerate(zip(rows.axes, headings, strict=True)):
         table, usual = _compressed(tables[name])
         scale = scale_of(torch.from_numpy(table), robust=True)
         # A site that did not fire in a pass leaves its place empty.
@@ -269,7 +286,7 @@ def _carpets(
         axes.imshow(np.ma.masked_invalid(table), cmap=colours, vmin=scale.low,
                     vmax=scale.high, aspect="auto", interpolation="nearest",
                     extent=(-0.5, len(passes) - 0.5, len(labels) - 0.5, -0.5))  # fmt: skip
-        heading = HEADINGS[name] + " (log)" * (usual is not None)
+        heading = headings[name] + " (log)" * (usual is not None)
         axes.set_title(heading, fontsize=TEXT, loc="left", **PLAIN)
         step = max(1, math.ceil(len(passes) / 4))
         axes.set_xticks(range(0, len(passes), step), [str(one) for one in passes[::step]])
