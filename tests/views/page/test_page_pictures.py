@@ -97,6 +97,23 @@ def test_a_difference_is_blue_where_the_second_is_greater():
     assert shown[3, 0, 2] > shown[3, 0, 0]
 
 
+def test_channels_of_both_signs_are_blue_and_red_each_on_its_own_scale():
+    value = torch.full((1, 3, 4, 4), 0.014)
+    value[0, 1], value[0, 2, 0] = -0.016, 0
+    found = picture_of(value, "Conv2d", Choice())
+    assert "blue below zero, white at zero, red above" in found.about
+    red, blue, white = (tuple(pixels(tile)[0, 0]) for tile in found.tiles)
+    assert (red, blue, white) == ((103, 0, 31), (5, 48, 97), (247, 247, 247))
+    found = picture_of(value.abs(), "Conv2d", Choice())
+    assert "from its least value (dark) to its greatest (light)" in found.about
+    assert tuple(pixels(found.tiles[2])[0, 0]) == (68, 1, 84)
+
+
+def test_a_table_is_coloured_by_its_numbers_and_not_by_the_means_of_areas():
+    value = torch.tensor([3.0, -1.0]).repeat(1, 400, 1000)
+    assert "blue below zero, red above" in picture_of(value, "Linear", Choice()).about
+
+
 def test_what_has_no_picture_says_why():
     with pytest.raises(InputError, match="no picture of 6 dimensions"):
         picture_of(torch.ones(1, 1, 1, 1, 1, 1), "", Choice())
