@@ -96,7 +96,7 @@ class Maps:
         fit = min(n, max(1, (options.max_width + 1) // (width + 1)))
         yield Text(f"{self._title}, the first {fit}", style="bold")
         has_colours = console.color_system is not None
-        signed = bool((self._maps < 0).any() and (self._maps > 0).any())
+        signed = bool((self._maps < 0).any())
         shares = [_shares(one, signed) for one in self._maps[:fit]]
         anchors = BLUE_RED if signed else VIRIDIS
         for row in range(0, height, 2):

@@ -118,6 +118,12 @@ def test_a_sign_beyond_the_channels_shown_colours_them_alike():
     assert colour(feature_strip(white_at_zero), 0) == (247, 247, 247)
 
 
+def test_a_constant_below_zero_is_not_one_above():
+    below, above = (torch.full((1, 1, 4, 4), number) for number in (-0.016, 0.014))
+    assert colour(feature_strip(below), 0) == (5, 48, 97)
+    assert colour(feature_strip(above), 0) == (33, 145, 140)  # the middle of viridis
+
+
 def test_nan_is_yellow_beside_blue_and_red():
     maps = torch.ones(1, 1, 4, 4)
     maps[0, 0, 0, :3] = torch.tensor([math.nan, -math.inf, -1])
@@ -126,7 +132,7 @@ def test_nan_is_yellow_beside_blue_and_red():
     assert colour(feature_strip(maps), 1) == (213, 94, 0)
 
 
-@pytest.mark.parametrize("shift", [0.0, 2.0])
+@pytest.mark.parametrize("shift", [-2.0, 0.0, 2.0])
 def test_the_colours_are_those_of_the_figures(shift):
     numbers = torch.randn(1, 8, 6, 6, generator=torch.Generator().manual_seed(0))
     value = numbers.clamp(-1.5, 1.5) + shift

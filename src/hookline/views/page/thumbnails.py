@@ -63,7 +63,7 @@ def feature_strip(tensor: Tensor) -> Strip | None:
         (8, 48, 24)
 
     Each channel has its own scale, in the colours of `hl.plots.channels`: blue and red with white
-    at zero if the sample has numbers of both signs, else from its least value to its greatest.
+    at zero if the sample has negative numbers, else from its least value to its greatest.
 
     Args:
         tensor: any tensor; those of shape `(N, C, H, W)` with H and W of at least 4 are drawn.

@@ -50,7 +50,7 @@ def channels(
         >>> figure = hl.plots.channels(run, ":output", order="std", n=9)
         >>> figure.savefig(tmp_path / "channels.png")
 
-    Colours are viridis where all numbers have one sign, else red above and blue below zero. Maps
+    Colours are viridis where no number is negative, else red above and blue below zero. Maps
     larger than 128 are made smaller by area. Of a volume the slice in the middle is drawn; of
     complex numbers the magnitude.
 
