@@ -249,6 +249,24 @@ def test_arrows_walk_the_lines_and_fold_them(page):
     assert names(page) == TREE
 
 
+@pytest.mark.parametrize("key", ["ArrowDown", "ArrowUp"])
+def test_on_a_page_just_opened_arrows_begin_at_the_first_line(page, key):
+    page.keyboard.press(key)
+    expect(page.get_by_role("button", name="What (root) holds")).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("tbody tr").nth(1).locator("th a")).to_be_focused()
+
+
+def test_arrows_scroll_a_page_without_lines_and_leave_other_fields_alone(page):
+    page.get_by_role("searchbox").fill("transformer")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement === document.body")
+    head(page, "Type").get_by_role("button").focus()
+    page.keyboard.press("ArrowDown")
+    expect(head(page, "Type").get_by_role("button")).to_be_focused()
+
+
 def test_every_picture_is_there(page):
     page.locator("tbody img").last.scroll_into_view_if_needed()
     broken = "[...document.images].filter((i) => i.complete && !i.naturalWidth).length"

@@ -141,6 +141,27 @@ def test_all_of_it_works_by_keyboard_alone(visit, runs):
     expect(page.get_by_role("heading", name="Values")).to_be_visible()
 
 
+def test_escape_leads_back_to_the_line_and_the_table_that_were_left(visit, runs):
+    page = visit(runs / "passes", path="?q=grad&sort=std")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    line = page.locator("tbody th a:focus .label").inner_text()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name=line)).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page).to_have_url(f"{page.base}?q=grad&sort=std")
+    expect(page.locator("tbody th a:focus .label")).to_have_text(line)
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("tbody tr:not([hidden]) th a").first).to_be_focused()
+
+
+def test_a_line_that_was_left_far_down_is_laid_out_again(visit, tmp_path):
+    folder = write_large(tmp_path / "large", 400, 32 * 1024)
+    page = visit(folder, path="site?at=layer3.block9.conv9")
+    page.keyboard.press("Escape")
+    expect(page.locator("tbody th a:focus")).to_have_attribute("href", re.compile("layer3.block9"))
+
+
 def test_a_line_that_is_focused_stays_so_while_numbers_come_in(visit, runs):
     page = visit(runs / "a", path="?sort=mean")
     page.locator("tbody th a").first.focus()

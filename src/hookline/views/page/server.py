@@ -103,8 +103,9 @@ class Pages:
                     href = f"site?{query_of(shown.of_site(at)[0].place)}"
             trail.append((part, href))
         return "text/html", self._render(
-            "site.html", title=view.label, home="./", state=state, view=view, trail=trail
-        )
+            "site.html", title=view.label, home="./", state=state, view=view, trail=trail,
+            here=query_of(seen.place),
+        )  # fmt: skip
 
     def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
         """The numbers of one value, which take a while, for its page."""

@@ -2,6 +2,9 @@
 (() => {
   const byId = (id) => document.getElementById(id);
 
+  const kept = (name) => { try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; } };
+  const keep = (name, text) => { try { sessionStorage.setItem(name, text); } catch { /* a file has no store */ } };
+
   // -- light and dark ------------------------------------------------------------------------
 
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -47,6 +50,9 @@
 
   // -- a site's own page ---------------------------------------------------------------------
 
+  // Back to the table as it was left, sorted and searched.
+  const up = byId("up");
+  if (up) up.href = `./${kept("hookline-table")}${up.hash}`;
   for (const place of document.querySelectorAll("[data-later]")) {
     fetch(place.dataset.later)
       .then((answer) => answer.text())
@@ -79,7 +85,7 @@
       label: head.title || "(root)",
       text: `${head.title} ${element.cells[1].textContent} ${head.querySelector("small")?.textContent ?? ""}`.toLowerCase(),
       holdsValue: Boolean(link),
-      key: link?.getAttribute("href").slice(1), // of a page in one file
+      key: link?.getAttribute("href").replace(/^(#|site[?])/, ""), // which place it is
       ...data.lines[number],
     };
   });
@@ -171,6 +177,7 @@
     if (sort && !sort.descending) parameters.set("up", "");
     const text = parameters.toString();
     history.replaceState(null, "", text ? `?${text}` : location.pathname);
+    keep("hookline-table", location.search);
   }
 
   // -- sorting: first click, the other way, back to the tree ---------------------------------
@@ -222,13 +229,34 @@
 
   // -- by keyboard: up and down from line to line, left and right to fold ---------------------
 
+  const focusable = (row) => row.querySelector("th a, th button");
+
+  // The line of a value that was left; it may lie further down than lines are laid out.
+  function focusOn(line) {
+    while (line.element.hidden && !byId("more").hidden) {
+      most += STEP;
+      render();
+    }
+    focusable(line.element)?.focus();
+  }
+
+  // Where nothing has the focus, as on a page just opened, arrows begin at the first line.
+  document.addEventListener("keydown", (event) => {
+    const isArrow = event.key === "ArrowUp" || event.key === "ArrowDown";
+    if (!isArrow || event.target !== document.body || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const first = [...body.rows].find((row) => !row.hidden && focusable(row));
+    if (!first) return;
+    focusable(first).focus();
+    event.preventDefault();
+  });
+
   table.addEventListener("keydown", (event) => {
     const row = event.target.closest("tbody tr");
     if (!row) return;
     if (event.key === "ArrowUp" || event.key === "ArrowDown") {
-      const shown = [...body.rows].filter((one) => !one.hidden && one.querySelector("th a, th button"));
+      const shown = [...body.rows].filter((one) => !one.hidden && focusable(one));
       const next = shown[shown.indexOf(row) + (event.key === "ArrowDown" ? 1 : -1)];
-      next?.querySelector("th a, th button").focus(); // which scrolls it into view
+      if (next) focusable(next).focus(); // which scrolls it into view
     } else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const line = lines.find((one) => one.element === row);
       if (!foldOf(line) || sort || query) return;
@@ -391,9 +419,11 @@
     });
     dialog.addEventListener("close", () => {
       if (location.hash) history.replaceState(null, "", location.pathname + location.search);
-      if (opened) opened.element.querySelector("th a").focus();
+      if (opened) focusOn(opened);
     });
     openSite();
   }
+  const leftBehind = lines.find((line) => line.key && state !== undefined && `#${line.key}` === location.hash);
   render();
+  if (leftBehind) focusOn(leftBehind);
 })();
