@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import expect
+from torch import nn
 
 import hookline as hl
 from hookline.views import write_page
@@ -105,6 +107,28 @@ def test_a_search_leaves_what_matches_by_path_or_type(page):
     search.fill("")
     expect(page.get_by_role("status")).to_have_text("9 values")
     assert names(page) == TREE
+
+
+def test_matches_of_the_path_come_before_those_of_the_type_alone(browser, tmp_path):
+    norms = {"norm": nn.BatchNorm2d(1), "block": nn.ModuleDict({"norm2": nn.BatchNorm2d(1)})}
+    model = nn.ModuleDict(norms | {"norm2": nn.BatchNorm2d(1)}).eval()
+    model.forward = lambda x: model["norm2"](model["block"]["norm2"](model["norm"](x)))
+    with hl.record(model, nn.BatchNorm2d) as run:
+        model(torch.rand(2, 1, 4, 4))
+    page = browser.new_page()
+    page.goto(write_page(run, tmp_path, title="Norms").as_uri())
+    search = page.get_by_role("searchbox")
+    search.fill("norm2")
+    assert names(page) == ["norm2", "block.norm2", "norm"]
+    search.press("Enter")
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("norm2")
+    page.keyboard.press("Escape")
+    head(page, "Order").get_by_role("button").click()
+    head(page, "Order").get_by_role("button").click()
+    assert names(page)[0] == "norm"
+    search.press("Enter")
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("norm2")
+    page.close()
 
 
 def test_a_search_that_finds_nothing_says_so(page):

@@ -83,7 +83,8 @@
       element,
       number,
       label: head.title || "(root)",
-      text: `${head.title} ${element.cells[1].textContent} ${head.querySelector("small")?.textContent ?? ""}`.toLowerCase(),
+      path: `${head.title} ${head.querySelector("small")?.textContent ?? ""}`.toLowerCase(),
+      type: element.cells[1].textContent.toLowerCase(),
       holdsValue: Boolean(link),
       key: link?.getAttribute("href").replace(/^(#|site[?])/, ""), // which place it is
       ...data.lines[number],
@@ -122,8 +123,15 @@
     return sort.descending ? -order : order;
   }
 
+  // How well a line answers a search: by its whole name 0, its path 1, its type 2, not at all 3.
+  function rankOf({ label, path, type }) {
+    if (label.toLowerCase() === query) return 0;
+    return path.includes(query) ? 1 : type.includes(query) ? 2 : 3;
+  }
+  const byRank = (a, b) => rankOf(a) - rankOf(b);
+
   function isShown(line, underCollapsed) {
-    if (query && !line.text.includes(query)) return false;
+    if (query && rankOf(line) === 3) return false;
     if (sort && !line.holdsValue) return false;
     return Boolean(sort || query) || !underCollapsed.has(line.number);
   }
@@ -134,7 +142,7 @@
       // A parent comes before what it holds, so one pass over the lines is enough.
       if (parent !== null && (collapsed.has(parent) || underCollapsed.has(parent))) underCollapsed.add(number);
     }
-    const ordered = sort ? [...lines].sort(compare) : lines;
+    const ordered = sort ? [...lines].sort(compare) : query ? [...lines].sort(byRank) : lines;
     if (ordered.some((line, place) => body.rows[place] !== line.element)) {
       const focused = document.activeElement; // which is lost when its line is moved
       body.append(...ordered.map((line) => line.element));
@@ -266,12 +274,13 @@
   });
 
   byId("search").addEventListener("keydown", (event) => {
-    const first = [...body.rows].find((row) => !row.hidden && row.querySelector("th a"));
-    if (first && (event.key === "ArrowDown" || event.key === "Enter")) {
-      event.preventDefault();
-      if (event.key === "Enter") first.querySelector("th a").click();
-      else first.querySelector("th a").focus();
-    }
+    if (event.key !== "ArrowDown" && event.key !== "Enter") return;
+    const links = [...body.rows].filter((row) => !row.hidden).map((row) => row.querySelector("th a")).filter(Boolean);
+    if (!links.length) return;
+    event.preventDefault();
+    if (event.key === "ArrowDown") return links[0].focus();
+    const best = lines.filter((line) => line.holdsValue && isShown(line, collapsed)).sort(byRank)[0];
+    (query ? best.element.querySelector("th a") : links[0]).click();
   });
 
   // "/" goes to the search box, as on many pages with one.
