@@ -123,6 +123,30 @@ def test_two_recordings_have_what_differs_on_top(visit, runs):
     expect(page.get_by_role("heading", name="The first less the second")).to_be_visible()
 
 
+def test_a_comparison_says_whose_numbers_it_shows_and_what_a_difference_is(visit, runs):
+    page = visit(runs / "b", runs / "a")
+    expect(page.locator(".subtitle")).to_contain_text("numbers are those of the first")
+    legend = page.locator(".legend")
+    expect(legend).to_contain_text("the L2 norm of the first less the second, over that of the")
+    expect(legend.locator("code")).to_have_text(str(runs / "b"))
+    assert "Difference" not in visit(runs / "a").locator(".legend").inner_text()
+
+
+@pytest.mark.parametrize("path", ["", "?sort=max"])
+def test_on_a_phone_the_sorted_column_stays_on_the_screen(visit, runs, path):
+    page = visit(runs / "a", runs / "b", path=path, viewport=PHONE)
+    for left in (0, 150, 10_000):
+        page.locator(".scroller").evaluate("(one, left) => one.scrollTo(left, 0)", left)
+        for cell in (page.locator("thead [aria-sort=descending]"), page.locator("td.sorted").first):
+            box = cell.bounding_box()
+            name = page.locator("thead th").first.bounding_box()
+            assert name["x"] + name["width"] <= box["x"] + 1
+            assert box["x"] + box["width"] <= PHONE["width"]
+    page.get_by_role("button", name="Back to the tree").click()
+    expect(page.locator(".sorted")).to_have_count(0)
+    assert faults(page) == []
+
+
 def test_all_of_it_works_by_keyboard_alone(visit, runs):
     page = visit(runs / "passes")
     page.keyboard.press("/")

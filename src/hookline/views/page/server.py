@@ -70,8 +70,11 @@ class Pages:
             title=" and ".join(_last(name) for name in names),
             home="",
             state=state,
-            subtitle="two recordings compared" if shown.other is not None else "",
+            subtitle="two recordings compared; numbers are those of the first"
+            if len(names) > 1
+            else "",
             where=", ".join(names),
+            compared=names if shown.other is not None else (),
             model_type=report.model_type,
             facts=[
                 ("Sites", f"{len(shown.recording.sites):,}"),

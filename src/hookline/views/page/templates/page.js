@@ -111,6 +111,9 @@
     render();
   }, { root: table.closest(".scroller"), rootMargin: "1500px" }).observe(byId("more"));
 
+  // On a phone the sorted column stays beside the first one, which is as wide as its names.
+  new ResizeObserver(() => table.style.setProperty("--first", `${heads[0].offsetWidth}px`)).observe(heads[0]);
+
   // -- which lines show, and in which order --------------------------------------------------
 
   function compare(a, b) {
@@ -163,6 +166,8 @@
       const direction = sort && sort.column === column ? (sort.descending ? "descending" : "ascending") : "none";
       head.setAttribute("aria-sort", direction);
     });
+    for (const cell of table.querySelectorAll(".sorted")) cell.classList.remove("sorted");
+    if (sort?.column) for (const row of table.rows) row.cells[sort.column]?.classList.add("sorted");
     byId("unsort").hidden = !sort;
     byId("fold-all").hidden = Boolean(sort || query) || holders.length === 0;
     byId("fold-all").textContent = collapsed.size ? "Expand all" : "Collapse all";
