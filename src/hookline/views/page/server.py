@@ -84,6 +84,7 @@ class Pages:
             ],
             images=(),
             classes=(),
+            n_images=0,
             n_images_left_out=0,
             notices=notices_of(shown),
             embedded=False,

@@ -94,19 +94,21 @@ class StripForm(NamedTuple):
         width: of one tile, in pixels.
         height: of one tile, in pixels.
         channels: how many channels the value has in all.
+        samples: how many samples; the strip shows the first.
     """
 
     tiles: int
     width: int
     height: int
     channels: int
+    samples: int
 
 
 def strip_form(shape: Sequence[int]) -> StripForm:
     """The form of the strip of a value of shape `(N, C, H, W)`."""
     shrink = min(MAX_TILE_PIXELS / max(shape[2:]), 1)
     height, width = (max(round(side * shrink), 1) for side in shape[2:])
-    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1])
+    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1], shape[0])
 
 
 def input_thumbnail(image: Image) -> str:
