@@ -11,7 +11,7 @@
   const remembered = () => { try { return localStorage.getItem("hookline-theme"); } catch { return null; } };
   const remember = (theme) => { try { localStorage.setItem("hookline-theme", theme); } catch { /* a file has no store */ } };
   const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-  const showTheme = () => byId("theme").setAttribute("aria-pressed", String(isDark()));
+  const showTheme = () => byId("theme").textContent = isDark() ? "Light" : "Dark";
   if (remembered() === "dark" || remembered() === "light") document.documentElement.dataset.theme = remembered();
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
