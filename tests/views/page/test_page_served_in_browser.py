@@ -107,6 +107,17 @@ def test_passes_calls_and_channels_are_stepped_through(visit, runs):
     expect(page.get_by_role("link", name="by deviation")).to_have_attribute("aria-current", "true")
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_class_maps_are_alike_in_size_and_their_captions_level(visit, runs, width):
+    page = visit(runs / "passes", path="site?at=first", viewport={"width": width, "height": 800})
+    for part in ("img", "figcaption"):
+        one, other = (page.locator(f".cams {part}").nth(k).bounding_box() for k in (0, 1))
+        assert [one[key] for key in ("y", "width", "height")] == [
+            other[key] for key in ("y", "width", "height")
+        ]
+    assert page.locator(".cams img").first.bounding_box()["width"] > 120
+
+
 def test_two_recordings_have_what_differs_on_top(visit, runs):
     page = visit(runs / "a", runs / "b")
     is_measured(page)
