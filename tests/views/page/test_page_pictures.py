@@ -88,6 +88,18 @@ def test_tokens_are_one_table_and_large_ones_say_what_was_left_out():
     assert pixels(large.tiles[0]).shape == (160, 480, 3)
 
 
+def test_a_value_of_two_dimensions_is_read_as_samples_by_channels_as_in_the_figures():
+    value = torch.randn(5, 7)
+    with hl.record(model := nn.Sequential(nn.Identity()), "0") as run:
+        model(value)
+    header = " ".join(text.get_text() for text in hl.plots.channels(run, "0").texts)
+    found = picture_of(value, "Linear", Choice())
+    assert "read as NC" in header
+    assert found.about.startswith("read as NC; 5 x 7, samples downwards, channels to the right;")
+    assert pixels(found.tiles[0]).shape == (5, 7, 3)
+    assert found.n_samples == 1  # all are there
+
+
 def test_a_difference_is_blue_where_the_second_is_greater():
     a, b = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4)
     a[0, 0, 0], b[0, 0, 3] = 1.0, 1.0

@@ -143,10 +143,9 @@ def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, 
     if tensor.dim() > 5:
         raise InputError(f"there is no picture of {tensor.dim()} dimensions.")
     value = Value("it", module_type, tensor)
-    # Rows of a table are samples as well as tokens: all are shown at once.
-    arranged = arrange(value, "TC" if tensor.dim() == 2 else None, sample)
-    batched = tensor.dim() > 2
-    return arranged, tensor.shape[0] if batched else 1
+    if tensor.dim() == 2:  # samples by channels: all samples are shown at once, a row each
+        return replace(arrange(value, "TC", 0), space="N", text="read as NC"), 1
+    return arrange(value, None, sample), tensor.shape[0] if tensor.dim() > 2 else 1
 
 
 def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_gap: bool = False) -> Picture:
@@ -195,7 +194,8 @@ def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
     ends = f"{measure(scale.low)} to {measure(scale.high)}"
     colours = f"blue below zero, red above, {ends}" if scale.is_signed else f"dark to light, {ends}"
     size = f"{height:,} x {width:,}"
-    text = f"{arranged.text}; {size}, rows downwards, features to the right; {colours}"
+    ways = "samples downwards, channels" if arranged.space == "N" else "rows downwards, features"
+    text = f"{arranged.text}; {size}, {ways} to the right; {colours}"
     if tuple(small.shape) != (height, width):
         text += "; each dot is the mean of an area"
     if steps != [1, 1]:
