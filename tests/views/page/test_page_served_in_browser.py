@@ -107,6 +107,29 @@ def test_passes_calls_and_channels_are_stepped_through(visit, runs):
     expect(page.get_by_role("link", name="by deviation")).to_have_attribute("aria-current", "true")
 
 
+def test_most_feature_maps_are_in_view_on_a_laptop(visit, runs):
+    page = visit(runs / "a", viewport={"width": 1280, "height": 800})
+    is_measured(page)
+    box = page.locator("tbody img[style*='--tiles: 8']").first.bounding_box()
+    frame = page.locator(".scroller").bounding_box()
+    assert (frame["x"] + frame["width"] - box["x"]) / (box["width"] / 8) > 6
+
+
+def test_a_shadow_shows_that_columns_lie_beyond_the_edge_until_they_are_in_view(visit, runs):
+    page = visit(runs / "passes", viewport=PHONE)
+    edge = "(one) => getComputedStyle(one, '::after').opacity"
+    is_measured(page)
+    frame = page.locator(".frame.more")
+    assert frame.evaluate(edge) == "1"
+    page.locator(".scroller").evaluate("(one) => one.scrollTo(10_000, 0)")
+    expect(frame).to_have_count(0)
+    assert page.locator(".frame").evaluate(edge) == "0"
+    page.locator(".scroller").evaluate("(one) => one.scrollTo(0, 0)")
+    expect(frame).to_have_count(1)
+    page.set_viewport_size({"width": 2400, "height": 800})
+    expect(frame).to_have_count(0)
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_class_maps_are_alike_in_size_and_their_captions_level(visit, runs, width):
     page = visit(runs / "passes", path="site?at=first", viewport={"width": width, "height": 800})

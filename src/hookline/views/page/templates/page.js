@@ -112,7 +112,14 @@
   }, { root: table.closest(".scroller"), rootMargin: "1500px" }).observe(byId("more"));
 
   // On a phone the sorted column stays beside the first one, which is as wide as its names.
-  new ResizeObserver(() => table.style.setProperty("--first", `${heads[0].offsetWidth}px`)).observe(heads[0]);
+  const scroller = table.closest(".scroller");
+  const showEdge = () => scroller.parentElement.classList.toggle("more", scroller.scrollLeft + scroller.clientWidth < scroller.scrollWidth - 1);
+  const sizes = new ResizeObserver(() => {
+    table.style.setProperty("--first", `${heads[0].offsetWidth}px`);
+    showEdge();
+  });
+  for (const one of [heads[0], table, scroller]) sizes.observe(one);
+  scroller.addEventListener("scroll", showEdge, { passive: true });
 
   // -- which lines show, and in which order --------------------------------------------------
 
