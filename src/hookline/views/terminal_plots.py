@@ -120,7 +120,7 @@ class Maps:
         # no character of an old code page.
         shades = _ASCII_SHADES if options.ascii_only else _SHADES
         has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
-        signed = bool((self._maps < 0).any() and (self._maps > 0).any())
+        signed = bool((self._maps < 0).any())
         shares = [_shares(one, signed) for one in self._maps[:fit]]
         anchors = BLUE_RED if signed else VIRIDIS
         for row in range(0, height, 2):

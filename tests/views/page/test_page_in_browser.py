@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 from playwright.sync_api import expect
+from torch import nn
 
 import hookline as hl
 from hookline.views import write_page
@@ -105,6 +107,28 @@ def test_a_search_leaves_what_matches_by_path_or_type(page):
     search.fill("")
     expect(page.get_by_role("status")).to_have_text("9 values")
     assert names(page) == TREE
+
+
+def test_matches_of_the_path_come_before_those_of_the_type_alone(browser, tmp_path):
+    norms = {"norm": nn.BatchNorm2d(1), "block": nn.ModuleDict({"norm2": nn.BatchNorm2d(1)})}
+    model = nn.ModuleDict(norms | {"norm2": nn.BatchNorm2d(1)}).eval()
+    model.forward = lambda x: model["norm2"](model["block"]["norm2"](model["norm"](x)))
+    with hl.record(model, nn.BatchNorm2d) as run:
+        model(torch.rand(2, 1, 4, 4))
+    page = browser.new_page()
+    page.goto(write_page(run, tmp_path, title="Norms").as_uri())
+    search = page.get_by_role("searchbox")
+    search.fill("norm2")
+    assert names(page) == ["norm2", "block.norm2", "norm"]
+    search.press("Enter")
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("norm2")
+    page.keyboard.press("Escape")
+    head(page, "Order").get_by_role("button").click()
+    head(page, "Order").get_by_role("button").click()
+    assert names(page)[0] == "norm"
+    search.press("Enter")
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("norm2")
+    page.close()
 
 
 def test_a_search_that_finds_nothing_says_so(page):
@@ -249,6 +273,24 @@ def test_arrows_walk_the_lines_and_fold_them(page):
     assert names(page) == TREE
 
 
+@pytest.mark.parametrize("key", ["ArrowDown", "ArrowUp"])
+def test_on_a_page_just_opened_arrows_begin_at_the_first_line(page, key):
+    page.keyboard.press(key)
+    expect(page.get_by_role("button", name="What (root) holds")).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("tbody tr").nth(1).locator("th a")).to_be_focused()
+
+
+def test_arrows_scroll_a_page_without_lines_and_leave_other_fields_alone(page):
+    page.get_by_role("searchbox").fill("transformer")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement === document.body")
+    head(page, "Type").get_by_role("button").focus()
+    page.keyboard.press("ArrowDown")
+    expect(head(page, "Type").get_by_role("button")).to_be_focused()
+
+
 def test_every_picture_is_there(page):
     page.locator("tbody img").last.scroll_into_view_if_needed()
     broken = "[...document.images].filter((i) => i.complete && !i.naturalWidth).length"
@@ -259,17 +301,17 @@ def test_every_picture_is_there(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_follows_the_system_until_it_is_changed(open_page, scheme):
     page = open_page(color_scheme=scheme)
-    toggle = page.get_by_role("button", name="Dark")
+    toggle = page.locator("#theme")
 
     def is_dark():
         red = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]")
         return int(red) < 128
 
     assert is_dark() == (scheme == "dark")
-    expect(toggle).to_have_attribute("aria-pressed", str(scheme == "dark").lower())
+    expect(toggle).to_have_text("Light" if scheme == "dark" else "Dark")
     toggle.click()
     assert is_dark() == (scheme == "light")
-    expect(toggle).to_have_attribute("aria-pressed", str(scheme == "light").lower())
+    expect(toggle).to_have_text("Dark" if scheme == "dark" else "Light")
 
 
 def test_a_phone_scrolls_the_table_and_not_the_page(open_page):

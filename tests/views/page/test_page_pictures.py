@@ -88,6 +88,18 @@ def test_tokens_are_one_table_and_large_ones_say_what_was_left_out():
     assert pixels(large.tiles[0]).shape == (160, 480, 3)
 
 
+def test_a_value_of_two_dimensions_is_read_as_samples_by_channels_as_in_the_figures():
+    value = torch.randn(5, 7)
+    with hl.record(model := nn.Sequential(nn.Identity()), "0") as run:
+        model(value)
+    header = " ".join(text.get_text() for text in hl.plots.channels(run, "0").texts)
+    found = picture_of(value, "Linear", Choice())
+    assert "read as NC" in header
+    assert found.about.startswith("read as NC; 5 x 7, samples downwards, channels to the right;")
+    assert pixels(found.tiles[0]).shape == (5, 7, 3)
+    assert found.n_samples == 1  # all are there
+
+
 def test_a_difference_is_blue_where_the_second_is_greater():
     a, b = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4)
     a[0, 0, 0], b[0, 0, 3] = 1.0, 1.0
@@ -95,6 +107,23 @@ def test_a_difference_is_blue_where_the_second_is_greater():
     shown = pixels(tile)
     assert shown[0, 0, 0] > shown[0, 0, 2]
     assert shown[3, 0, 2] > shown[3, 0, 0]
+
+
+def test_channels_of_both_signs_are_blue_and_red_each_on_its_own_scale():
+    value = torch.full((1, 3, 4, 4), 0.014)
+    value[0, 1], value[0, 2, 0] = -0.016, 0
+    found = picture_of(value, "Conv2d", Choice())
+    assert "blue below zero, white at zero, red above" in found.about
+    red, blue, white = (tuple(pixels(tile)[0, 0]) for tile in found.tiles)
+    assert (red, blue, white) == ((103, 0, 31), (5, 48, 97), (247, 247, 247))
+    found = picture_of(value.abs(), "Conv2d", Choice())
+    assert "from its least value (dark) to its greatest (light)" in found.about
+    assert tuple(pixels(found.tiles[2])[0, 0]) == (68, 1, 84)
+
+
+def test_a_table_is_coloured_by_its_numbers_and_not_by_the_means_of_areas():
+    value = torch.tensor([3.0, -1.0]).repeat(1, 400, 1000)
+    assert "blue below zero, red above" in picture_of(value, "Linear", Choice()).about
 
 
 def test_what_has_no_picture_says_why():

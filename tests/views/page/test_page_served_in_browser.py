@@ -107,6 +107,40 @@ def test_passes_calls_and_channels_are_stepped_through(visit, runs):
     expect(page.get_by_role("link", name="by deviation")).to_have_attribute("aria-current", "true")
 
 
+def test_most_feature_maps_are_in_view_on_a_laptop(visit, runs):
+    page = visit(runs / "a", viewport={"width": 1280, "height": 800})
+    is_measured(page)
+    box = page.locator("tbody img[style*='--tiles: 8']").first.bounding_box()
+    frame = page.locator(".scroller").bounding_box()
+    assert (frame["x"] + frame["width"] - box["x"]) / (box["width"] / 8) > 6
+
+
+def test_a_shadow_shows_that_columns_lie_beyond_the_edge_until_they_are_in_view(visit, runs):
+    page = visit(runs / "passes", viewport=PHONE)
+    edge = "(one) => getComputedStyle(one, '::after').opacity"
+    is_measured(page)
+    frame = page.locator(".frame.more")
+    assert frame.evaluate(edge) == "1"
+    page.locator(".scroller").evaluate("(one) => one.scrollTo(10_000, 0)")
+    expect(frame).to_have_count(0)
+    assert page.locator(".frame").evaluate(edge) == "0"
+    page.locator(".scroller").evaluate("(one) => one.scrollTo(0, 0)")
+    expect(frame).to_have_count(1)
+    page.set_viewport_size({"width": 2400, "height": 800})
+    expect(frame).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_class_maps_are_alike_in_size_and_their_captions_level(visit, runs, width):
+    page = visit(runs / "passes", path="site?at=first", viewport={"width": width, "height": 800})
+    for part in ("img", "figcaption"):
+        one, other = (page.locator(f".cams {part}").nth(k).bounding_box() for k in (0, 1))
+        assert [one[key] for key in ("y", "width", "height")] == [
+            other[key] for key in ("y", "width", "height")
+        ]
+    assert page.locator(".cams img").first.bounding_box()["width"] > 120
+
+
 def test_two_recordings_have_what_differs_on_top(visit, runs):
     page = visit(runs / "a", runs / "b")
     is_measured(page)
@@ -121,6 +155,30 @@ def test_two_recordings_have_what_differs_on_top(visit, runs):
     page.locator("tbody th a").filter(has_text="head").click()
     expect(page.get_by_role("note")).to_contain_text("The difference is")
     expect(page.get_by_role("heading", name="The first less the second")).to_be_visible()
+
+
+def test_a_comparison_says_whose_numbers_it_shows_and_what_a_difference_is(visit, runs):
+    page = visit(runs / "b", runs / "a")
+    expect(page.locator(".subtitle")).to_contain_text("numbers are those of the first")
+    legend = page.locator(".legend")
+    expect(legend).to_contain_text("the L2 norm of the first less the second, over that of the")
+    expect(legend.locator("code")).to_have_text(str(runs / "b"))
+    assert "Difference" not in visit(runs / "a").locator(".legend").inner_text()
+
+
+@pytest.mark.parametrize("path", ["", "?sort=max"])
+def test_on_a_phone_the_sorted_column_stays_on_the_screen(visit, runs, path):
+    page = visit(runs / "a", runs / "b", path=path, viewport=PHONE)
+    for left in (0, 150, 10_000):
+        page.locator(".scroller").evaluate("(one, left) => one.scrollTo(left, 0)", left)
+        for cell in (page.locator("thead [aria-sort=descending]"), page.locator("td.sorted").first):
+            box = cell.bounding_box()
+            name = page.locator("thead th").first.bounding_box()
+            assert name["x"] + name["width"] <= box["x"] + 1
+            assert box["x"] + box["width"] <= PHONE["width"]
+    page.get_by_role("button", name="Back to the tree").click()
+    expect(page.locator(".sorted")).to_have_count(0)
+    assert faults(page) == []
 
 
 def test_all_of_it_works_by_keyboard_alone(visit, runs):
@@ -141,6 +199,27 @@ def test_all_of_it_works_by_keyboard_alone(visit, runs):
     expect(page.get_by_role("heading", name="Values")).to_be_visible()
 
 
+def test_escape_leads_back_to_the_line_and_the_table_that_were_left(visit, runs):
+    page = visit(runs / "passes", path="?q=grad&sort=std")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    line = page.locator("tbody th a:focus .label").inner_text()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name=line)).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page).to_have_url(f"{page.base}?q=grad&sort=std")
+    expect(page.locator("tbody th a:focus .label")).to_have_text(line)
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("tbody tr:not([hidden]) th a").first).to_be_focused()
+
+
+def test_a_line_that_was_left_far_down_is_laid_out_again(visit, tmp_path):
+    folder = write_large(tmp_path / "large", 400, 32 * 1024)
+    page = visit(folder, path="site?at=layer3.block9.conv9")
+    page.keyboard.press("Escape")
+    expect(page.locator("tbody th a:focus")).to_have_attribute("href", re.compile("layer3.block9"))
+
+
 def test_a_line_that_is_focused_stays_so_while_numbers_come_in(visit, runs):
     page = visit(runs / "a", path="?sort=mean")
     page.locator("tbody th a").first.focus()
@@ -152,7 +231,7 @@ def test_dark_and_light_are_remembered_from_page_to_page(visit, runs):
     page = visit(runs / "a", color_scheme="light")
     page.get_by_role("button", name="Dark").click()
     page.goto(page.base + "site?at=first")
-    expect(page.get_by_role("button", name="Dark")).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_role("button", name="Light")).to_be_visible()
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]")
     assert int(colour) < 128
 

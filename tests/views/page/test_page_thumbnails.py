@@ -4,10 +4,13 @@ import base64
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
+import hookline as hl
 from hookline.views.page.thumbnails import feature_strip, input_thumbnail
 
 
@@ -91,7 +94,58 @@ def test_the_widest_range_of_numbers_does_not_overflow():
     maps = torch.full((1, 1, 4, 4), largest, dtype=torch.float64)
     maps[0, 0, 0, 0] = -largest
     strip = feature_strip(maps)
-    assert [colour(strip, x) for x in (0, 1)] == [(68, 1, 84), (253, 231, 37)]
+    assert [colour(strip, x) for x in (0, 1)] == [(5, 48, 97), (103, 0, 31)]
+
+
+def test_numbers_of_both_signs_are_blue_and_red_with_white_at_zero():
+    maps = torch.zeros(1, 3, 4, 4)
+    maps[0, 0, 0, :2] = torch.tensor([-1.0, 3.0])
+    maps[0, 1], maps[0, 2] = 0.014, -0.016
+    strip = feature_strip(maps)
+    white, dark_blue, dark_red = (247, 247, 247), (5, 48, 97), (103, 0, 31)
+    assert [colour(strip, x) for x in (1, 2, 4, 8)] == [dark_red, white, dark_red, dark_blue]
+    red, _, blue = colour(strip, 0)
+    assert 67 < red < blue < 240  # -1 of 3: a lighter blue
+    assert strip.ranges[0] == (-1, 3)
+
+
+def test_a_sign_beyond_the_channels_shown_colours_them_alike():
+    maps = torch.rand(2, 9, 4, 4)
+    maps[1] = -1  # another sample
+    assert colour(feature_strip(maps), 0)[1] < 240
+    white_at_zero = maps.clone()
+    white_at_zero[0, 0, 0, 0], white_at_zero[0, 8, 0, 0] = 0, -1
+    assert colour(feature_strip(white_at_zero), 0) == (247, 247, 247)
+
+
+def test_a_constant_below_zero_is_not_one_above():
+    below, above = (torch.full((1, 1, 4, 4), number) for number in (-0.016, 0.014))
+    assert colour(feature_strip(below), 0) == (5, 48, 97)
+    assert colour(feature_strip(above), 0) == (33, 145, 140)  # the middle of viridis
+
+
+def test_nan_is_yellow_beside_blue_and_red():
+    maps = torch.ones(1, 1, 4, 4)
+    maps[0, 0, 0, :3] = torch.tensor([math.nan, -math.inf, -1])
+    assert [colour(feature_strip(maps), x) for x in (0, 1)] == [(255, 213, 0)] * 2
+    maps[0, 0, 0, 2] = 0  # no finite number is negative
+    assert colour(feature_strip(maps), 1) == (213, 94, 0)
+
+
+@pytest.mark.parametrize("shift", [-2.0, 0.0, 2.0])
+def test_the_colours_are_those_of_the_figures(shift):
+    numbers = torch.randn(1, 8, 6, 6, generator=torch.Generator().manual_seed(0))
+    value = numbers.clamp(-1.5, 1.5) + shift
+    strip = feature_strip(value)
+    with hl.record(model := nn.Sequential(nn.Identity()), "0") as run:
+        model(value)
+    images = hl.plots.channels(run, "0").axes[0].images
+    for channel, image in enumerate(images):
+        expected = image.cmap(image.norm(value[0, channel].numpy()), bytes=True)[:, :, :3]
+        shown = decode(strip.source).convert("RGB").crop((6 * channel, 0, 6 * channel + 6, 6))
+        gaps = abs(np.asarray(shown, int) - expected.astype(int))
+        # Of viridis eleven colours are kept; those between are interpolated.
+        assert (gaps.max() <= 20, gaps.mean() <= 2) == (True, True)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "CMYK"])

@@ -111,6 +111,41 @@ def test_more_images_than_fit_are_counted(tmp_path, strange_run):
     assert "and 3 more" in text
 
 
+def test_class_scores_say_what_they_are_and_of_which_input(tmp_path, strange_run):
+    def scores(n_images):
+        path = write_page(
+            strange_run, tmp_path, title="Cats", classes=[("cat", 0.9)],
+            images=[Image.new("L", (8, 8))] * n_images,
+        )  # fmt: skip
+        return path.read_text("utf-8")
+
+    assert "Most likely classes</h2>" in scores(1)
+    assert "of the first of" not in scores(1)
+    assert "<p>of the first of 15 inputs</p>" in scores(15)
+
+
+def test_a_value_says_how_many_channels_and_samples_it_leaves_out(tmp_path):
+    model = nn.ModuleDict({"many": nn.Conv2d(1, 20, 1), "all": nn.Conv2d(20, 3, 1)})
+    model.forward = lambda x: model["all"](model["many"](x))
+
+    def remarks(run):
+        text = write_page(run, tmp_path, title="Maps").read_text("utf-8")
+        return re.findall('<p class="remark">(.*?)</p>', text)
+
+    with hl.record(model, ["many", "all"]) as run:
+        model(torch.rand(8, 1, 4, 4))
+    not_saved = "all of them: <code>run.save(&#39;DIR&#39;), then hookline view DIR</code>"
+    assert remarks(run)[0] == f"8 of 20 channels, sample 0 of 8; {not_saved}"
+    run.save(tmp_path)
+    view = f"all of them: <code>hookline view {tmp_path}</code>"
+    assert remarks(run) == [
+        f"8 of 20 channels, sample 0 of 8; {view}", f"3 channels, sample 0 of 8; {view}",
+    ]  # fmt: skip
+    with hl.record(model, ["many", "all"]) as run:
+        model(torch.rand(1, 1, 4, 4))
+    assert remarks(run) == [f"8 of 20 channels; {view}"]
+
+
 def test_names_that_utf8_refuses_are_written_escaped(tmp_path):
     model = nn.Sequential()
     model.add_module("\udcff", nn.ReLU())

@@ -21,7 +21,8 @@ def cells_html(row: Row, chosen: list[Column], link: str, strip_link: str) -> st
         link: where the line leads.
         strip_link: where its feature maps are, if they have not been drawn yet.
     """
-    parts = [f'<td class="type">{escape(row.module_type)}</td>']
+    kind = escape(row.module_type)
+    parts = [f'<td class="type" title="{kind}">{kind}</td>']
     seen = row.seen
     if seen is not None and seen.problem:
         span = len(chosen) - 2

@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 
 from hookline.engine.errors import HooklineError, InputError
 from hookline.views.page.extras import load
-from hookline.views.page.thumbnails import coloured, data_address, in_own_range, in_range
+from hookline.views.page.thumbnails import coloured, data_address, in_own_range, in_range, is_signed
 from hookline.views.plots.reducing import cells, order_of, range_text, scale_of, smaller
 from hookline.views.plots.values import Arranged, Value, arrange
 from hookline.views.units import measure
@@ -98,7 +98,7 @@ def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -
     """
     one, other = (_arranged(tensor, module_type, choice.sample) for tensor in (a, b))
     gap = one[0].data.double() - other[0].data.double()
-    return _drawn((replace(one[0], data=gap), one[1]), choice, is_signed=True)
+    return _drawn((replace(one[0], data=gap), one[1]), choice, is_gap=True)
 
 
 def class_maps(activation: Tensor, gradient: Tensor, image: Tensor, sample: int) -> list[Tile]:
@@ -143,38 +143,42 @@ def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, 
     if tensor.dim() > 5:
         raise InputError(f"there is no picture of {tensor.dim()} dimensions.")
     value = Value("it", module_type, tensor)
-    # Rows of a table are samples as well as tokens: all are shown at once.
-    arranged = arrange(value, "TC" if tensor.dim() == 2 else None, sample)
-    batched = tensor.dim() > 2
-    return arranged, tensor.shape[0] if batched else 1
+    if tensor.dim() == 2:  # samples by channels: all samples are shown at once, a row each
+        return replace(arrange(value, "TC", 0), space="N", text="read as NC"), 1
+    return arrange(value, None, sample), tensor.shape[0] if tensor.dim() > 2 else 1
 
 
-def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_signed: bool = False) -> Picture:
+def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_gap: bool = False) -> Picture:
     arranged, n_samples = found
     if len(arranged.space) < 2:
-        return _table(arranged, n_samples, is_signed)
+        return _table(arranged, n_samples, is_gap)
     data = arranged.data
     chosen = order_of(data, choice.order, None, "it")
     first = min(max(choice.first, 0), max(len(chosen) - 1, 0)) // PER_PAGE * PER_PAGE
     shown = chosen[first : first + PER_PAGE]
     if choice.channels and max(choice.channels) < len(data):
         shown = list(choice.channels)
-    scale = scale_of(data[shown], robust=True, signed=True) if is_signed else None
+    scale = scale_of(data[shown], robust=True, signed=True) if is_gap else None
+    signed = is_gap or is_signed(data)
     tiles = []
     for channel in shown:
         drawn = smaller(data[channel][None].double(), _TILE)[0].numpy()
         if scale is None:
-            source = coloured(in_own_range(drawn)[0])
+            indices, _ = in_own_range(drawn, signed)
         else:
-            source = coloured(in_range(drawn, scale.low, scale.high), is_signed=True)
+            indices = in_range(drawn, scale.low, scale.high)
+        source = coloured(indices, is_signed=signed)
         tiles.append(Tile(source, f"{channel}: {range_text(data[channel])}"))
-    about = f"{arranged.text}; each channel from its least value (dark) to its greatest (light)"
+    colours = "from its least value (dark) to its greatest (light)"
+    if signed:
+        colours = "on its own scale, blue below zero, white at zero, red above"
+    about = f"{arranged.text}; each channel {colours}"
     if scale is not None:
         about = f"{arranged.text}; blue below zero, red above, to ±{measure(scale.high)}"
     return Picture("channels", tuple(tiles), about, len(chosen), first, n_samples, tuple(shown))
 
 
-def _table(arranged: Arranged, n_samples: int, is_signed: bool) -> Picture:
+def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
     """Rows of tokens, places or samples; columns of features."""
     rows = arranged.data.reshape(len(arranged.data), -1).T
     height, width = rows.shape
@@ -184,12 +188,14 @@ def _table(arranged: Arranged, n_samples: int, is_signed: bool) -> Picture:
         rows = rows[:, ::2] if longest else rows[::2]
         steps[longest] *= 2
     small = cells(rows.double(), _TABLE)
-    scale = scale_of(small, robust=True, signed=is_signed or None)
+    # Of the numbers themselves, as hl.plots.tokens: means of areas may all have one sign.
+    scale = scale_of(rows, robust=True, signed=is_gap or None)
     drawn = in_range(small.numpy(), scale.low, scale.high)
     ends = f"{measure(scale.low)} to {measure(scale.high)}"
     colours = f"blue below zero, red above, {ends}" if scale.is_signed else f"dark to light, {ends}"
     size = f"{height:,} x {width:,}"
-    text = f"{arranged.text}; {size}, rows downwards, features to the right; {colours}"
+    ways = "samples downwards, channels" if arranged.space == "N" else "rows downwards, features"
+    text = f"{arranged.text}; {size}, {ways} to the right; {colours}"
     if tuple(small.shape) != (height, width):
         text += "; each dot is the mean of an area"
     if steps != [1, 1]:

@@ -70,8 +70,11 @@ class Pages:
             title=" and ".join(_last(name) for name in names),
             home="",
             state=state,
-            subtitle="two recordings compared" if shown.other is not None else "",
+            subtitle="two recordings compared; numbers are those of the first"
+            if len(names) > 1
+            else "",
             where=", ".join(names),
+            compared=names if shown.other is not None else (),
             model_type=report.model_type,
             facts=[
                 ("Sites", f"{len(shown.recording.sites):,}"),
@@ -81,6 +84,7 @@ class Pages:
             ],
             images=(),
             classes=(),
+            n_images=0,
             n_images_left_out=0,
             notices=notices_of(shown),
             embedded=False,
@@ -103,8 +107,9 @@ class Pages:
                     href = f"site?{query_of(shown.of_site(at)[0].place)}"
             trail.append((part, href))
         return "text/html", self._render(
-            "site.html", title=view.label, home="./", state=state, view=view, trail=trail
-        )
+            "site.html", title=view.label, home="./", state=state, view=view, trail=trail,
+            here=query_of(seen.place),
+        )  # fmt: skip
 
     def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
         """The numbers of one value, which take a while, for its page."""

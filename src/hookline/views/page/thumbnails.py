@@ -1,7 +1,6 @@
-"""Small pictures: feature maps as one strip of tiles, and the model's input. Imports extras.
+"""Small pictures: feature maps as one strip of tiles, and the model's input.
 
-The colours are those of viridis, whose lightness rises evenly: it reads the same to colour-blind
-people and in black and white.
+Imports extras, plots (only what needs no matplotlib): the colours are those of its figures.
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from hookline.views.colours import BLUE_RED, VIRIDIS, Rgb, colour
 from hookline.views.page.extras import load
+from hookline.views.plots.channels import scale_of_map
+from hookline.views.plots.reducing import scale_of
+from hookline.views.statistics import pieces
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,8 +32,6 @@ MAX_IMAGE_PIXELS = 192
 
 _MIN_MAP_PIXELS = 4
 
-# NaN and infinity get a colour that viridis has not: vermilion.
-_NON_FINITE_RGB = (213, 94, 0)
 _NON_FINITE_INDEX = 255
 
 
@@ -62,7 +62,8 @@ def feature_strip(tensor: Tensor) -> Strip | None:
         >>> len(strip.ranges), strip.width, strip.height
         (8, 48, 24)
 
-    Each channel is scaled to its own range: dark is its least value, light its greatest.
+    Each channel has its own scale, in the colours of `hl.plots.channels`: blue and red with white
+    at zero if the sample has negative numbers, else from its least value to its greatest.
 
     Args:
         tensor: any tensor; those of shape `(N, C, H, W)` with H and W of at least 4 are drawn.
@@ -78,10 +79,11 @@ def feature_strip(tensor: Tensor) -> Strip | None:
     maps = tensor[0, :MAX_CHANNELS].detach().cpu().to(torch.float64)
     form = strip_form(tensor.shape)
     maps = adaptive_avg_pool2d(maps[None], (form.height, form.width))[0]
-    drawn = [in_own_range(channel) for channel in maps.numpy()]
+    signed = is_signed(tensor[0])
+    drawn = [in_own_range(channel, signed) for channel in maps.numpy()]
     tiles = np.concatenate([indices for indices, _ in drawn], axis=1)
     ranges = tuple(limits for _, limits in drawn)
-    return Strip(coloured(tiles), form.width, form.height, ranges, form.channels)
+    return Strip(coloured(tiles, is_signed=signed), form.width, form.height, ranges, form.channels)
 
 
 class StripForm(NamedTuple):
@@ -92,19 +94,21 @@ class StripForm(NamedTuple):
         width: of one tile, in pixels.
         height: of one tile, in pixels.
         channels: how many channels the value has in all.
+        samples: how many samples; the strip shows the first.
     """
 
     tiles: int
     width: int
     height: int
     channels: int
+    samples: int
 
 
 def strip_form(shape: Sequence[int]) -> StripForm:
     """The form of the strip of a value of shape `(N, C, H, W)`."""
     shrink = min(MAX_TILE_PIXELS / max(shape[2:]), 1)
     height, width = (max(round(side * shrink), 1) for side in shape[2:])
-    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1])
+    return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1], shape[0])
 
 
 def input_thumbnail(image: Image) -> str:
@@ -130,15 +134,31 @@ def is_image_like(tensor: Tensor) -> bool:
     )
 
 
+def is_signed(sample: Tensor) -> bool:
+    """Whether `hl.plots` draws all channels of a sample in blue and red; read in pieces."""
+    ends: list[Tensor] = []
+    for piece in pieces(sample):
+        finite = piece[piece.isfinite()]
+        if finite.numel():
+            ends += finite.aminmax()
+    return bool(ends) and scale_of(torch.stack(ends)).is_signed
+
+
 def in_own_range(
-    channel: npt.NDArray[np.float64],
+    channel: npt.NDArray[np.float64], signed: bool
 ) -> tuple[npt.NDArray[np.uint8], tuple[float, float] | None]:
-    """A channel as numbers of colours, and its range."""
-    is_finite = np.isfinite(channel)
-    if not is_finite.any():
+    """A channel as numbers of colours, and its range.
+
+    Args:
+        channel: the numbers.
+        signed: whether its scale is centred at zero.
+    """
+    finite = channel[np.isfinite(channel)]
+    if not finite.size:
         return np.full(channel.shape, _NON_FINITE_INDEX, np.uint8), None
-    low, high = float(channel[is_finite].min()), float(channel[is_finite].max())
-    return in_range(channel, low, high), (low, high)
+    scale = scale_of_map(channel, signed)
+    limits = float(finite.min()), float(finite.max())
+    return in_range(channel, scale.low, scale.high), limits
 
 
 def in_range(numbers: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:
@@ -169,12 +189,14 @@ def data_address(picture: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode("ascii")
 
 
-def _palette(anchors: Sequence[Rgb]) -> list[int]:
+def _palette(anchors: Sequence[Rgb], non_finite: Rgb) -> list[int]:
     """Red, green, blue of the 256 colours, one after the other."""
     flat: list[int] = []
     for index in range(_NON_FINITE_INDEX):
         flat += colour(index / (_NON_FINITE_INDEX - 1), anchors)
-    return [*flat, *_NON_FINITE_RGB]
+    return [*flat, *non_finite]
 
 
-_PLAIN, _SIGNED = _palette(VIRIDIS), _palette(BLUE_RED)
+# NaN and infinity get a colour that the map has not: vermilion, and yellow among red and blue.
+_PLAIN = _palette(VIRIDIS, (213, 94, 0))
+_SIGNED = _palette(BLUE_RED, (255, 213, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hookline.engine.errors import FolderError
 from hookline.recordings import Recording
+from hookline.recordings.place import MANIFEST
 from hookline.views.page.columns import columns
 from hookline.views.page.extras import load
 from hookline.views.page.rows import Row, tree_rows
@@ -72,6 +74,7 @@ def write_page(
     # Both are asked for before any work, so that a missing one is known at once.
     templates, _ = environment(), load("PIL.Image")
     rows = tree_rows(recording, read_values(recording))
+    target = Path(path) / _FILE_NAME if Path(path).is_dir() else Path(path)
     text = templates.get_template("index.html").render(
         title=title,
         subtitle=subtitle,
@@ -82,12 +85,14 @@ def write_page(
         images=[input_thumbnail(image) for image in images[:_MAX_IMAGES]],
         n_images_left_out=max(len(images) - _MAX_IMAGES, 0),
         classes=classes or (),
+        n_images=len(images),
+        view=_view_command(target),
         notices=_notices(recording, rows, summary),
         embedded=True,
         **table(rows, columns(rows), "#"),
         silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
     )
-    return _replace(Path(path), text)
+    return _replace(target, text)
 
 
 def _facts(
@@ -120,9 +125,15 @@ def _notices(
     return notices
 
 
-def _replace(path: Path, text: str) -> Path:
+def _view_command(target: Path) -> str:
+    """How all of a recording is seen: in the page's own folder, if it was saved there."""
+    if os.path.exists(target.parent / MANIFEST):
+        return f"hookline view {shlex.quote(str(target.parent))}"
+    return "run.save('DIR'), then hookline view DIR"
+
+
+def _replace(target: Path, text: str) -> Path:
     """Write a file whole or not at all."""
-    target = path / _FILE_NAME if path.is_dir() else path
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

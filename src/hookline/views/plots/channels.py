@@ -63,8 +63,8 @@ def channels(
         >>> figure = hl.plots.channels(run, ":output", order="std", n=9)
         >>> figure.savefig(tmp_path / "channels.png")
 
-    Colours are viridis where all numbers have one sign, else red above and blue below zero. A map
-    on its own scale has its range above it, where there is room. Maps of a single number are bars.
+    Colours are viridis where no number is negative, else red above and blue below zero. A map on
+    its own scale has its range above it, where there is room. Maps of a single number are bars.
     Maps larger than 128 are made smaller by area. Of a volume the slice in the middle is drawn; of
     complex numbers the magnitude.
 

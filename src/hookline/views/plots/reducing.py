@@ -27,7 +27,7 @@ _ROBUST = 0.995
 @final
 @dataclass(frozen=True)
 class Scale:
-    """A range of colours, and whether it is centred at zero for numbers of both signs."""
+    """A range of colours, and whether it is centred at zero for signed numbers."""
 
     low: float
     high: float
@@ -113,14 +113,14 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
     Args:
         data: the numbers.
         robust: cut off the outermost half percent, so that one outlier does not hide the rest.
-        signed: centre at zero; None does so where there are numbers of both signs.
+        signed: centre at zero; None does so where there are negative numbers.
     """
     finite = data[data.isfinite()]
     if not finite.numel():
         return Scale(0.0, 1.0, bool(signed))
     low, high = float(finite.min()), float(finite.max())
     if signed is None:
-        signed = low < 0 < high
+        signed = low < 0
     cuts = False
     if robust and finite.numel() > 1000:
         # Of millions of numbers every k-th tells as much.

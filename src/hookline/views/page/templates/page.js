@@ -2,13 +2,16 @@
 (() => {
   const byId = (id) => document.getElementById(id);
 
+  const kept = (name) => { try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; } };
+  const keep = (name, text) => { try { sessionStorage.setItem(name, text); } catch { /* a file has no store */ } };
+
   // -- light and dark ------------------------------------------------------------------------
 
   const system = matchMedia("(prefers-color-scheme: dark)");
   const remembered = () => { try { return localStorage.getItem("hookline-theme"); } catch { return null; } };
   const remember = (theme) => { try { localStorage.setItem("hookline-theme", theme); } catch { /* a file has no store */ } };
   const isDark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
-  const showTheme = () => byId("theme").setAttribute("aria-pressed", String(isDark()));
+  const showTheme = () => byId("theme").textContent = isDark() ? "Light" : "Dark";
   if (remembered() === "dark" || remembered() === "light") document.documentElement.dataset.theme = remembered();
   byId("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
@@ -47,6 +50,9 @@
 
   // -- a site's own page ---------------------------------------------------------------------
 
+  // Back to the table as it was left, sorted and searched.
+  const up = byId("up");
+  if (up) up.href = `./${kept("hookline-table")}${up.hash}`;
   for (const place of document.querySelectorAll("[data-later]")) {
     fetch(place.dataset.later)
       .then((answer) => answer.text())
@@ -77,9 +83,10 @@
       element,
       number,
       label: head.title || "(root)",
-      text: `${head.title} ${element.cells[1].textContent} ${head.querySelector("small")?.textContent ?? ""}`.toLowerCase(),
+      path: `${head.title} ${head.querySelector("small")?.textContent ?? ""}`.toLowerCase(),
+      type: element.cells[1].textContent.toLowerCase(),
       holdsValue: Boolean(link),
-      key: link?.getAttribute("href").slice(1), // of a page in one file
+      key: link?.getAttribute("href").replace(/^(#|site[?])/, ""), // which place it is
       ...data.lines[number],
     };
   });
@@ -104,6 +111,16 @@
     render();
   }, { root: table.closest(".scroller"), rootMargin: "1500px" }).observe(byId("more"));
 
+  // On a phone the sorted column stays beside the first one, which is as wide as its names.
+  const scroller = table.closest(".scroller");
+  const showEdge = () => scroller.parentElement.classList.toggle("more", scroller.scrollLeft + scroller.clientWidth < scroller.scrollWidth - 1);
+  const sizes = new ResizeObserver(() => {
+    table.style.setProperty("--first", `${heads[0].offsetWidth}px`);
+    showEdge();
+  });
+  for (const one of [heads[0], table, scroller]) sizes.observe(one);
+  scroller.addEventListener("scroll", showEdge, { passive: true });
+
   // -- which lines show, and in which order --------------------------------------------------
 
   function compare(a, b) {
@@ -116,8 +133,15 @@
     return sort.descending ? -order : order;
   }
 
+  // How well a line answers a search: by its whole name 0, its path 1, its type 2, not at all 3.
+  function rankOf({ label, path, type }) {
+    if (label.toLowerCase() === query) return 0;
+    return path.includes(query) ? 1 : type.includes(query) ? 2 : 3;
+  }
+  const byRank = (a, b) => rankOf(a) - rankOf(b);
+
   function isShown(line, underCollapsed) {
-    if (query && !line.text.includes(query)) return false;
+    if (query && rankOf(line) === 3) return false;
     if (sort && !line.holdsValue) return false;
     return Boolean(sort || query) || !underCollapsed.has(line.number);
   }
@@ -128,7 +152,7 @@
       // A parent comes before what it holds, so one pass over the lines is enough.
       if (parent !== null && (collapsed.has(parent) || underCollapsed.has(parent))) underCollapsed.add(number);
     }
-    const ordered = sort ? [...lines].sort(compare) : lines;
+    const ordered = sort ? [...lines].sort(compare) : query ? [...lines].sort(byRank) : lines;
     if (ordered.some((line, place) => body.rows[place] !== line.element)) {
       const focused = document.activeElement; // which is lost when its line is moved
       body.append(...ordered.map((line) => line.element));
@@ -149,6 +173,8 @@
       const direction = sort && sort.column === column ? (sort.descending ? "descending" : "ascending") : "none";
       head.setAttribute("aria-sort", direction);
     });
+    for (const cell of table.querySelectorAll(".sorted")) cell.classList.remove("sorted");
+    if (sort?.column) for (const row of table.rows) row.cells[sort.column]?.classList.add("sorted");
     byId("unsort").hidden = !sort;
     byId("fold-all").hidden = Boolean(sort || query) || holders.length === 0;
     byId("fold-all").textContent = collapsed.size ? "Expand all" : "Collapse all";
@@ -171,6 +197,7 @@
     if (sort && !sort.descending) parameters.set("up", "");
     const text = parameters.toString();
     history.replaceState(null, "", text ? `?${text}` : location.pathname);
+    keep("hookline-table", location.search);
   }
 
   // -- sorting: first click, the other way, back to the tree ---------------------------------
@@ -222,13 +249,34 @@
 
   // -- by keyboard: up and down from line to line, left and right to fold ---------------------
 
+  const focusable = (row) => row.querySelector("th a, th button");
+
+  // The line of a value that was left; it may lie further down than lines are laid out.
+  function focusOn(line) {
+    while (line.element.hidden && !byId("more").hidden) {
+      most += STEP;
+      render();
+    }
+    focusable(line.element)?.focus();
+  }
+
+  // Where nothing has the focus, as on a page just opened, arrows begin at the first line.
+  document.addEventListener("keydown", (event) => {
+    const isArrow = event.key === "ArrowUp" || event.key === "ArrowDown";
+    if (!isArrow || event.target !== document.body || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const first = [...body.rows].find((row) => !row.hidden && focusable(row));
+    if (!first) return;
+    focusable(first).focus();
+    event.preventDefault();
+  });
+
   table.addEventListener("keydown", (event) => {
     const row = event.target.closest("tbody tr");
     if (!row) return;
     if (event.key === "ArrowUp" || event.key === "ArrowDown") {
-      const shown = [...body.rows].filter((one) => !one.hidden && one.querySelector("th a, th button"));
+      const shown = [...body.rows].filter((one) => !one.hidden && focusable(one));
       const next = shown[shown.indexOf(row) + (event.key === "ArrowDown" ? 1 : -1)];
-      next?.querySelector("th a, th button").focus(); // which scrolls it into view
+      if (next) focusable(next).focus(); // which scrolls it into view
     } else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const line = lines.find((one) => one.element === row);
       if (!foldOf(line) || sort || query) return;
@@ -238,12 +286,13 @@
   });
 
   byId("search").addEventListener("keydown", (event) => {
-    const first = [...body.rows].find((row) => !row.hidden && row.querySelector("th a"));
-    if (first && (event.key === "ArrowDown" || event.key === "Enter")) {
-      event.preventDefault();
-      if (event.key === "Enter") first.querySelector("th a").click();
-      else first.querySelector("th a").focus();
-    }
+    if (event.key !== "ArrowDown" && event.key !== "Enter") return;
+    const links = [...body.rows].filter((row) => !row.hidden).map((row) => row.querySelector("th a")).filter(Boolean);
+    if (!links.length) return;
+    event.preventDefault();
+    if (event.key === "ArrowDown") return links[0].focus();
+    const best = lines.filter((line) => line.holdsValue && isShown(line, collapsed)).sort(byRank)[0];
+    (query ? best.element.querySelector("th a") : links[0]).click();
   });
 
   // "/" goes to the search box, as on many pages with one.
@@ -391,9 +440,11 @@
     });
     dialog.addEventListener("close", () => {
       if (location.hash) history.replaceState(null, "", location.pathname + location.search);
-      if (opened) opened.element.querySelector("th a").focus();
+      if (opened) focusOn(opened);
     });
     openSite();
   }
+  const leftBehind = lines.find((line) => line.key && state !== undefined && `#${line.key}` === location.hash);
   render();
+  if (leftBehind) focusOn(leftBehind);
 })();
