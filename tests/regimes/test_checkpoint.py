@@ -20,7 +20,7 @@ from hookline.engine.errors import AttachError, HooklineWarning
 def saves(context, operation, *args, **kwargs):
     """Every other multiplication, and what no recorder may add to: views and copies."""
     if operation is torch.ops.aten.addmm.default:
-        return context.op_output.shape[-1] == 4
+        return args[2].shape[-1] == 4  # the second factor's
     return operation in (torch.ops.aten.view.default, torch.ops.aten.clone.default)
 
 

@@ -47,13 +47,21 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
 
     Between forward and backward, and after a forward without one, a module holds the unsharded.
     """
-    if not hasattr(type(module), "_get_fsdp_state"):
-        return []
     return [
         (one.sharded_param, getattr(one, "_unsharded_param", None))
-        for group in module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+        for group in _groups(module)
         for one in group.fsdp_params
     ]
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 shards at this module; before torch 2.12 one at most."""
+    if not hasattr(type(module), "_get_fsdp_state"):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def reshard(model: nn.Module) -> None:
@@ -61,10 +69,9 @@ def reshard(model: nn.Module) -> None:
     if not is_grouped():
         return
     for module in model.modules():
-        if hasattr(type(module), "_get_fsdp_state"):
-            for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
-                group._training_state = type(group._training_state).IDLE  # as behind a forward
-                group.reshard()
+        for group in _groups(module):
+            group._training_state = type(group._training_state).IDLE  # as behind a forward
+            group.reshard()
 
 
 def default_store() -> Any:
