@@ -193,3 +193,23 @@ def test_the_order_is_that_of_running_not_of_registration():
 
 def test_it_prints_as_what_it_holds(thrice):
     assert repr(thrice) == "Recording of 2 sites: 1 pass, 4 values"
+
+
+def test_what_is_no_site_or_no_pass_says_how_to_look_up(net, image):
+    with hl.record(net, "layer1") as run:
+        net(image)
+    with pytest.raises(hl.NotRecordedError, match=r"0 is no site.\n.* run\['layer1'\]; passes by"):
+        run[0]
+    with pytest.raises(IndexError, match="there is no pass 3; 1 pass ran, from 0 on"):
+        run.passes[3]
+    assert torch.equal(run.passes[-1]["layer1"], run.passes[0]["layer1"])
+
+
+def test_the_line_is_not_the_recording_and_says_so(net, image):
+    line = hl.record(net, "layer1")
+    net(image)
+    with pytest.raises(TypeError, match=r"this is the line.*\n.*line.recording"):
+        line["layer1"]
+    assert repr(line).endswith("1 site, 1 pass, 1 fired, 0 never; attached")
+    line.remove()
+    assert line.recording["layer1"] is not None

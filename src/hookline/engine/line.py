@@ -27,7 +27,7 @@ from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap
 from hookline.engine.recompute import forget_checkpoints, watch_checkpoints
-from hookline.engine.report import Report, explain
+from hookline.engine.report import Report, explain, is_excused
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
@@ -281,6 +281,9 @@ class Line:
         self._nodes, self.root = {}, None
         self.layout = Layout(self.layout.name, [], [])
 
+    def __repr__(self) -> str:
+        return str(self.report()).partition("\n")[0]
+
     def report(self) -> Report:
         """What was matched and attached, how often each site fired, and why some never did."""
         why = self._explain() if self._why is None else self._why
@@ -293,7 +296,7 @@ class Line:
             ended=self.passes.closed,
             fired=tuple((tap.site, tap.fired) for tap in self.taps),
             why=why,
-            excused=frozenset(tap.site for tap in self.taps if _is_excused(tap)),
+            excused=frozenset(tap.site for tap in self.taps if is_excused(tap)),
             notes=self._notes(),
         )
 
@@ -387,14 +390,4 @@ def _layout(model: Any, name: str) -> Layout:
     raise AttachError(
         f"{name} needs a model (an nn.Module), or tensors by name, {{'a': a}}; got"
         f" {type(model).__name__}."
-    )
-
-
-def _is_excused(tap: Tap) -> bool:
-    """Whether it is no mistake that a tap never fired: it was told that nothing would come."""
-    return (
-        isinstance(tap, GradientTap)
-        and not tap.fired
-        and not tap.on.changes
-        and (tap.on.optional or (tap.needless > 0 and not tap.placed))
     )

@@ -1,6 +1,6 @@
 """Report: what a line matched and attached, how often it fired, and why some of it never did.
 
-Imports site, modules, passes, taps, torch_internals.
+Imports site, modules, passes, taps, gradient_tap, torch_internals.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
+from hookline.engine.gradient_tap import GradientTap
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
 from hookline.engine.site import Site
@@ -179,3 +180,13 @@ def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:
     if is_beside:
         return _NOT_ITSELF if node.parent is None else f"not called; {_NOT_ITSELF}"
     return _BYPASSED
+
+
+def is_excused(tap: Tap) -> bool:
+    """Whether it is no mistake that a tap never fired: it was told that nothing would come."""
+    return (
+        isinstance(tap, GradientTap)
+        and not tap.fired
+        and not tap.on.changes
+        and (tap.on.optional or (tap.needless > 0 and not tap.placed))
+    )

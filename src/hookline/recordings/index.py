@@ -43,6 +43,12 @@ class Index:
             if sign and head in self._by_text and call.isdecimal() and len(call) < 10:
                 index = self._by_text[head]
                 return index, replace(self._sites[index], call=int(call))
+        if not isinstance(key, str | Site):
+            raise NotRecordedError(
+                f"{key!r} is no site.\nValues are looked up by their sites, such as"
+                f" run[{next(iter(self._by_text), 'layer1')!r}]; passes by their numbers:"
+                " run.passes[0]."
+            )
         site = parse_site(key) if isinstance(key, str) else key
         for index in self._by_place.get((site.path, site.port), ()):
             kept = self._sites[index]

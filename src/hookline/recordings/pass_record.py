@@ -145,10 +145,12 @@ class PassList(Sequence[PassRecord]):
     @overload
     def __getitem__(self, index: slice) -> list[PassRecord]: ...
     def __getitem__(self, index: int | slice) -> PassRecord | list[PassRecord]:
-        found = self._log.passes[index]
-        if isinstance(found, list):
-            return [PassRecord(self._log, current) for current in found]
-        return PassRecord(self._log, found)
+        if isinstance(index, slice):
+            return [PassRecord(self._log, current) for current in self._log.passes[index]]
+        if not -len(self) <= index < len(self):
+            n = len(self)
+            raise IndexError(f"there is no pass {index}; {n} pass{'es' * (n != 1)} ran, from 0 on.")
+        return PassRecord(self._log, self._log.passes[index])
 
     def __repr__(self) -> str:
         n_sites = len(self._log.sites)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Never, final
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,12 @@ class RecordLine(VerbLine[Line]):
     def __enter__(self) -> Recording:
         self._line.__enter__()
         return self.recording
+
+    def __getitem__(self, key: object) -> Never:
+        raise TypeError(
+            "this is the line, which fills a recording.\nLook values up in that:"
+            " with hl.record(...) as run: ..., or line.recording[...]."
+        )
 
     def _ended(self, error: BaseException | None) -> None:
         self.recording.finish(self._line.report())

@@ -16,6 +16,9 @@ class VerbLine(Generic[OwnLine]):
     def __init__(self, line: OwnLine) -> None:
         self._line = line
 
+    def __repr__(self) -> str:
+        return repr(self._line)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
