@@ -225,7 +225,7 @@ def test_order_in_forward_and_backward_is_edits_hooks_recorders_with_prepend_amo
     with (
         hl.record(net, "fc:grad_output", keep=lambda g: seen.append("record") or g),
         hl.attach(net) as line,
-        hl.edit(net, "fc:grad_output", lambda g: seen.append("edit")),
+        hl.edit(net, "fc:grad_output", lambda g: seen.append("edit") or g),
         hl.attach(hl.EVERYWHERE) as everywhere,
     ):
         line.backward_pre("fc", note("second"))

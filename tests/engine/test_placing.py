@@ -113,7 +113,7 @@ def test_the_order_is_the_same_whatever_was_attached_first(case, with_everywhere
         return grad
 
     acts = {
-        "edit": lambda model: hl.edit(model, "inner:grad_output", note("edit")),
+        "edit": lambda model: hl.edit(model, "inner:grad_output", lambda g: note("edit")(g) or g),
         "record": lambda model: hl.record(model, "inner:grad_output", keep=keep),
         "before": hl.attach,
         "after": hl.attach,
@@ -160,7 +160,8 @@ def test_hooks_on_inputs_come_everywhere_first_then_as_added_then_edits_then_rec
                     other.backward("inner", note("second"))
                     other.backward("inner", note("first"), prepend=True)
                 elif name == "edit":
-                    stack.enter_context(hl.edit(model, "inner:grad_input", note("edit")))
+                    see, site = note("edit"), "inner:grad_input"
+                    stack.enter_context(hl.edit(model, site, lambda g, see=see: see(g) or g))
                 else:
                     keep = lambda g, log=log: log.append("record") or g  # noqa: E731
                     stack.enter_context(hl.record(model, "inner:grad_input", keep=keep))
