@@ -52,3 +52,25 @@ def test_a_sweep_of_each_ready_made_edit_is_right_and_one_graph(name, site):
         expected = step(model, model, site, EDITS[name](k))
         torch.testing.assert_close(step(model, compiled, site, EDITS[name](k)), expected)
     assert graphs.frame_count <= 2  # a shape is taken for dynamic once, perhaps
+
+
+def test_what_of_gradients_no_graph_can_hold_is_named_with_the_choices():
+    model = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.edit(model, "0:grad_output", lambda grad: grad if grad.sum() > 0 else -grad) as line:
+        line.quiet = True
+        with pytest.raises(Exception, match="graph") as caught:
+            compiled(X).sum().backward()
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("hookline: the gradient")]
+    assert "at 0:grad_output (Linear)" in note
+    assert "force_eager" in note
+
+
+def test_an_error_of_the_models_own_is_not_blamed_on_a_hook():
+    model = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.record(model, "0"):
+        compiled(X)
+        with pytest.raises(Exception, match="reduction dim") as caught:
+            compiled(X[:, :5])
+    assert not any("cannot be part" in note for note in getattr(caught.value, "__notes__", []))

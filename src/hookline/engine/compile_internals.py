@@ -231,7 +231,7 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
 
 def is_untraceable(error: Exception) -> bool:
     """Whether code could not be compiled because of what it does."""
-    return type(error).__name__ in ("Unsupported", "TorchRuntimeError")
+    return type(error).__name__ in ("Unsupported", "TorchRuntimeError", "UserError")
 
 
 def is_limit(error: Exception) -> bool:

@@ -53,6 +53,14 @@ _UNTRACEABLE = (
     " fullgraph=True, so that the graph breaks there; or run without compiled code:"
     "\n    with torch.compiler.set_stance('force_eager'): ..."
 )
+_UNTRACEABLE_GRADIENT = (
+    "hookline: the gradients at {site} ({type}) cannot come out of this compiled graph; the reason"
+    " is above.\nAn edit of them has to be written in tensor operations. If there is none, it is"
+    " torch that cannot trace a hook on a tensor beside what the model does (transformers' cache,"
+    " made inside the graph, is such a thing: use_cache=False). Or compile without fullgraph=True;"
+    " or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
+)
 _LIMIT = (
     "hookline: hooks are part of compiled code, so another function in a hook, another Python"
     " number, or hooks at other sites cost another graph.\nMake the function once and keep it; give"
@@ -253,7 +261,7 @@ class Compiled:
         visit.is_locked = True
         if self._holds_root(module):
             self._passes.begin(frame)
-        self._passes.switch.is_on = False
+        self._passes.switch.is_on, self._traced = False, None
         self._make_ready()
         taps = self._taps_in(module)
         current = self._pass() if taps else None
@@ -283,7 +291,8 @@ class Compiled:
         """Compiled code could not be made, or failed: say what that has to do with hooks."""
         site, self._traced = self._traced, None
         if site is not None and is_untraceable(error):
-            error.add_note(_UNTRACEABLE.format(site=site, type=site.module_type))
+            why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
+            error.add_note(why.format(site=site, type=site.module_type))
         elif is_limit(error):
             error.add_note(_LIMIT)
 
