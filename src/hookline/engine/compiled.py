@@ -25,13 +25,12 @@ from hookline.engine.compile_internals import (
     dynamo_config,
     has_compiled,
     inside_compiled,
-    is_limit,
-    is_untraceable,
     mark_module,
     not_alone,
     unmark_module,
     while_tracing,
 )
+from hookline.engine.compile_notes import note_on
 from hookline.engine.errors import AttachError
 from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
@@ -46,29 +45,6 @@ _GAP = object()
 
 # Models in which something is compiled that has no border.
 _with_gaps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-_UNTRACEABLE = (
-    "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
-    " above.\nWrite it in tensor operations (no print, no `if` on values); or compile without"
-    " fullgraph=True, so that the graph breaks there; or run without compiled code:"
-    "\n    with torch.compiler.set_stance('force_eager'): ..."
-)
-_UNTRACEABLE_GRADIENT = (
-    "hookline: the gradients at {site} ({type}) cannot come out of this compiled graph; the reason"
-    " is above.\nAn edit of them has to be written in tensor operations. If there is none, it is"
-    " torch that cannot trace a hook on a tensor beside what the model does (transformers' cache,"
-    " made inside the graph, is such a thing: use_cache=False). Or compile without fullgraph=True;"
-    " or run without compiled code:"
-    "\n    with torch.compiler.set_stance('force_eager'): ..."
-)
-_LIMIT = (
-    "hookline: hooks are part of compiled code, so another function in a hook, another Python"
-    " number, or hooks at other sites cost another graph.\nMake the function once and keep it; give"
-    " numbers as tensors, or by hl.edits, which does; in a sweep over sites, have a line at each of"
-    " them all the time, with hl.edits.scale(1.0) where nothing is to change; or raise"
-    " torch._dynamo.config.recompile_limit."
-)
-
 
 # What compiled code sees: taps, and the pass that it runs in.
 Seen = tuple[list[Tap], Pass | None]
@@ -290,11 +266,9 @@ class Compiled:
     def explain(self, error: Exception) -> None:
         """Compiled code could not be made, or failed: say what that has to do with hooks."""
         site, self._traced = self._traced, None
-        if site is not None and is_untraceable(error):
-            why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
-            error.add_note(why.format(site=site, type=site.module_type))
-        elif is_limit(error):
-            error.add_note(_LIMIT)
+        note = note_on(error, site)
+        if note is not None:
+            error.add_note(note)
 
     def _pass(self) -> Pass | None:
         """The pass that compiled code runs in; None if it is not ours to see."""

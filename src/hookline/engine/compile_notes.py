@@ -1,0 +1,41 @@
+"""Compile notes: what to add to an error of torch.compile's. Imports compile_internals, site."""
+
+from __future__ import annotations
+
+from hookline.engine.compile_internals import is_limit, is_untraceable
+from hookline.engine.site import Site
+
+_UNTRACEABLE = (
+    "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
+    " above.\nWrite it in tensor operations (no print, no `if` on values); or compile without"
+    " fullgraph=True, so that the graph breaks there; or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
+)
+_UNTRACEABLE_GRADIENT = (
+    "hookline: the gradients at {site} ({type}) cannot come out of this compiled graph; the reason"
+    " is above.\nAn edit of them has to be written in tensor operations. If there is none, it is"
+    " torch that cannot trace a hook on a tensor beside what the model does (transformers' cache,"
+    " made inside the graph, is such a thing: use_cache=False). Or compile without fullgraph=True;"
+    " or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
+)
+_LIMIT = (
+    "hookline: hooks are part of compiled code, so another function in a hook, another Python"
+    " number, or hooks at other sites cost another graph.\nMake the function once and keep it; give"
+    " numbers as tensors, or by hl.edits, which does; in a sweep over sites, have a line at each of"
+    " them all the time, with hl.edits.scale(1.0) where nothing is to change; or raise"
+    " torch._dynamo.config.recompile_limit."
+)
+
+
+def note_on(error: Exception, site: Site | None) -> str | None:
+    """What an error has to do with hooks, and what to do; None if nothing.
+
+    Args:
+        error: what was raised where code was compiled, or ran.
+        site: where the last hook was met in that code, if any was.
+    """
+    if site is not None and is_untraceable(error):
+        why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
+        return why.format(site=site, type=site.module_type)
+    return _LIMIT if is_limit(error) else None
