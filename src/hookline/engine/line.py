@@ -296,7 +296,7 @@ class Line:
             ended=self.passes.closed,
             fired=tuple((tap.site, tap.fired) for tap in self.taps),
             why=why,
-            excused=frozenset(tap.site for tap in self.taps if is_excused(tap)),
+            excused=frozenset(tap.site for tap in self.taps if not tap.fired and is_excused(tap)),
             notes=self._notes(),
         )
 
