@@ -44,8 +44,8 @@ def environment() -> Any:
 
 
 def script() -> str:
-    """The page's only script."""
-    return (FOLDER / "page.js").read_text("utf-8")
+    """The page's only script, from its two files."""
+    return "\n".join((FOLDER / name).read_text("utf-8") for name in ("page.js", "table.js"))
 
 
 def script_hash() -> str:
