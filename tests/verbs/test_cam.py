@@ -274,6 +274,28 @@ def test_it_works_without_gradients_and_with_frozen_parameters(small, x):
     assert all(p.grad is None for p in small.parameters())
 
 
+class FixedStem(Small):
+    """A stem that is not trained: no gradient comes back to the images."""
+
+    def forward(self, x):
+        maps = self.conv(self.relu(self.front(x).detach()))
+        return self.head(self.dropout((maps * maps.sigmoid()).mean((2, 3))))
+
+
+def test_layers_above_a_stem_that_is_cut_off_have_their_maps(small, x):
+    fixed = FixedStem().double().eval()
+    fixed.load_state_dict(small.state_dict())
+    for method in ("gradcam", "layercam"):
+        assert torch.equal(
+            hl.cam(fixed, x, "conv", method=method).maps,
+            hl.cam(small, x, "conv", method=method).maps,
+        )
+    assert hl.cam(fixed, x).layers == ("conv",)
+    assert all(parameter.grad is None for parameter in fixed.parameters())
+    with pytest.raises(hl.InputError, match="came back to bn:"):
+        hl.cam(fixed, x, "bn")
+
+
 def test_it_works_inside_other_lines(small, x):
     expected = hl.cam(small, x).maps
     with hl.record(small, "bn", ports=("output", "grad_output"), copy=True) as run:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.views.units import count, measure, plural, share, size
+from hookline.engine import plural
+from hookline.views.units import count, measure, share, size
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hookline.cli.diagnosing import diagnose
 from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.cli.viewing import open_page, serve, serving_of
+from hookline.engine import plural
 from hookline.engine.errors import ModelError
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
@@ -264,7 +265,7 @@ def _say_where(found: Inspection) -> None:
         return
     n = len(found.recording)
     out.print(
-        f"\n{n} value{'s' * (n != 1)} in {found.folder}/ (hl.open reads them); look at:",
+        f"\n{plural(n, 'value')} in {found.folder}/ (hl.open reads them); look at:",
         markup=False,
     )
     out.print(f"  {found.page}", markup=False, soft_wrap=True)

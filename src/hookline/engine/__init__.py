@@ -1,7 +1,7 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-errors, locks, regime_internals, torch_internals, compile_internals, checkpoint_internals,
+words, errors, locks, regime_internals, torch_internals, compile_internals, checkpoint_internals,
 distributed_internals, regime, meeting, tree, local, site, modules, globs, no_match, select, passes,
 recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap,
 gradient_taps, backward_taps, saved_taps, fast_paths, placing, compile_notes, compiled, everywhere,
@@ -66,6 +66,7 @@ from hookline.engine.traced import graph_snapshot as graph_snapshot
 from hookline.engine.traced import snapshot as snapshot
 from hookline.engine.values import Arrival as Arrival
 from hookline.engine.values import hook_value as hook_value
+from hookline.engine.words import plural as plural
 
 __all__ = [
     "EVERYWHERE", "PORTS", "TIMEOUT_S", "Arrival", "Blame", "Bound", "Crossing", "Everywhere",
@@ -74,6 +75,6 @@ __all__ = [
     "Selector", "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number", "blame",
     "check_ports", "full_value", "graph_snapshot", "guarded", "has_numbers", "hook_value",
     "innermost", "inventory", "is_dtensor", "is_grouped", "is_transformed", "local", "local_part",
-    "meet", "outer_backward", "parse_site", "plain", "ports_for", "ranks_of", "reshard",
+    "meet", "outer_backward", "parse_site", "plain", "plural", "ports_for", "ranks_of", "reshard",
     "same_draws", "say_by_rank", "select", "snapshot", "stop_all", "without_autocast",
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""Inventory: every hook now on a model, and whose it is. Imports modules, taps, torch_internals."""
+"""Inventory: every hook now on a model, and whose it is.
+
+Imports words, modules, taps, torch_internals.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch import nn
 from hookline.engine.modules import walk
 from hookline.engine.taps import RootTap, Tap, is_inert
 from hookline.engine.torch_internals import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
+from hookline.engine.words import plural
 
 
 @final
@@ -54,7 +58,7 @@ class Inventory:
 
     def __str__(self) -> str:
         if not self.entries:
-            return f"no hooks on {self.modules} module{'s' * (self.modules != 1)}"
+            return f"no hooks on {plural(self.modules, 'module')}"
         rows = [
             (e.path or "(root)", e.kind, e.owner, e.function, e.where) for e in self.entries
         ]  # fmt: skip

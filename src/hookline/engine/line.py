@@ -78,6 +78,7 @@ class Line:
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self._catch = Catch()
         self._why: dict[Site, str] | None = None
+        self._last: Report | None = None  # once the line has ended, nothing in it changes
         # A line that nobody holds could not be ended any more.
         parts = self._placements, self._catch, self._compiled, self.taps, self.passes
         self._drop = weakref.finalize(self, _dropped, name, *parts)
@@ -286,8 +287,10 @@ class Line:
 
     def report(self) -> Report:
         """What was matched and attached, how often each site fired, and why some never did."""
+        if self._last is not None:
+            return self._last
         why = self._explain() if self._why is None else self._why
-        return Report(
+        report = Report(
             name=self.name,
             model_type=self.layout.name,
             passes=self.passes.started,
@@ -299,6 +302,9 @@ class Line:
             excused=frozenset(tap.site for tap in self.taps if not tap.fired and is_excused(tap)),
             notes=self._notes(),
         )
+        if self.passes.closed:
+            self._last = report
+        return report
 
     def _explain(self) -> dict[Site, str]:
         beside = _BESIDE if self.is_everywhere and has_compiled() else ""

@@ -1,6 +1,6 @@
 """Report: what a line matched and attached, how often it fired, and why some of it never did.
 
-Imports site, modules, passes, taps, gradient_tap, torch_internals.
+Imports words, site, modules, passes, taps, gradient_tap, torch_internals.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hookline.engine.torch_internals import (
     parameters,
     unwrap,
 )
+from hookline.engine.words import plural
 
 _NOT_RUN = "the model has not run"
 _NOTHING_RAN = (
@@ -87,13 +88,12 @@ class Report:
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
-        share = f"{len(silent)} of {len(self.fired)} sites never fired"
+        share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
         return f"hl.{self.name}: {share}: {shown}{more}." + f"\n{_ASK}" * self._is_vague
 
     def __str__(self) -> str:
         state = "ended" if self.ended else "attached"
-        sites = f"{len(self.fired)} site{'s' * (len(self.fired) != 1)}"
-        passes = f"{self.passes} pass{'es' * (self.passes != 1)}"
+        sites, passes = plural(len(self.fired), "site"), plural(self.passes, "pass", "passes")
         head = (
             f"hl.{self.name} on {self.model_type}: {sites}, {passes},"
             f" {len(self.fired) - len(self.silent)} fired, {len(self.silent)} never; {state}"

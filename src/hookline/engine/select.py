@@ -1,4 +1,4 @@
-"""Selection: the sites that a selector matches in one model. Imports site, modules, errors.
+"""Selection: the sites that a selector matches in one model. Imports words, site, modules, errors.
 
 A selector is a glob on paths, a compiled regex, a module type, a module, a parameter, a predicate
 `(path, module) -> bool`, a selection, or a list of these; None is every module. For the port
@@ -20,6 +20,7 @@ from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.no_match import nothing
 from hookline.engine.site import PORTS, Site, SiteText, parse
 from hookline.engine.torch_internals import has_forward, unwrap
+from hookline.engine.words import plural
 
 Selector = (
     Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list of these | None
@@ -99,7 +100,7 @@ class Selection:
         lines = [f"{site}  ({site.module_type})" for site in itertools.islice(self, 60)]
         if len(self) > 60:
             lines.append(f"… and {len(self) - 60} more; iterate for all")
-        return "\n".join([f"{len(self)} site{'s' * (len(self) != 1)}", *lines])
+        return "\n".join([plural(len(self), "site"), *lines])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hookline.engine import plural
 from hookline.engine.errors import InputError
 from hookline.models import arrays, pictures
 from hookline.models.demo import load_demo_digits
-from hookline.models.loaded import Batch, Loaded, counted, describe
+from hookline.models.loaded import Batch, Loaded, describe
 from hookline.models.packages import import_package
 from hookline.models.random_batch import PREFIX, make_random
 
@@ -88,8 +89,8 @@ def _picture_batch(path: Path, loaded: Loaded) -> Batch:
     x = pictures.stack_pictures(opened, [file.name for file in files], loaded)
     source = path.name
     if path.is_dir():
-        source = f"{path.resolve().name}/ ({counted(len(files), 'picture')}"
-        source += f", {counted(n_others, 'other file')} left out)" if n_others else ")"
+        source = f"{path.resolve().name}/ ({plural(len(files), 'picture')}"
+        source += f", {plural(n_others, 'other file')} left out)" if n_others else ")"
     return _with_pictures(x, source, opened, loaded)
 
 
@@ -116,7 +117,7 @@ def _text_file_batch(path: Path, loaded: Loaded) -> Batch:
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise InputError(f"{path} is empty.\nWrite one text a line.")
-    return _text_batch(texts, f"{path.name} ({counted(len(texts), 'text')})", loaded)
+    return _text_batch(texts, f"{path.name} ({plural(len(texts), 'text')})", loaded)
 
 
 def _text_batch(texts: list[str], source: str, loaded: Loaded) -> Batch:

@@ -69,8 +69,3 @@ def describe(value: Any) -> str:
         return type(value).__name__
     shape = "x".join(str(size) for size in value.shape) or "scalar"
     return f"{shape} {str(value.dtype).removeprefix('torch.')}"
-
-
-def counted(number: int, one: str) -> str:
-    """A number with its noun: `1 picture`, `2 pictures`."""
-    return f"{number} {one}" if number == 1 else f"{number} {one}s"

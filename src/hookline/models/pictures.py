@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.engine import plural
 from hookline.engine.errors import InputError
-from hookline.models.loaded import Loaded, Preprocess, counted, describe
+from hookline.models.loaded import Loaded, Preprocess, describe
 from hookline.models.packages import first_line, import_package
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def find_pictures(folder: Path) -> tuple[list[Path], int]:
     found = [path for path in files if path.suffix.lower() in SUFFIXES]
     if not found:
         raise InputError(
-            f"the folder {folder} has no pictures ({counted(len(files), 'other file')}).\n"
+            f"the folder {folder} has no pictures ({plural(len(files), 'other file')}).\n"
             f"Pictures end in {', '.join(SUFFIXES)}."
         )
     if len(found) > MAX_PICTURES:

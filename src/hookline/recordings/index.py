@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import Site, innermost, parse_site, tree
+from hookline.engine import Site, innermost, parse_site, plural, tree
 from hookline.engine.errors import NotRecordedError
 
 Key = str | Site
@@ -68,7 +68,8 @@ class Index:
         else:
             names = [str(kept) for kept in self._sites]
             close = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or names[:4]
-            there = f"the {len(names)} recorded sites include {', '.join(map(repr, close))}"
+            sites = plural(len(names), "site")
+            there = f"recorded: {sites}, such as {', '.join(map(repr, close))}"
         return (
             f"{str(key)!r} was never selected; {there}."
             "\nLook up one that was, or select this one too when recording."

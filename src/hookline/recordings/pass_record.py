@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final, overload
 
-from hookline.engine import TIMEOUT_S, Pass, Site
+from hookline.engine import TIMEOUT_S, Pass, Site, plural
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.index import Key
 from hookline.recordings.log import Log
@@ -148,13 +148,13 @@ class PassList(Sequence[PassRecord]):
         if isinstance(index, slice):
             return [PassRecord(self._log, current) for current in self._log.passes[index]]
         if not -len(self) <= index < len(self):
-            n = len(self)
-            raise IndexError(f"there is no pass {index}; {n} pass{'es' * (n != 1)} ran, from 0 on.")
+            ran = plural(len(self), "pass", "passes")
+            raise IndexError(f"there is no pass {index}; {ran} ran, from 0 on.")
         return PassRecord(self._log, self._log.passes[index])
 
     def __repr__(self) -> str:
-        n_sites = len(self._log.sites)
-        return f"{len(self)} pass{'es' * (len(self) != 1)} of a Recording of {n_sites} sites"
+        passes = plural(len(self), "pass", "passes")
+        return f"{passes} of a Recording of {plural(len(self._log.sites), 'site')}"
 
 
 def pass_of(number: int, failed: bool | None, log: Sequence[Any]) -> Pass:

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, tree
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, plural, tree
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
@@ -351,8 +351,8 @@ class Recording(Mapping[str, Any]):
         if self.ranks:
             return f"Recording of {len(self.ranks)} ranks: run.ranks[0] is {self.ranks[0]!r}"
         n_values = sum(len(current.log) for current in self._log.passes)
-        n = len(self.passes)
-        return f"Recording of {len(self.sites)} sites: {n} pass{'es' * (n != 1)}, {n_values} values"
+        sites, passes = plural(len(self.sites), "site"), plural(len(self.passes), "pass", "passes")
+        return f"Recording of {sites}: {passes}, {plural(n_values, 'value')}"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

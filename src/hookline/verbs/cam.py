@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from hookline.engine import Selector, Site, tree
+from hookline.engine import Selector, Site, plural, tree
 from hookline.engine.errors import AttachError, InputError, SelectionError, warn
 from hookline.engine.torch_internals import is_compiled, is_scripted, unwrap
 from hookline.recordings import Recording
@@ -232,8 +232,13 @@ class _Camera:
                 "the score has no gradient: the model, or target=, runs under no_grad() or"
                 " detaches it.\nUse method='eigencam' or 'scorecam', which take none."
             )
-        # Towards the images alone: no parameter's .grad is touched.
-        torch.autograd.grad(scores.sum(), leaf, allow_unused=True)
+        # Towards the images alone, without touching any parameter's .grad. A stem that ends in
+        # detach() cuts them off, but not the layers above it, whose parameters need gradients.
+        total = scores.sum()
+        (arrived,) = torch.autograd.grad(total, leaf, allow_unused=True, retain_graph=True)
+        above = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if arrived is None and above:
+            torch.autograd.grad(total, above, allow_unused=True)
         return scores.detach()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -264,7 +269,7 @@ class _Camera:
             if found is None:
                 raise SelectionError(
                     f"{site} ({site.module_type}) returns {tree.describe(value)}: no maps of"
-                    f" {self._n} image{'s' * (self._n != 1)} of {self._size[0]} x {self._size[1]}."
+                    f" {plural(self._n, 'image')} of {self._size[0]} x {self._size[1]}."
                     "\nName a layer that returns (batch, channels, height, width), or give"
                     " reshape=, from its output to that; without layer= the last one is found."
                 )

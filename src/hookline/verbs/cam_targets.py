@@ -1,6 +1,6 @@
 """What a class map is of: a class's score, or any number made of the model's output.
 
-Imports only torch, errors and tree.
+Imports engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine import plural, tree
 from hookline.engine.errors import InputError
 
 Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
@@ -70,16 +70,16 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
     found = logits(output)
     if len(found) != n_images:
         raise InputError(
-            f"the model returned {_many(len(found), 'row')} of scores for"
-            f" {_many(n_images, 'image')}.{_WRITE}"
+            f"the model returned {plural(len(found), 'row')} of scores for"
+            f" {plural(n_images, 'image')}.{_WRITE}"
         )
     if target is None:
         return Goal(found.argmax(1), None)
     classes = _integers(target, n_images)
     if len(classes) != n_images:
         raise InputError(
-            f"target= names {_many(len(classes), 'class', 'classes')} for"
-            f" {_many(n_images, 'image')}."
+            f"target= names {plural(len(classes), 'class', 'classes')} for"
+            f" {plural(n_images, 'image')}."
             "\nGive one class for each image, or a single number for all."
         )
     n_classes = found.shape[1]
@@ -90,10 +90,6 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
                 f" {n_classes - 1}.\nGive one of these, or None for each image's highest."
             )
     return Goal(torch.tensor(classes, device=found.device), None)
-
-
-def _many(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _integers(target: Any, n_images: int) -> list[int]:

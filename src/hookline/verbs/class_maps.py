@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from hookline.engine import tree
+from hookline.engine import plural, tree
 from hookline.engine.errors import HooklineError, InputError, warn
 
 Pixels = npt.NDArray[np.uint8]
@@ -95,8 +95,8 @@ class ClassMaps:
         pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
         if len(pictures) != len(self.maps):
             raise InputError(
-                f"{len(pictures)} picture{'s' * (len(pictures) != 1)} for {len(self.maps)}"
-                f" map{'s' * (len(self.maps) != 1)}.\nGive one for each, as a list."
+                f"{plural(len(pictures), 'picture')} for {plural(len(self.maps), 'map')}."
+                "\nGive one for each, as a list."
             )
         return [
             _blend(one if image is None else _fitting(_pixels(one), number), number, alpha)
@@ -169,7 +169,7 @@ class ClassMaps:
         n, height, width = self.maps.shape
         shown = ", ".join(map(str, self.targets[:8])) + (", …" if n > 8 else "")
         of = f": classes {shown}" if None not in self.targets else ""
-        many = f"{n} image{'s' * (n != 1)}"
+        many = plural(n, "image")
         where = ", ".join(self.layers)
         return f"ClassMaps of {many} {height} x {width}, by {self.method} at {where}{of}"
 

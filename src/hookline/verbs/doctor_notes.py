@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookline.engine import inventory
+from hookline.engine import inventory, plural
 from hookline.engine.compile_internals import dynamo_config, has_compiled
 from hookline.engine.modules import Node
 from hookline.engine.torch_internals import is_compiled
@@ -129,7 +129,7 @@ def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if flagged and model.training:
         yield Note(
             "checkpointing",
-            f"gradient_checkpointing is on in {_count(len(flagged), 'module')}, which run again in"
+            f"gradient_checkpointing is on in {plural(len(flagged), 'module')}, which run again in"
             " backward: a record holds the first run, an edit is applied in both",
             "call backward() inside the block",
         )
@@ -163,7 +163,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
         ]
         yield Note(
             "other hooks",
-            f"{_count(len(found), 'hook')} of others: {_list(shown)}",
+            f"{plural(len(found), 'hook')} of others: {_list(shown)}",
             "values are seen after them; hl.inventory(model) lists them with their lines",
         )
     replacing = [
@@ -199,8 +199,8 @@ def _modes(model: nn.Module) -> Iterator[Note]:
         )
     drops = [m for m in training if isinstance(m, _DROPOUTS) and m.p]
     norms = [m for m in training if isinstance(m, _BATCH_NORMS)]
-    parts = [f"{_count(len(drops), 'dropout')} at random"] * bool(drops)
-    parts += [f"{_count(len(norms), 'batch norm')} on the batch's own statistics"] * bool(norms)
+    parts = [f"{plural(len(drops), 'dropout')} at random"] * bool(drops)
+    parts += [f"{plural(len(norms), 'batch norm')} on the batch's own statistics"] * bool(norms)
     if parts:
         yield Note(
             "training mode",
@@ -219,7 +219,7 @@ def _places(model: nn.Module) -> Iterator[Note]:
     if "meta" in devices:
         yield Note(
             "meta device",
-            f"{_count(devices['meta'], 'tensor')} hold shapes alone, and no numbers",
+            f"{plural(devices['meta'], 'tensor')} hold shapes alone, and no numbers",
             "load weights before you look at values: model.to_empty(device=...), load_state_dict",
         )
     elif len(devices) > 1:
@@ -310,10 +310,6 @@ def _names(values: Iterable[Any]) -> list[str]:
 
 def _plain(value: Any) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _count(number: int, one: str) -> str:
-    return f"{number} {one}{'s' * (number != 1)}"
 
 
 def _list(texts: list[str]) -> str:

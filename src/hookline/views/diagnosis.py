@@ -13,9 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hookline.engine import Site
+from hookline.engine import Site, plural
 from hookline.views.tables import ASCII_RULE, table_of, text_of
-from hookline.views.units import plural
 
 _N_FEW = 24  # of so many sites each is shown
 _N_SITES = 4  # of more, so many of those that share a row

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from hookline.engine import plural
 from hookline.engine.errors import FolderError, HooklineError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.views.page.columns import Column, columns
@@ -22,7 +23,6 @@ from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.seen import Place, Seen, list_values, measured, read_value
 from hookline.views.plots.differences import Difference, difference
 from hookline.views.statistics import main_tensor
-from hookline.views.units import plural
 
 Notice = tuple[str, str]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site, tree
+from hookline.engine import Site, plural, tree
 from hookline.engine.errors import InputError
 from hookline.views.plots.channels import MAX_SIDE, grid, tiling
 from hookline.views.plots.differences import Difference, difference, differences
@@ -16,7 +16,7 @@ from hookline.views.plots.reducing import cells, scale_of, share_text, smaller
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
 from hookline.views.plots.values import Arranged, Source, Value, arrange, drawable, look_up
-from hookline.views.units import measure, plural
+from hookline.views.units import measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,10 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
+from hookline.engine import plural
 from hookline.engine.errors import InputError
 from hookline.views.statistics import Statistics, pieces, site_statistics
-from hookline.views.units import measure, plural
+from hookline.views.units import measure
 
 Array = npt.NDArray[Any]
 

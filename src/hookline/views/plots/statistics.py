@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site
+from hookline.engine import Site, plural
 from hookline.engine.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of
@@ -38,7 +38,6 @@ from hookline.views.plots.values import (
     walk,
 )
 from hookline.views.statistics import Statistics, site_statistics
-from hookline.views.units import plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hookline.engine import Site
+from hookline.engine import Site, plural
 from hookline.engine.errors import InputError
 from hookline.views.plots.reducing import (
     cells,
@@ -29,7 +29,6 @@ from hookline.views.plots.sheet import (
     within,
 )
 from hookline.views.plots.values import Source, arrange, look_up
-from hookline.views.units import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Site, tree
+from hookline.engine import Site, plural, tree
 from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
 from hookline.views.statistics import DENSE_NUMEL, main_tensor
-from hookline.views.units import plural
 
 Source = Recording | PassRecord
 
