@@ -15,10 +15,10 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "words", "errors", "locks", "regime_internals", "torch_internals", "compile_internals",
-    "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree", "local",
-    "site", "modules", "globs", "no_match", "select", "passes", "recompute", "arguments",
-    "traced", "taps", "raw_taps", "returns", "values", "flow", "graph_gradients",
+    "words", "identity", "errors", "locks", "regime_internals", "torch_internals",
+    "compile_internals", "checkpoint_internals", "distributed_internals", "regime", "meeting",
+    "tree", "local", "site", "modules", "globs", "no_match", "select", "passes", "recompute",
+    "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow", "graph_gradients",
     "gradient_tap", "gradient_taps", "backward_taps", "saved_taps", "fast_paths", "placing",
     "compile_notes", "compiled", "everywhere", "report", "inventory", "blame", "line",
     "hooks_on_modules", "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
@@ -27,8 +27,13 @@ ENGINE = [
 ENTRY_POINTS = {"__str__", "_repr_html_", "__getattr__", "main"}
 # What a layer may see of the engine, where that is not all of it.
 ONLY = {
-    "models": {"hookline.engine.errors"},
-    "views": {"hookline.engine", "hookline.engine.errors", "hookline.engine.tree"},
+    "models": {"hookline.engine.errors", "hookline.engine.words"},
+    "views": {
+        "hookline.engine",
+        "hookline.engine.errors",
+        "hookline.engine.tree",
+        "hookline.engine.words",
+    },
 }
 PLAIN_DATA = {"Site", "Report", "Inventory", "HookEntry", "tree"}
 

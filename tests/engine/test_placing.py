@@ -97,6 +97,27 @@ def optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def test_the_plain_dictionary_underneath_is_in_the_order_in_which_hooks_are_called():
+    """Autograd, and dynamo of torch 2.11, go by that."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    handles = [model.register_forward_hook(lambda *_: None) for _ in range(3)]
+    handles.append(model.weight.register_hook(lambda grad: None))
+    kept = list(model._forward_hooks.values())
+    with (
+        hl.record(model, "", ports=("output", "grad_output")) as run,
+        hl.edit(model, "", hl.edits.scale(2)),
+        hl.edit(model, "weight:grad", hl.edits.scale(2)),
+    ):
+        model(x).sum().backward()
+        for hooks in (model._forward_hooks, model._forward_pre_hooks, model.weight._backward_hooks):
+            assert list(dict.keys(hooks)) == list(hooks.keys())
+        assert [hook for hook in model._forward_hooks.values() if hook in kept] == kept
+    assert run[""].shape == (1, 2)
+    for handle in handles:
+        handle.remove()
+    assert not model._forward_hooks
+
+
 # -- order in backward ----------------------------------------------------------------------------
 
 

@@ -234,6 +234,33 @@ def test_a_compiled_function_inside_the_model_costs_one_graph_for_all_lines():
     assert torch.equal(seen.passes[1]["inner.3"] * 2, model(X))
 
 
+@pytest.mark.parametrize("kind", ["limit", "untraceable"])
+def test_what_fails_in_a_compiled_function_inside_the_model_is_explained_once(kind):
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make()
+            self.fast = torch.compile(lambda x: self.inner(x) * 2, **OPTIONS)
+
+        def forward(self, x):
+            return self.fast(x)
+
+    model = Inside()
+
+    def sweep():
+        for k in range(12):
+            change = (lambda value, k=k: value * k) if kind == "limit" else (lambda v: v.tolist())
+            with hl.edit(model, "inner.1", change):
+                model(X)
+
+    with pytest.raises(Exception, match=r"fullgraph|Unsupported|tolist") as failed:
+        sweep()
+    notes = [note for note in failed.value.__notes__ if note.startswith("hookline: ")]
+    said = {"limit": "Make the function once", "untraceable": "the hook at inner.1 (Step) cannot"}
+    assert [said[kind] in note for note in notes] == [True]
+    assert is_bare(model)
+
+
 def test_another_thread_that_runs_the_compiled_model_meanwhile_is_not_mixed_in():
     model = make()
     run = torch.compile(model, **OPTIONS)
@@ -307,6 +334,8 @@ def test_compiled_parts_inside_a_compiled_model_are_part_of_its_graph():
         assert torch.equal(seen["3"], expected)
 
 
+# Torch 2.12 warns under force_eager that nothing was compiled.
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
     model = make()
@@ -375,6 +404,31 @@ def test_a_graph_limit_that_is_reached_is_explained_and_never_wrong(fullgraph):
         sweep()
     assert "Make the function once" in failed.value.__notes__[0]
     assert is_bare(model)
+
+
+@pytest.mark.parametrize("verb", ["edit", "record", "forward", "forward_pre"])
+def test_functions_that_differ_in_their_defaults_alone_are_told_apart(verb):
+    """Torch 2.11 guards on a function's code, not on its defaults."""
+    model = make()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    h = model[1](model[0](X))
+    for k in (1, 2, 3):
+        expected = model[3](model[2](h * k))
+        with hl.attach(model) as line:
+            if verb == "forward":
+                line.forward("1", lambda module, args, output, k=k: output * k)
+            elif verb == "forward_pre":
+                line.forward_pre("2", lambda module, args=None, k=k: (args[0] * k,))
+            elif verb == "edit":
+                with hl.edit(model, "1", lambda value, k=k: value * k):
+                    assert torch.equal(run(X), expected)
+                continue
+            else:
+                with hl.record(model, "1", keep=lambda value, k=k: value * k) as seen:
+                    run(X)
+                assert torch.equal(seen["1"], h * k)
+                continue
+            assert torch.equal(run(X), expected)
 
 
 def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):

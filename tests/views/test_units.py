@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.engine import plural
 from hookline.views.units import count, measure, share, size
 
 
@@ -40,8 +39,3 @@ def test_a_share_says_none_and_all_only_of_none_and_all():
 
 def test_what_was_not_measured_is_empty():
     assert measure(None) == ""
-
-
-def test_nouns_follow_their_number():
-    assert plural(1, "pass", "passes") == "1 pass"
-    assert plural(1200, "pass", "passes") == "1,200 passes"

@@ -19,8 +19,8 @@ from hookline.cli.diagnosing import diagnose
 from hookline.cli.inspecting import Inspection, inputs_of, inspect
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.cli.viewing import open_page, serve, serving_of
-from hookline.engine import plural
 from hookline.engine.errors import ModelError
+from hookline.engine.words import plural
 from hookline.models import Batch, Loaded, load_input, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM

@@ -1,11 +1,12 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-words, errors, locks, regime_internals, torch_internals, compile_internals, checkpoint_internals,
-distributed_internals, regime, meeting, tree, local, site, modules, globs, no_match, select, passes,
-recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap,
-gradient_taps, backward_taps, saved_taps, fast_paths, placing, compile_notes, compiled, everywhere,
-report, inventory, blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
+words, identity, errors, locks, regime_internals, torch_internals, compile_internals,
+checkpoint_internals, distributed_internals, regime, meeting, tree, local, site, modules, globs,
+no_match, select, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow,
+graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing,
+compile_notes, compiled, everywhere, report, inventory, blame, line, hooks_on_modules,
+hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -62,19 +63,20 @@ from hookline.engine.torch_internals import outer_backward as outer_backward
 from hookline.engine.traced import Halves as Halves
 from hookline.engine.traced import Run as Run
 from hookline.engine.traced import See as See
+from hookline.engine.traced import defaults_by_name as defaults_by_name
 from hookline.engine.traced import graph_snapshot as graph_snapshot
 from hookline.engine.traced import snapshot as snapshot
 from hookline.engine.values import Arrival as Arrival
 from hookline.engine.values import hook_value as hook_value
-from hookline.engine.words import plural as plural
 
 __all__ = [
     "EVERYWHERE", "PORTS", "TIMEOUT_S", "Arrival", "Blame", "Bound", "Crossing", "Everywhere",
     "GradOutputTap", "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient",
     "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "Run", "See", "Selection",
-    "Selector", "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number", "blame",
-    "check_ports", "full_value", "graph_snapshot", "guarded", "has_numbers", "hook_value",
-    "innermost", "inventory", "is_dtensor", "is_grouped", "is_transformed", "local", "local_part",
-    "meet", "outer_backward", "parse_site", "plain", "plural", "ports_for", "ranks_of", "reshard",
-    "same_draws", "say_by_rank", "select", "snapshot", "stop_all", "without_autocast",
+    "Selector", "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number",
+    "blame", "check_ports", "defaults_by_name", "full_value", "graph_snapshot", "guarded",
+    "has_numbers", "hook_value", "innermost", "inventory", "is_dtensor", "is_grouped",
+    "is_transformed", "local", "local_part", "meet", "outer_backward", "parse_site", "plain",
+    "ports_for", "ranks_of", "reshard", "same_draws", "say_by_rank", "select", "snapshot",
+    "stop_all", "without_autocast",
 ]  # fmt: skip

@@ -155,7 +155,7 @@ class Watcher(Protocol):
     def leave(self, module: nn.Module, frame: FrameType) -> None:
         """It has run, or failed."""
 
-    def explain(self, error: Exception) -> None:
+    def explain(self, error: BaseException) -> None:
         """It failed: say more about it."""
 
 
@@ -229,12 +229,12 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
     return found, compiled
 
 
-def is_untraceable(error: Exception) -> bool:
+def is_untraceable(error: BaseException) -> bool:
     """Whether code could not be compiled because of what it does."""
     return type(error).__name__ in ("Unsupported", "TorchRuntimeError", "UserError")
 
 
-def is_limit(error: Exception) -> bool:
+def is_limit(error: BaseException) -> bool:
     """Whether code was compiled too often."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 

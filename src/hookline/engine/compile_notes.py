@@ -28,7 +28,7 @@ _LIMIT = (
 )
 
 
-def note_on(error: Exception, site: Site | None) -> str | None:
+def note_on(error: BaseException, site: Site | None) -> str | None:
     """What an error has to do with hooks, and what to do; None if nothing.
 
     Args:

@@ -175,6 +175,7 @@ class Compiled:
 
     def begin_pass(self, current: Pass) -> None:
         """A pass begins, in which compiled code may run."""
+        self._traced = None
         self.look_around()
         if self.is_on and has_compiled() and not self._here.visits:
             self._make_ready()
@@ -263,11 +264,14 @@ class Compiled:
                 if visit.is_locked:
                     self._lock.release()
 
-    def explain(self, error: Exception) -> None:
-        """Compiled code could not be made, or failed: say what that has to do with hooks."""
+    def explain(self, error: BaseException) -> None:
+        """Compiled code could not be made, or failed: say what that has to do with hooks.
+
+        Told where that is known first: at its border, or where there is none, by the pass.
+        """
         site, self._traced = self._traced, None
         note = note_on(error, site)
-        if note is not None:
+        if note is not None and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
     def _pass(self) -> Pass | None:

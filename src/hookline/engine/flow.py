@@ -1,5 +1,5 @@
 """Flow: the gradients of one call on their way back, for raw backward hooks. Imports values, tree,
-regime.
+regime, identity.
 
 torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
 through all its uses. So the module is given an alias of each input (a view, to which nothing is
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hookline.engine import tree
 from hookline.engine.errors import AttachError
+from hookline.engine.identity import ByIdentity
 from hookline.engine.regime import is_transformed
 from hookline.engine.taps import Rank
 from hookline.engine.torch_internals import base_of_view, saves_itself, version_counter
@@ -228,7 +229,7 @@ def enter(
         return args, kwargs, flow
     flow = Flow(key, name, found)
     _lane.entering = weakref.ref(flow)
-    new = {id(old): alias for old, alias in zip(found, flow.taken(), strict=True)}
+    new = _instead(found, flow.taken())
     args = tuple(tree.swap(value, new, fixed_only=True) for value in args)
     kwargs = {name: tree.swap(value, new, fixed_only=True) for name, value in kwargs.items()}
     return args, kwargs, flow
@@ -250,7 +251,7 @@ def leave(key: int, name: str, output: Any) -> tuple[Any, Flow | None]:
         return output, flow
     flow = Flow(key, name, found)
     _lane.leaving = weakref.ref(flow)
-    new = {id(old): alias for old, alias in zip(found, flow.taken(), strict=True)}
+    new = _instead(found, flow.taken())
     return tree.swap(output, new, fixed_only=False), flow
 
 
@@ -301,19 +302,26 @@ def apart(
     )
 
 
-def _aliases(tensors: list[Tensor]) -> dict[int, Tensor]:
-    return {id(tensor): tensor.view_as(tensor) for tensor in tensors}
+def _aliases(tensors: list[Tensor]) -> ByIdentity[Tensor]:
+    return _instead(tensors, [tensor.view_as(tensor) for tensor in tensors])
+
+
+def _instead(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> ByIdentity[Tensor]:
+    new: ByIdentity[Tensor] = ByIdentity()
+    for tensor, alias in zip(tensors, aliases, strict=True):
+        new[tensor] = alias
+    return new
 
 
 def _flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
     """Each tensor through which a gradient can come back, once."""
-    found: dict[int, Tensor] = {}
+    found: ByIdentity[None] = ByIdentity()
     if not torch.is_grad_enabled():
         return []
     for tensor in _tensors(value, fixed_only):
         if tensor.requires_grad and has_aliases(tensor):
-            found[id(tensor)] = tensor
-    return list(found.values())
+            found[tensor] = None
+    return found.things()
 
 
 def has_aliases(tensor: Tensor) -> bool:

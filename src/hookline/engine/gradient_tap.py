@@ -130,7 +130,7 @@ class GradientTap(Tap):
             slots.append(slot)
         # Of a value with parts, its structure: with tensors that hold nothing.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
-        traced.add((tuple(slots), form))
+        traced.add((tuple(slots), form, torch.is_grad_enabled()))
 
     def harvest(self, current: Pass, run: Run) -> None:
         """Count what waits for its gradients in a graph."""
@@ -141,7 +141,7 @@ class GradientTap(Tap):
         for call, known in enumerate(caught):
             if known is None:
                 continue
-            slots, form = known
+            slots, form, is_on = known
             crossing = run.crossings[self, call] = Crossing(n_before + call)
             if form is not None:
                 crossing.form = outline(form, slots)
@@ -149,13 +149,13 @@ class GradientTap(Tap):
                 continue
             if max(slots, default=-1) >= 0:
                 self.placed += 1
-            elif not torch.is_grad_enabled():
+            elif not is_on:
                 self._comes_later(current)
             else:
                 self.needless += 1
                 self.on.missing(current, crossing)
 
-    def arrived_from_graph(self, number: Tensor, call: int, slot: int, grad: Tensor) -> None:
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """A gradient has come out of a compiled graph."""
         if self.on.inside is not None and self.passes.closed:
             raise AttachError(ENDED.format(site=self.site))

@@ -46,16 +46,17 @@ def define() -> None:
     """Define the operator."""
 
     @torch.library.custom_op("hookline::gradient", mutates_args=())
-    def gradient(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
-        waiting = _waiting.get(int(tap))
+    def gradient(grad: Tensor, of: Tensor, call: int, slot: int) -> None:
+        tap, run = of.tolist()
+        waiting = _waiting.get(tap)
         if waiting is not None:
             # A copy: the graph may use the memory again.
-            waiting.arrived_from_graph(of_run, call, slot, grad.clone())
+            waiting.arrived_from_graph(run, call, slot, grad.clone())
         elif grad.dtype is torch.int64:  # no gradient: what is told where one is changed
             raise AttachError(ENDED.format(site="A gradient"))
 
     @gradient.register_fake
-    def _(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
+    def _(grad: Tensor, of: Tensor, call: int, slot: int) -> None:
         return None
 
     keep_in_graphs("hookline::gradient")
@@ -64,13 +65,18 @@ def define() -> None:
 def sender(
     tap: Tensor, of_run: Tensor, call: int, slot: int, change: Callable[[Tensor], Any] | None
 ) -> Callable[[Tensor], Tensor | None]:
-    """The hook on a tensor in a graph: hand its gradient out, or change it."""
+    """The hook on a tensor in a graph: hand its gradient out, or change it.
+
+    Torch 2.11 moves what a hook takes from outside to behind the tensor, an input of the graph
+    that other hooks take as well too: then the graph is broken. What is in a list it does not move.
+    """
+    of = torch.stack([tap, of_run])
 
     def hook(grad: Tensor) -> Tensor | None:
         if change is None:
-            torch.ops.hookline.gradient(grad, tap, of_run, call, slot)
+            torch.ops.hookline.gradient(grad, of, call, slot)
             return None
-        torch.ops.hookline.gradient(tap, tap, of_run, call, slot)
+        torch.ops.hookline.gradient(of, of, call, slot)
         new: Tensor | None = change(grad)
         return new
 

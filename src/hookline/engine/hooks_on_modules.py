@@ -1,6 +1,6 @@
 """Raw hooks on modules: before and after their forward and their backward, and what they save.
 
-Imports line, everywhere, the taps.
+Imports line, everywhere, traced, the taps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selector
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank
+from hookline.engine.traced import defaults_by_name
 
 Hook = Callable[..., Any]
 
@@ -105,6 +106,7 @@ class ModuleHooks(Line):
         with_kwargs: bool = False, always_call: bool = False,
     ) -> None:  # fmt: skip
         check_callable(kind, hook)
+        hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + with_kwargs)
         if self.is_everywhere:
             tap = RawTap(_everywhere(kind), self.passes, hook, check)
             self.caught(

@@ -110,6 +110,9 @@ class Compiler(Protocol):
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left."""
 
+    def explain(self, error: BaseException) -> None:
+        """A pass has failed: say more about it, if it was where code was compiled."""
+
     def is_traced(self, site: Any) -> None:
         """Code is being compiled that calls the line's tap at a site."""
 
@@ -270,7 +273,10 @@ class Passes:
         if not current.roots:
             self.lane.current = None
             error = sys.exception()
-            self._finish(current, failed=error is not None and error is not current.handled)
+            has_failed = error is not None and error is not current.handled
+            if error is not None and has_failed and self.compiler is not None:
+                self.compiler.explain(error)
+            self._finish(current, failed=has_failed)
 
     def stop(self) -> None:
         """The forward in this thread was left half-way, on purpose: passes that ended by it did."""

@@ -5,6 +5,7 @@ The only file that registers with torch. Imports taps, torch_internals, locks, e
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, final
 
@@ -84,12 +85,9 @@ class Placements:
             self._placed.append((dicts, key))  # first: an interrupt from here on takes it off, too
             for flags in dicts[1:]:
                 flags[key] = True
-            others = list(hooks.items()) if hooks else ()
+            later = _later(hooks, rank, Rank.HOOK, prepend=prepend)
             hooks[key] = hook
-            for other, other_hook in others:
-                other_rank = _rank_of(other_hook)
-                if other_rank > rank or (prepend and other_rank == rank):
-                    hooks.move_to_end(other)
+            _move_to_end(hooks, later)
 
     def place_on_tensor(
         self,
@@ -124,15 +122,13 @@ class Placements:
                 "\nFor its gradient as it flows: line.grad(tensor, fn)."
             )
         name = "register_hook" if kind == "grad" else "register_post_accumulate_grad_hook"
-        key = self._hold(getattr(tensor, name), hook)
+        foreign = Rank.GRAD_HOOK if kind == "grad" else Rank.RECORD
+        before = tensor_hook_dict(tensor, kind) or OrderedDict()
+        later = _later(before, rank, foreign, prepend=prepend)
+        self._hold(getattr(tensor, name), hook)
         hooks = tensor_hook_dict(tensor, kind)
         assert hooks is not None
-        foreign = Rank.GRAD_HOOK if kind == "grad" else Rank.RECORD
-        for other, other_hook in list(hooks.items()):
-            other_rank = _rank_of(other_hook, foreign)
-            if other != key and (other_rank > rank or (prepend and other_rank == rank)):
-                del hooks[other]  # and in again at the end: what torch sees is insertion order
-                hooks[other] = other_hook
+        _move_to_end(hooks, later)
 
     def place_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
         """Put a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
@@ -200,7 +196,26 @@ def register_everywhere(group: str, hooks: dict[str, Hook], handles: list[Remova
         handles.append(register_optimizer_step_post_hook(hooks["step_post"]))
 
 
-def _rank_of(hook: Hook, foreign: Rank = Rank.HOOK) -> int:
+def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
+    """Have these hooks be called after the others.
+
+    They are taken out and put in again, since autograd, and dynamo up to torch 2.11, go by the
+    plain dictionary underneath, of which `OrderedDict.move_to_end` knows nothing. All of it in C,
+    so that no other thread, and no handler of a signal, finds a hook taken out.
+    """
+    deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+
+
+def _later(hooks: HookDict, rank: Rank, foreign: Rank, *, prepend: bool) -> list[Any]:
+    """The keys of the hooks that are to be called after a new one of this rank."""
+    return [
+        key
+        for key, hook in list(hooks.items())
+        if (other := _rank_of(hook, foreign)) > rank or (prepend and other == rank)
+    ]
+
+
+def _rank_of(hook: Hook, foreign: Rank) -> int:
     owner = getattr(hook, "__self__", None)
     if not isinstance(owner, Tap | RootTap):
         return foreign

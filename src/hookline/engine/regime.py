@@ -1,7 +1,7 @@
 """Regime: what the present code runs in, where that matters to a line.
 
 Asked once a pass, or where a value is looked at after the model has run; never at a site. Imports
-errors, regime_internals.
+errors, regime_internals, compile_internals.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError
 from hookline.engine.regime_internals import (
     is_mapped,
@@ -103,6 +104,11 @@ def has_numbers(tensor: Tensor) -> bool:
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
     """Autocast switched off for a kind of device, as in `device.type`, where it is on."""
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
+
+
+@while_tracing  # dynamo of torch 2.11 does not know the question
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)

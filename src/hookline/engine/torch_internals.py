@@ -274,10 +274,7 @@ def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]
 
 
 def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:
-    """The dictionary of a tensor's hooks of this kind; None if there never was one.
-
-    torch calls them in the order of the plain dictionary underneath: `move_to_end` is not seen.
-    """
+    """The dictionary of a tensor's hooks of this kind; None if there never was one."""
     name = "_backward_hooks" if kind == "grad" else "_post_accumulate_grad_hooks"
     hooks: HookDict | None = getattr(tensor, name, None)
     return hooks

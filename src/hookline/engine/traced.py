@@ -7,7 +7,9 @@ Nothing is read that differs between sites, or each would need a graph of its ow
 
 from __future__ import annotations
 
+import functools
 import itertools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
@@ -233,13 +235,32 @@ def stop_settling(current: Pass) -> None:
         current.note = current.note.before
 
 
-def run_of(number: Tensor) -> Run | None:
+def run_of(number: int) -> Run | None:
     """The run with this number, if anybody still has its pass."""
-    return _runs.get(int(number))
+    return _runs.get(number)
 
 
 # Under which a pass keeps its runs.
 _RUNS = object()
+
+
+def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[..., Any]:
+    """A user's function, called with its own defaults from then on.
+
+    Compiled code of torch 2.11 takes two functions of the same code for one, whatever their
+    defaults are: of `lambda value, k=k: value * k` in a loop it would use the first `k` for all.
+
+    Args:
+        function: the function.
+        n_given: how many arguments it is called with, by position.
+    """
+    if not isinstance(function, types.FunctionType) or not function.__defaults__:
+        return function
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    first = len(names) - len(function.__defaults__)
+    defaults = dict(zip(names[first:], function.__defaults__, strict=True))
+    mine = {name: defaults[name] for name in names[max(first, n_given) :]}
+    return functools.partial(function, **mine) if mine else function
 
 
 def snapshot(value: Any) -> Any:

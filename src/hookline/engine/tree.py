@@ -1,4 +1,4 @@
-"""Tensors inside nested values. Imports only torch and errors.
+"""Tensors inside nested values. Imports only torch, errors, identity.
 
 A value is a tensor, or a tuple, list, dict, named tuple, dataclass, `ModelOutput` or other object
 that holds values, to any depth. A leaf is addressed by the keys that lead to it: `(0, "keys")` for
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.errors import SiteError, warn
+from hookline.engine.identity import ByIdentity
 
 Key = str | int
 Leaf = tuple[Key, ...]
@@ -129,12 +130,10 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
     Copied, because a cache goes on growing after it was recorded, even one that was still empty.
     """
-    return _map(change, value, {}, 0)
+    return _map(change, value, ByIdentity(), 0)
 
 
-# What was walked, by id, with what became of it. The value itself is held as well: an attribute
-# may make its value anew at each access, and a freed one's id would be given to another.
-_Seen = dict[int, tuple[Any, Any]]
+_Seen = ByIdentity[Any]  # what was walked, with what became of it
 
 
 def _map(change: Callable[[Tensor], Any], value: Any, seen: _Seen, depth: int) -> Any:
@@ -145,27 +144,27 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: _Seen, depth: int) -
     parts = items(value)
     if parts is None:
         return value
-    if id(value) in seen:  # shared, or an object that holds itself
-        return seen[id(value)][1]
+    if value in seen:  # shared, or an object that holds itself
+        return seen.get(value)
     if depth > _DEEPEST:
         warn(f"a value is nested deeper than {_DEEPEST} levels; what is below is kept as it is.")
         return value
     if isinstance(value, tuple):
-        new = [_map(change, part, seen, depth + 1) for _, part in parts]
-        seen[id(value)] = value, rebuild(value, new)
-        return seen[id(value)][1]
+        mapped = [_map(change, part, seen, depth + 1) for _, part in parts]
+        new = seen[value] = rebuild(value, mapped)
+        return new
     try:
         is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
         shell = dict(parts) if is_fixed else _shell(value)
         # The copy is known before its parts are, so that a value that holds itself comes out so.
-        seen[id(value)] = value, shell
+        seen[value] = shell
         _fill(
             shell,
             [key for key, _ in parts],
             [_map(change, part, seen, depth + 1) for _, part in parts],
         )
     except Exception as error:
-        seen[id(value)] = value, value
+        seen[value] = value
         if any(isinstance(part, Tensor) for _, part in parts):
             warn(
                 f"a {type(value).__name__} cannot be copied ({error}): it is recorded as it is, and"
@@ -178,17 +177,17 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: _Seen, depth: int) -
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
     """Every tensor in a value, with the keys that lead to it; what is shared is walked once."""
     stack: list[tuple[Leaf, Any]] = [((), value)]
-    seen: dict[int, Any] = {}  # with the values, so that no id is given to another meanwhile
+    seen: ByIdentity[None] = ByIdentity()
     while stack:
         leaf, part = stack.pop()
         if isinstance(part, Tensor):
             yield leaf, part
             continue
-        if type(part) in _PLAIN_ATOMS or id(part) in seen:
+        if type(part) in _PLAIN_ATOMS or part in seen:
             continue
         parts = items(part)
         if parts is not None:
-            seen[id(part)] = part
+            seen[part] = None
             stack += [((*leaf, key), inner) for key, inner in reversed(parts)]
 
 
@@ -202,7 +201,7 @@ def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
     What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None, and
     so does the place in which a value holds itself.
     """
-    return _outline(value, number, {})
+    return _outline(value, number, ByIdentity())
 
 
 def _outline(value: Any, number: Callable[[Tensor], int | None], seen: _Seen) -> Any:
@@ -211,17 +210,17 @@ def _outline(value: Any, number: Callable[[Tensor], int | None], seen: _Seen) ->
         return None if found is None else Slot(found)
     if type(value) in _PLAIN_ATOMS:
         return None
-    if id(value) in seen:
-        return seen[id(value)][1]
+    if value in seen:
+        return seen.get(value)
     parts = items(value)
     if parts is None:
         return None
-    seen[id(value)] = value, None
+    seen[value] = None
     try:
         form = rebuild(value, [_outline(part, number, seen) for _, part in parts])
     except Exception:  # an object that does not let itself be copied
         form = None
-    seen[id(value)] = value, form
+    seen[value] = form
     return form
 
 
@@ -235,14 +234,15 @@ def fill(form: Any, values: Mapping[int, Any]) -> Any:
     return rebuild(form, [fill(part, values) for _, part in parts])
 
 
-def swap(value: Any, new: Mapping[int, Tensor], *, fixed_only: bool) -> Any:
-    """The value with the tensors of these ids replaced; what holds none of them is left alone.
+def swap(value: Any, new: ByIdentity[Tensor], *, fixed_only: bool) -> Any:
+    """The value with these tensors replaced; what holds none of them is left alone.
 
     With `fixed_only`, only tuples are looked into: a list, a dict or an object may be written to
     later by whoever else holds it, so a copy could not take its place.
     """
     if isinstance(value, Tensor):
-        return new.get(id(value), value)
+        found = new.get(value)
+        return value if found is None else found
     is_open = isinstance(value, tuple) or not (fixed_only or isinstance(value, nn.Module))
     parts = items(value) if is_open and is_container(value) else None
     if parts is None:
@@ -255,6 +255,8 @@ def swap(value: Any, new: Mapping[int, Tensor], *, fixed_only: bool) -> Any:
 
 def is_container(value: Any) -> bool:
     """Whether a value is known to merely hold its parts: not a cache, nor any other object."""
+    if type(value) in _PLAIN_ATOMS:
+        return False
     return isinstance(value, tuple | list | Mapping) or dataclasses.is_dataclass(value)
 
 

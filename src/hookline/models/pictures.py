@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.engine import plural
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 from hookline.models.loaded import Loaded, Preprocess, describe
 from hookline.models.packages import first_line, import_package
 

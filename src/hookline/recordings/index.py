@@ -11,8 +11,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import Site, innermost, parse_site, plural, tree
+from hookline.engine import Site, innermost, parse_site, tree
 from hookline.engine.errors import NotRecordedError
+from hookline.engine.words import plural
 
 Key = str | Site
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final, overload
 
-from hookline.engine import TIMEOUT_S, Pass, Site, plural
+from hookline.engine import TIMEOUT_S, Pass, Site
 from hookline.engine.errors import AmbiguousError
+from hookline.engine.words import plural
 from hookline.recordings.index import Key
 from hookline.recordings.log import Log
 from hookline.recordings.ranks import Ask, full, reduced

@@ -15,8 +15,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, plural, tree
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, tree
 from hookline.engine.errors import AmbiguousError
+from hookline.engine.words import plural
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
 from hookline.recordings.folder import write

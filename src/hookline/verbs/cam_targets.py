@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.engine import plural, tree
+from hookline.engine import tree
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 
 Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 

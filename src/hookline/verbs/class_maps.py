@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from hookline.engine import plural, tree
+from hookline.engine import tree
 from hookline.engine.errors import HooklineError, InputError, warn
+from hookline.engine.words import plural
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -19,6 +19,7 @@ from hookline.engine import (
     Rank,
     Selector,
     Site,
+    defaults_by_name,
     guarded,
     ports_for,
     tree,
@@ -83,6 +84,7 @@ def edit(
     line.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
 
+    change = defaults_by_name(change, 1)
     effects: list[_Effect] = []
 
     def bind(site: Site) -> Bound:

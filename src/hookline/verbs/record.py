@@ -26,6 +26,7 @@ from hookline.engine import (
     Selector,
     Site,
     aside,
+    defaults_by_name,
     graph_snapshot,
     ports_for,
     snapshot,
@@ -140,6 +141,8 @@ def start_recording(
     `after`, if given, is called with a site when its value has been kept.
     """
     check_options(options)
+    if (keep := options.get("keep")) is not None:
+        options = {**options, "keep": defaults_by_name(keep, 1)}
     line = Line(model, name=name)
     line.lenient = selector is None
     selection = line.select(selector, ports)

@@ -13,7 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hookline.engine import Site, plural
+from hookline.engine import Site
+from hookline.engine.words import plural
 from hookline.views.tables import ASCII_RULE, table_of, text_of
 
 _N_FEW = 24  # of so many sites each is shown

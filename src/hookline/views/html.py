@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from hookline.engine import Report, Site, plural, tree
+from hookline.engine import Report, Site, tree
 from hookline.engine.errors import FolderError, OverwrittenError
+from hookline.engine.words import plural
 from hookline.recordings import PassRecord, Recording
 from hookline.views.tables import SummaryLike
 from hookline.views.units import count, size

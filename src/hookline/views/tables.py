@@ -15,7 +15,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hookline.engine import Inventory, Report, plural
+from hookline.engine import Inventory, Report
+from hookline.engine.words import plural
 from hookline.views.units import count, size
 
 _TEXT_WIDTH = 100

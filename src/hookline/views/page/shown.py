@@ -15,8 +15,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import plural
 from hookline.engine.errors import FolderError, HooklineError, InputError, OverwrittenError
+from hookline.engine.words import plural
 from hookline.recordings import Recording
 from hookline.views.page.columns import Column, columns
 from hookline.views.page.rows import Row, tree_rows

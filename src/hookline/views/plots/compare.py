@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site, plural, tree
+from hookline.engine import Site, tree
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 from hookline.views.plots.channels import MAX_SIDE, grid, tiling
 from hookline.views.plots.differences import Difference, difference, differences
 from hookline.views.plots.reducing import cells, scale_of, share_text, smaller

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hookline.engine import Site, plural
+from hookline.engine import Site
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 from hookline.views.plots.reducing import histogram, share_text, short, some_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 from hookline.views.plots.values import Source, Value, chosen_values, not_drawn

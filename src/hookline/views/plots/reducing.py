@@ -14,8 +14,8 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
-from hookline.engine import plural
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 from hookline.views.statistics import Statistics, pieces, site_statistics
 from hookline.views.units import measure
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site, plural
+from hookline.engine import Site
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 from hookline.recordings import PassRecord
 from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of
 from hookline.views.plots.rows import RowSheet, stretch

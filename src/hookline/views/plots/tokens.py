@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hookline.engine import Site, plural
+from hookline.engine import Site
 from hookline.engine.errors import InputError
+from hookline.engine.words import plural
 from hookline.views.plots.reducing import (
     cells,
     order_of,

@@ -10,8 +10,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Site, plural, tree
+from hookline.engine import Site, tree
 from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
+from hookline.engine.words import plural
 from hookline.recordings import PassRecord, Recording
 from hookline.views.statistics import DENSE_NUMEL, main_tensor
 

@@ -1,0 +1,54 @@
+"""Things found again by what they are (`is`), not by what they equal. Imports only torch.
+
+By their ids, also in code that is being compiled. There torch before 2.13 has few ids, but it can
+compare tensors, so those are searched for; of containers each is taken for another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+V = TypeVar("V")
+
+_HAS_IDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+class ByIdentity(Generic[V]):
+    """A mapping from things. They are held as well: a freed one's id would be given to another.
+
+    >>> seen = ByIdentity()
+    >>> seen[a] = "first"
+    >>> seen.get(a), seen.get(b)
+    ('first', None)
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, V]] = {}
+
+    def __setitem__(self, thing: Any, value: V) -> None:
+        self._entries[self._key(thing)] = thing, value
+
+    def __contains__(self, thing: Any) -> bool:
+        return self._key(thing) in self._entries
+
+    def get(self, thing: Any) -> V | None:
+        """What a thing was given; None if it was not."""
+        key = self._key(thing)
+        return self._entries[key][1] if key in self._entries else None
+
+    def things(self) -> list[Any]:
+        """All that were kept, in order."""
+        return [thing for thing, _ in self._entries.values()]
+
+    def _key(self, thing: Any) -> int:
+        if _HAS_IDS or not is_dynamo_compiling():
+            return id(thing)
+        if isinstance(thing, Tensor):
+            for key, (other, _) in self._entries.items():
+                if isinstance(other, Tensor) and other is thing:
+                    return key
+        return len(self._entries)
