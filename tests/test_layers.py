@@ -15,9 +15,9 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "words", "identity", "errors", "locks", "regime_internals", "torch_internals",
-    "compile_internals", "checkpoint_internals", "distributed_internals", "regime", "meeting",
-    "tree", "local", "site", "modules", "globs", "no_match", "select", "passes", "recompute",
+    "words", "errors", "locks", "regime_internals", "torch_internals", "compile_internals",
+    "identity", "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree",
+    "local", "site", "modules", "globs", "no_match", "select", "passes", "recompute",
     "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow", "graph_gradients",
     "gradient_tap", "gradient_taps", "backward_taps", "saved_taps", "fast_paths", "placing",
     "compile_notes", "compiled", "everywhere", "report", "inventory", "blame", "line",

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.engine.compile_internals import OLD_DYNAMO
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -35,6 +36,9 @@ class Net(nn.Module):
 
 
 X = torch.linspace(-1, 1, 15).view(5, 3)
+# Before torch 2.13 a gradient is not recorded where it is changed, in one graph: that is refused.
+READ = ["blocks.*.1", "blocks.*.2"] if OLD_DYNAMO else ["blocks.*.*"]
+N_READ = 4 if OLD_DYNAMO else 6
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
@@ -69,7 +73,7 @@ def test_compiled_stretches_are_recorded_and_edited_as_in_eager(backend):
             with (
                 hl.edit(one, "blocks.0.0", hl.edits.scale(factor)),
                 hl.edit(one, "blocks.0.0:grad_output", lambda g: g * 2),
-                hl.record(one, "blocks.*.*", ports=("output", "grad_output")) as run,
+                hl.record(one, READ, ports=("output", "grad_output")) as run,
             ):
                 call(X).square().sum().backward()
             assert len(run.passes) == 1
@@ -92,12 +96,12 @@ def test_stretches_whose_parts_are_compiled_are_recorded_once_and_edited_twice(r
             with (
                 hl.edit(one, "blocks.0.0", hl.edits.scale(3.0)) as edit,
                 hl.edit(one, "blocks.0.0:grad_output", lambda g: g * 2),
-                hl.record(one, "blocks.*.*", ports=("output", "grad_output")) as run,
+                hl.record(one, READ, ports=("output", "grad_output")) as run,
             ):
                 for factor in (1, 2):
                     one(X * factor).square().sum().backward()
             assert [count for _, count in edit.report().fired] == [2]
-        assert [len(one) for one in run.passes] == [6, 6]
+        assert [len(one) for one in run.passes] == [N_READ, N_READ]
         values = {f"{k}/{site}": v for k in (0, 1) for site, v in run.passes[k].items()}
         found.append((values, gradients(one)))
     close(found[0][0], found[1][0])

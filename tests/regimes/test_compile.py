@@ -334,8 +334,6 @@ def test_compiled_parts_inside_a_compiled_model_are_part_of_its_graph():
         assert torch.equal(seen["3"], expected)
 
 
-# Torch 2.12 warns under force_eager that nothing was compiled.
-@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
     model = make()

@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookline as hl
+from hookline.engine.compile_internals import OLD_DYNAMO
 
 EDITS = {
     "scale": lambda k: hl.edits.scale(k / 4),
@@ -64,6 +65,27 @@ def test_what_of_gradients_no_graph_can_hold_is_named_with_the_choices():
     (note,) = [note for note in caught.value.__notes__ if note.startswith("hookline: the gradient")]
     assert "at 0:grad_output (Linear)" in note
     assert "force_eager" in note
+
+
+@pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input"])
+@pytest.mark.parametrize("is_recorded_first", [False, True])
+def test_a_gradient_is_recorded_as_it_was_changed_or_neither(site, is_recorded_first):
+    model = make()
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        record, edit = hl.record(model, site), hl.edit(model, site, hl.edits.scale(3.0))
+        first, second = (record, edit) if is_recorded_first else (edit, record)
+        if OLD_DYNAMO and run is not model:  # it calls the hooks on a tensor in the reverse order
+            edit.quiet = True
+            with pytest.raises(Exception, match=r"2.13 or newer.*\n.*force_eager"), first, second:
+                run(X).sum().backward()
+            continue
+        with first, second:
+            run(X).sum().backward()
+        found.append(record.recording[site])
+    if not OLD_DYNAMO:
+        eager, compiled = (one if torch.is_tensor(one) else one["input"] for one in found)
+        torch.testing.assert_close(compiled, eager)
 
 
 def test_an_error_of_the_models_own_is_not_blamed_on_a_hook():

@@ -22,6 +22,10 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.locks import lock
 from hookline.engine.torch_internals import children
 
+# Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
+# reverse order; that of 2.11 makes named tuples only by their own `__new__`.
+OLD_DYNAMO = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
 
 def while_tracing(method: Callable[..., Any]) -> Any:
     """A method that is run when code that calls it is compiled, and never when that code runs."""

@@ -1,8 +1,17 @@
-"""Compile notes: what to add to an error of torch.compile's. Imports compile_internals, site."""
+"""Compile notes: what no graph can hold, and what to do.
+
+Imports gradient_taps, compile_internals.
+"""
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 from hookline.engine.compile_internals import is_limit, is_untraceable
+from hookline.engine.errors import AttachError
+from hookline.engine.gradient_tap import GradientTap
+from hookline.engine.gradient_taps import all_at
 from hookline.engine.site import Site
 
 _UNTRACEABLE = (
@@ -26,6 +35,11 @@ _LIMIT = (
     " them all the time, with hl.edits.scale(1.0) where nothing is to change; or raise"
     " torch._dynamo.config.recompile_limit."
 )
+_REVERSED = (
+    "{site} is changed by one line, and changed or seen by another, in one compiled graph, where"
+    " torch {version} calls the later one first.\nUpdate torch, to 2.13 or newer; or run without"
+    " compiled code:\n    with torch.compiler.set_stance('force_eager'): ..."
+)
 
 
 def note_on(error: BaseException, site: Site | None) -> str | None:
@@ -39,3 +53,17 @@ def note_on(error: BaseException, site: Site | None) -> str | None:
         why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
         return why.format(site=site, type=site.module_type)
     return _LIMIT if is_limit(error) else None
+
+
+def refuse_reversed(tap: GradientTap, module: nn.Module) -> None:
+    """Refuse that lines on one module change a gradient, or change and see it.
+
+    For torch before 2.13, which calls the hooks on a tensor in a graph in the reverse order.
+
+    Raises:
+        AttachError: they do.
+    """
+    for other in all_at(module, tap.site.port):
+        is_beside = other is not tap and other.passes.is_here()
+        if is_beside and (tap.on.changes or other.on.changes):
+            raise AttachError(_REVERSED.format(site=tap.site, version=torch.__version__))

@@ -1,4 +1,4 @@
-"""Compiled: what it takes for torch.compile to honour a line. Imports taps, passes.
+"""Compiled: what it takes for torch.compile to honour a line. Imports gradient_taps, taps, passes.
 
 Compiled code is reused as long as its guards hold, and by default they look at no hook. So where a
 line sees it, code is compiled with guards on hooks; and each hooked module carries a mark that code
@@ -19,6 +19,7 @@ from typing import final
 from torch import nn
 
 from hookline.engine.compile_internals import (
+    OLD_DYNAMO,
     Borders,
     Settings,
     compiled_within,
@@ -30,8 +31,10 @@ from hookline.engine.compile_internals import (
     unmark_module,
     while_tracing,
 )
-from hookline.engine.compile_notes import note_on
+from hookline.engine.compile_notes import note_on, refuse_reversed
 from hookline.engine.errors import AttachError
+from hookline.engine.gradient_tap import GradientTap
+from hookline.engine.gradient_taps import all_at
 from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
@@ -193,14 +196,18 @@ class Compiled:
             settings.end()
             self._turn(*(before if self._here.visits else ([], None)))
 
-    def is_traced(self, site: Site | None) -> None:
-        """Code is being compiled that calls the line's tap at a site.
+    def is_traced(self, tap: Tap | None) -> None:
+        """Code is being compiled that calls the line's tap, or with None its root.
 
         Raises:
-            AttachError: it is called where no pass is under way, and none can be begun.
+            AttachError: it is called where no pass is under way, and none can be begun; or this
+                torch would call it out of its order.
         """
         passes = self._passes
-        self._traced = site
+        self._traced = None if tap is None else tap.site
+        node = self._nodes.get(id(tap))
+        if OLD_DYNAMO and isinstance(tap, GradientTap) and isinstance(node, Node):
+            refuse_reversed(tap, node.module)
         if passes.switch.is_on or self._here.visits or not passes.is_here():
             return
         current = passes.lane.current
@@ -215,6 +222,12 @@ class Compiled:
         if self._root is not None:
             _with_gaps.add(self._root)
         self._open_gap(current)
+
+    def comes_later(self, tap: GradientTap) -> bool:
+        """Whether compiled code calls another tap on the same gradients of a module before it."""
+        node = self._nodes.get(id(tap))
+        taps = all_at(node.module, tap.site.port) if isinstance(node, Node) else [tap]
+        return any(other.active is not None for other in taps[: taps.index(tap)])
 
     # -- the border, told by `Borders` -----------------------------------------------------------
 

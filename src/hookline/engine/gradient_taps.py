@@ -16,12 +16,13 @@ from torch.utils.hooks import unserializable_hook
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.checkpoint_internals import aside
+from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.gradient_tap import BORDER, NO_BACKWARD, Crossing, GradientTap, OnGradient
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import base_of_view, outer_backward
+from hookline.engine.torch_internals import base_of_view, hook_dict, outer_backward
 
 
 class GradOutputTap(GradientTap):
@@ -68,7 +69,8 @@ class GradInputTap(GradientTap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
-            new = flow.apart(args, kwargs, leaves_only=False)
+            # The first one's aliases are all that there are: of several, the last would come first.
+            new = None if self.comes_later() else flow.apart(args, kwargs, leaves_only=False)
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
@@ -82,6 +84,11 @@ class GradInputTap(GradientTap):
             return None
         with aside(current.stretch):
             return self._look(module, current, call, args, kwargs, is_first, id(sys._getframe(1)))
+
+    @while_tracing
+    def comes_later(self) -> bool:
+        """Whether compiled code calls another one before it, on the same module."""
+        return self.passes.compiler is not None and self.passes.compiler.comes_later(self)
 
     def _look(
         self, module: nn.Module, current: Pass, call: int, args: tuple[Any, ...],
@@ -99,6 +106,13 @@ class GradInputTap(GradientTap):
             self._note(error)
             raise
         return new
+
+
+def all_at(module: nn.Module, port: str) -> list[GradientTap]:
+    """The taps on a module's gradients at a port, in their order."""
+    kind = "forward" if port == "grad_output" else "forward_pre"
+    owners = [getattr(hook, "__self__", None) for hook in hook_dict(module, kind).values()]
+    return [tap for tap in owners if isinstance(tap, GradientTap) and tap.site.port == port]
 
 
 class BorderTap(Tap):

@@ -1,4 +1,5 @@
-"""Things found again by what they are (`is`), not by what they equal. Imports only torch.
+"""Things found again by what they are (`is`), not by what they equal. Imports
+compile_internals.
 
 By their ids, also in code that is being compiled. There torch before 2.13 has few ids, but it can
 compare tensors, so those are searched for; of containers each is taken for another one.
@@ -8,13 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-V = TypeVar("V")
+from hookline.engine.compile_internals import OLD_DYNAMO
 
-_HAS_IDS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+V = TypeVar("V")
 
 
 class ByIdentity(Generic[V]):
@@ -45,7 +45,7 @@ class ByIdentity(Generic[V]):
         return [thing for thing, _ in self._entries.values()]
 
     def _key(self, thing: Any) -> int:
-        if _HAS_IDS or not is_dynamo_compiling():
+        if not (OLD_DYNAMO and is_dynamo_compiling()):
             return id(thing)
         if isinstance(thing, Tensor):
             for key, (other, _) in self._entries.items():

@@ -110,11 +110,14 @@ class Compiler(Protocol):
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left."""
 
+    def comes_later(self, tap: Any) -> bool:
+        """Whether compiled code calls another tap on the same gradients of a module before it."""
+
     def explain(self, error: BaseException) -> None:
         """A pass has failed: say more about it, if it was where code was compiled."""
 
-    def is_traced(self, site: Any) -> None:
-        """Code is being compiled that calls the line's tap at a site."""
+    def is_traced(self, tap: Any) -> None:
+        """Code is being compiled that calls the line's tap, or with None its root."""
 
 
 class Sink(Protocol):

@@ -107,7 +107,7 @@ class Tap:
         """Code is being compiled that calls this tap."""
         refuse_tracing()
         if self.passes.compiler is not None:
-            self.passes.compiler.is_traced(self.site)
+            self.passes.compiler.is_traced(self)
         if self.passes is not _INERT:
             self.prepare()
 

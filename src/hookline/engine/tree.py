@@ -1,4 +1,4 @@
-"""Tensors inside nested values. Imports only torch, errors, identity.
+"""Tensors inside nested values. Imports errors, compile_internals, identity.
 
 A value is a tensor, or a tuple, list, dict, named tuple, dataclass, `ModelOutput` or other object
 that holds values, to any depth. A leaf is addressed by the keys that lead to it: `(0, "keys")` for
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine.compile_internals import OLD_DYNAMO
 from hookline.engine.errors import SiteError, warn
 from hookline.engine.identity import ByIdentity
 
@@ -82,9 +83,11 @@ def _attributes(value: Any) -> list[tuple[Key, Any]] | None:
 def rebuild(value: Any, parts: list[Any]) -> Any:
     """A new value of the same type whose parts, in the order of `items`, are these."""
     if isinstance(value, tuple):
-        if hasattr(value, "_make"):  # not by its own __new__, which may want anything
-            return tuple.__new__(type(value), parts)
-        return tuple(parts) if type(value) is tuple else type(value)(parts)
+        if not hasattr(value, "_make"):
+            return tuple(parts) if type(value) is tuple else type(value)(parts)
+        if OLD_DYNAMO and is_dynamo_compiling():
+            return type(value)(*parts)
+        return tuple.__new__(type(value), parts)  # not by its own, which may want anything
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return dict(zip((key for key, _ in items(value) or ()), parts, strict=True))
     new = _shell(value)
@@ -133,10 +136,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     return _map(change, value, ByIdentity(), 0)
 
 
-_Seen = ByIdentity[Any]  # what was walked, with what became of it
-
-
-def _map(change: Callable[[Tensor], Any], value: Any, seen: _Seen, depth: int) -> Any:
+def _map(change: Callable[[Tensor], Any], value: Any, seen: ByIdentity[Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in _PLAIN_ATOMS:
@@ -204,7 +204,7 @@ def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
     return _outline(value, number, ByIdentity())
 
 
-def _outline(value: Any, number: Callable[[Tensor], int | None], seen: _Seen) -> Any:
+def _outline(value: Any, number: Callable[[Tensor], int | None], seen: ByIdentity[Any]) -> Any:
     if isinstance(value, Tensor):
         found = number(value)
         return None if found is None else Slot(found)
