@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 
@@ -68,6 +72,31 @@ def test_who_makes_a_graph_is_known():
     assert list(dict.fromkeys(found)) == [None, *names]
 
 
-def test_a_trace_in_another_thread_is_none_of_this_one(monkeypatch):
-    monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
-    assert regime_internals.tracer() is None
+def test_a_trace_in_another_thread_is_none_of_this_one():
+    class Model(nn.Module):
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                elsewhere.append(pool.submit(regime_internals.tracer).result())
+            here.append(regime_internals.tracer())
+            return x + 1
+
+    here, elsewhere = [], []
+    torch.fx.symbolic_trace(Model())
+    assert (here, elsewhere) == (["torch.fx.symbolic_trace"], [None])
+
+
+def test_where_torch_fx_has_another_word_for_it_the_stack_tells(monkeypatch):
+    """Or a line would become part of the graph, and say nothing."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            with monkeypatch.context() as patch:
+                patch.setitem(sys.modules, "torch.fx._symbolic_trace", unknown)
+                seen.append(regime_internals.tracer())
+            return x + 1
+
+    unknown = types.SimpleNamespace(__file__=torch.fx._symbolic_trace.__file__)
+    torch.fx.symbolic_trace(Model())
+    Model()(torch.ones(1))
+    assert seen == ["torch.fx.symbolic_trace", None]

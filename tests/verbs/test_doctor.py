@@ -188,7 +188,7 @@ def test_a_holder_that_is_named_is_told_and_what_it_holds_fires():
 
 
 def test_a_script_module_is_told():
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     model = nn.Sequential(scripted, nn.ReLU())
     why, remedy = never(hl.doctor(model, X), "0")

@@ -81,7 +81,7 @@ def test_a_model_larger_than_memory_is_described_on_the_meta_device():
 def test_a_forward_that_fails_keeps_what_ran_and_names_the_module(net):
     net.fc = nn.Linear(7, 5)
     table = hl.summary(net, torch.zeros(1, 3, 8, 8))
-    assert table.failure.startswith("fc (Linear), which got Tensor[1, 4]: RuntimeError: mat1 and")
+    assert table.failure.startswith("fc (Linear), which got Tensor[1, 4]: RuntimeError: ")
     assert rows(table)["layer2"].output == "[1, 4, 8, 8]"
     assert rows(table)["fc"].calls == 0
     assert "fc (Linear), which got Tensor[1, 4]" in " ".join(str(table).split())

@@ -83,7 +83,7 @@ def test_without_reasons_there_is_no_column_for_them():
 def test_a_failure_is_shown_with_what_to_do():
     lines = str(hl.doctor(nn.Linear(5, 5), X)).splitlines()
     at = lines.index("The run failed")
-    assert lines[at + 1].startswith("(root) (Linear), which got Tensor[3, 2]: RuntimeError: mat1")
+    assert lines[at + 1].startswith("(root) (Linear), which got Tensor[3, 2]: RuntimeError: ")
     assert any(line.startswith("-> give it what it expects") for line in lines[at:])
 
 

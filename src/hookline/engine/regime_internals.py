@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,23 @@ def tracer() -> str | None:
     if _dispatch_mode(_PROXY) is not None:
         return "make_fx"
     symbolic = sys.modules.get("torch.fx._symbolic_trace")
-    if getattr(symbolic, "_is_fx_tracing_flag", False) and _traces_here(symbolic):
+    if symbolic is not None and _may_trace(symbolic) and _traces_here(symbolic):
         return "torch.fx.symbolic_trace"
     return None
 
 
+def _may_trace(symbolic: Any) -> bool:
+    """Whether torch.fx says that it traces, in torch up to 2.13 or from 2.14; if it has another
+    word for it by now, it may."""
+    if hasattr(symbolic, "_is_fx_tracing_flag"):
+        return bool(symbolic._is_fx_tracing_flag)
+    asked = getattr(symbolic, "_get_is_fx_tracing", None)
+    return asked is None or bool(asked())
+
+
 def _traces_here(symbolic: object) -> bool:
-    """Whether torch.fx traces in this thread. Its flag is one for all threads, and up while another
-    one compiles; so is what it does to calls of modules."""
+    """Whether torch.fx traces in this thread. Up to torch 2.13 its flag is one for all threads, and
+    up while another one compiles; so is what it does to calls of modules."""
     file = getattr(symbolic, "__file__", None)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
