@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.engine.compile_internals import OLD_DYNAMO
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 REASON = "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"
@@ -126,6 +127,8 @@ class Thawed(Frozen):
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "thawed"])
 def test_where_the_model_switches_gradients_each_site_has_those_it_has(kind, is_compiled):
+    if OLD_DYNAMO and is_compiled and kind == "inference_mode":
+        pytest.skip("torch before 2.13 fails to compile such a model, with or without hooks")
     torch.manual_seed(0)
     model = Thawed(None) if kind == "thawed" else Frozen(MODES[kind])
     x = torch.randn(4, 3, requires_grad=True)

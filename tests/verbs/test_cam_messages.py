@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.models import load_demo_digits, load_model
@@ -123,6 +124,7 @@ def test_a_function_that_returns_something_else(model, x):
         (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), "Prepare the images as in training"),
         (torch.zeros(2, 64), "Give the images as the model wants them"),
         (torch.zeros(0, 1, 8, 8), "Give the images as the model wants them"),
+        (torch.zeros(2, 1, 8, 8).numpy(), "Of an array make a tensor: torch.from_numpy"),
         ("cat.png", "Give the images as the model wants them"),
     ],
 )
@@ -165,6 +167,23 @@ def test_a_score_without_a_gradient(x):
     assert said(hl.InputError, lambda: hl.cam(cut, x, "conv")).startswith(
         "no gradient of the score came back to conv: the score does not depend on it, or a detach()"
     )
+
+
+# Torch says so of each reentrant checkpoint that is run without gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_says_what_to_give_instead(x):
+    def answer(maps, other):
+        return checkpoint(model.last, maps, use_reentrant=True).mean((2, 3))
+
+    model = Net(answer)
+    model.last = nn.Conv2d(3, 4, 3)
+    with pytest.raises(RuntimeError, match="use_reentrant") as failed:
+        hl.cam(model, x, "conv")
+    (note,) = failed.value.__notes__
+    assert "use_reentrant=False" in note
+    assert "eigencam" in note
+    assert hl.cam(model, x, "conv", method="eigencam").layers == ("conv",)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_numbers_that_are_not_finite(x):

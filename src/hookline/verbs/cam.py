@@ -103,7 +103,11 @@ def cam(
         )
     # A compiled model's own module runs eagerly: to compile it anew for one map would cost more.
     model = unwrap(model) if is_compiled(model) else model
-    with torch.inference_mode(mode=False), as_found(model):
+    with (
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(way.needs == "gradients"),
+        as_found(model),
+    ):
         return _Camera(model, inputs, target, way, reshape).maps(layer, batch_size)
 
 
@@ -236,10 +240,20 @@ class _Camera:
         # Towards the images alone, without touching any parameter's .grad. A stem that ends in
         # detach() cuts them off, but not the layers above it, whose parameters need gradients.
         total = scores.sum()
-        (arrived,) = torch.autograd.grad(total, leaf, allow_unused=True, retain_graph=True)
         above = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        if arrived is None and above:
-            torch.autograd.grad(total, above, allow_unused=True)
+        try:
+            (arrived,) = torch.autograd.grad(total, leaf, allow_unused=True, retain_graph=True)
+            if arrived is None and above:
+                torch.autograd.grad(total, above, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                error.add_note(
+                    "hookline: no gradient can be asked for through a part of the model that is"
+                    " checkpointed so. Give checkpoint(..., use_reentrant=False); of a transformers"
+                    " model, gradient_checkpointing_disable(); or use method='eigencam' or"
+                    " 'scorecam', which take none."
+                )
+            raise
         return scores.detach()
 
     # -- reading ---------------------------------------------------------------------------------
@@ -327,7 +341,9 @@ def _images_in(inputs: Any) -> Tensor:
             return tensor
     given = tree.full(found[0]) if isinstance(inputs, Tensor) else tree.describe(inputs)
     remedy = "Give the images as the model wants them: prepared, stacked, on its device."
-    if found and found[0].dim() == 3:
+    if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
+        remedy = "Of an array make a tensor: torch.from_numpy(images)."
+    elif found and found[0].dim() == 3:
         remedy = "Of a single image make a batch: x[None]."
     elif found and found[0].dim() == 4 and found[0].numel():
         remedy = "Prepare the images as in training: x.float() / 255, then as the model wants them."

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hookline.engine import Site
+from hookline.views.plots.checks import Source
 from hookline.views.plots.reducing import (
     Array,
     Scale,
@@ -32,7 +33,7 @@ from hookline.views.plots.sheet import (
     text_width,
     tidy,
 )
-from hookline.views.plots.values import Arranged, Source, Value, arrange, look_up
+from hookline.views.plots.values import Arranged, Value, arrange, look_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

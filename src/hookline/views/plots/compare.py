@@ -12,11 +12,12 @@ from hookline.engine import Site, tree
 from hookline.engine.errors import InputError
 from hookline.engine.words import plural
 from hookline.views.plots.channels import MAX_SIDE, grid, tiling
+from hookline.views.plots.checks import Source, check_count
 from hookline.views.plots.differences import Difference, difference, differences
 from hookline.views.plots.reducing import cells, scale_of, share_text, smaller
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
-from hookline.views.plots.values import Arranged, Source, Value, arrange, drawable, look_up
+from hookline.views.plots.values import Arranged, Value, arrange, drawable, look_up
 from hookline.views.units import measure
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def compare(
     """
     if order not in ("difference", "index"):
         raise InputError(f"there is no order {order!r}: write 'difference' or 'index'.")
-    if n is not None and n < 1:
-        raise InputError(f"n is {n}; draw at least one.")
+    if n is not None:
+        check_count("n", n)
     if site is None:
         return _all_sites(a, b, n or _MOST, order)
     return _one_site(look_up(a, site), look_up(b, site), n or 16, order, (sample, layout))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hookline.engine import tree
 from hookline.engine.errors import InputError
-from hookline.views.plots.values import Source, Value, one_pass, walk
+from hookline.views.plots.checks import Source
+from hookline.views.plots.values import Value, one_pass, walk
 from hookline.views.statistics import pieces, site_statistics
 
 _ROUNDING = 1e-13

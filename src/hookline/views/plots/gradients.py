@@ -1,4 +1,4 @@
-"""gradients: how large they are from site to site. Imports rows, sheet, recordings."""
+"""gradients: how large they are from site to site. Imports checks, rows, sheet, recordings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from hookline.engine.errors import InputError
 from hookline.engine.words import plural
 from hookline.recordings import GradientRow, Recording
+from hookline.views.plots.checks import check_source
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, PURPLE, SMALL
 
@@ -44,8 +46,15 @@ def gradients(recording: Recording) -> Figure:
 
     Raises:
         NotRecordedError: no gradient port was recorded.
+        InputError: this is no recording, or a pass of one.
         HooklineError: matplotlib is not installed.
     """
+    check_source(recording)
+    if not isinstance(recording, Recording):
+        raise InputError(
+            "hl.plots.gradients draws a whole recording, in means over its passes."
+            "\nGive the recording, not one of its passes."
+        )
     flow = recording.gradients()
     found = flow.rows
     counts = {state: sum(row.state == state for row in found) for state in ("dead", "exploding")}

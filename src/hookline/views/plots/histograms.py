@@ -1,4 +1,4 @@
-"""histograms: how the values of each layer are spread. Imports sheet, reducing, values."""
+"""histograms: how the values of each layer are spread. Imports checks, sheet, reducing, values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hookline.engine import Site
-from hookline.engine.errors import InputError
 from hookline.engine.words import plural
+from hookline.views.plots.checks import Source, check_count
 from hookline.views.plots.reducing import histogram, share_text, short, some_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
-from hookline.views.plots.values import Source, Value, chosen_values, not_drawn
+from hookline.views.plots.values import Value, chosen_values, not_drawn
 from hookline.views.units import measure, share
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _WIDE, _HIGH = 1.9, 0.85  # inches, of one histogram
 _ACROSS, _DOWN = 0.35, 0.6  # between them
 _COLUMNS = 4
+_MOST_BINS = 1000  # a figure has fewer dots across a histogram
 _LARGEST = 1e290  # beyond this matplotlib's axes overflow
 
 
@@ -49,7 +50,7 @@ def histograms(
     Args:
         recording: a recording of one pass, or a pass: `run.passes[1]`.
         sites: which; None is all that fired.
-        bins: into how many equal parts the range is divided.
+        bins: into how many equal parts the range is divided; 1000 at most.
         n: at most so many sites, evenly spaced over the depth.
         log: whether counts are on a logarithmic axis: after a ReLU the zeros hide the rest.
 
@@ -58,11 +59,11 @@ def histograms(
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of the named sites.
-        InputError: there is nothing to draw, or several passes.
+        InputError: there is nothing to draw, or several passes; or bins or n are no counts.
         HooklineError: matplotlib is not installed.
     """
-    if bins < 1 or n < 1:
-        raise InputError(f"bins is {bins} and n is {n}; both are counts, from 1.")
+    check_count("bins", bins, _MOST_BINS)
+    check_count("n", n)
     values, skipped = chosen_values(recording, sites)
     drawn = some_of(values, n)
     lines = [

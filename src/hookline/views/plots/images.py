@@ -12,9 +12,10 @@ from hookline.engine import Site, tree
 from hookline.engine.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.views.plots.channels import tiling
+from hookline.views.plots.checks import Source, check_count
 from hookline.views.plots.reducing import range_text, share_text, smaller
 from hookline.views.plots.sheet import SMALL, Sheet
-from hookline.views.plots.values import Source, Value, arrange, drawable, look_up
+from hookline.views.plots.values import Value, arrange, drawable, look_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,12 +52,13 @@ def images(
         InputError: these are no pictures.
         HooklineError: matplotlib is not installed.
     """
+    check_count("n", n)
     value = _found(recording, site)
     shape = list(drawable(value).shape)
     if layout is None and len(shape) == 4:
         layout = "NCHW" if shape[1] in (1, 3) else "NHWC"
     n_channels = shape[layout.index("C")] if layout and len(layout) == len(shape) == 4 else 0
-    if n_channels not in (1, 3) or n < 1:
+    if n_channels not in (1, 3):
         raise InputError(
             f"{value.label} holds no pictures: its shape is {tree.shape(value.tensor)}, and a batch"
             " of pictures has 4 dimensions, with 1 or 3 channels.\nhl.plots.channels draws maps of"

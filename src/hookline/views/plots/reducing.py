@@ -1,4 +1,4 @@
-"""What is drawn of large values: areas, ranges, orders, counts. Imports statistics."""
+"""What is drawn of large values: areas, ranges, orders, counts. Imports checks, statistics."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from hookline.engine.errors import InputError
 from hookline.engine.words import plural
+from hookline.views.plots.checks import check_count
 from hookline.views.statistics import Statistics, pieces, site_statistics
 from hookline.views.units import measure
 
@@ -84,8 +85,8 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
         if not chosen:
             raise InputError("the list of channels is empty; name at least one.")
         return [one % n_channels for one in chosen]
-    if n is not None and n < 1:
-        raise InputError(f"n is {n}; draw at least one channel.")
+    if n is not None:
+        check_count("n", n)
     if order == "index":
         return list(range(n_channels))[:n]
     flat = data.reshape(n_channels, -1).double()

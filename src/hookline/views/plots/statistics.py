@@ -13,6 +13,7 @@ from hookline.engine import Site
 from hookline.engine.errors import InputError
 from hookline.engine.words import plural
 from hookline.recordings import PassRecord
+from hookline.views.plots.checks import Source, check_source
 from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of
 from hookline.views.plots.rows import RowSheet, stretch
 from hookline.views.plots.sheet import (
@@ -31,7 +32,6 @@ from hookline.views.plots.sheet import (
 )
 from hookline.views.plots.values import (
     Skipped,
-    Source,
     Value,
     chosen_values,
     look_up,
@@ -93,6 +93,7 @@ def statistics(
         InputError: there is no such statistic, or nothing to draw.
         HooklineError: matplotlib is not installed.
     """
+    check_source(recording)
     names = [what] if isinstance(what, str) else list(what)
     unknown = [name for name in names if name not in HEADINGS]
     if unknown or not names:

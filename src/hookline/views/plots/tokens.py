@@ -11,6 +11,7 @@ import numpy as np
 from hookline.engine import Site
 from hookline.engine.errors import InputError
 from hookline.engine.words import plural
+from hookline.views.plots.checks import Source
 from hookline.views.plots.reducing import (
     cells,
     order_of,
@@ -29,7 +30,7 @@ from hookline.views.plots.sheet import (
     tidy,
     within,
 )
-from hookline.views.plots.values import Source, arrange, look_up
+from hookline.views.plots.values import arrange, look_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Values of a recording, as what can be drawn. Imports recordings, statistics, engine."""
+"""Values of a recording, as what can be drawn. Imports checks, recordings, statistics, engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hookline.engine import Site, tree
 from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
 from hookline.engine.words import plural
 from hookline.recordings import PassRecord, Recording
+from hookline.views.plots.checks import Source, check_sample, check_source
 from hookline.views.statistics import DENSE_NUMEL, main_tensor
-
-Source = Recording | PassRecord
 
 _LETTERS = "NCTLDHW"
 _USUAL = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
@@ -82,6 +81,7 @@ def look_up(source: Source, key: str | Site) -> Value:
     Raises:
         InputError: it holds no tensor.
     """
+    check_source(source)
     value = source[key]
     where = ""
     if isinstance(source, PassRecord):
@@ -99,6 +99,7 @@ def one_pass(source: Source) -> PassRecord:
     Raises:
         NotRecordedError: the model has not run. InputError: there are several passes.
     """
+    check_source(source)
     if isinstance(source, PassRecord):
         return source
     filled = [one for one in source.passes if len(one)]
@@ -174,6 +175,7 @@ def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> A
         InputError: the layout does not fit, there is no such sample, or the tensor is empty,
             sparse, nested or without data.
     """
+    check_sample(sample)
     tensor = drawable(value)
     letters = layout or _guess(value, usual)
     _check_layout(value, letters)

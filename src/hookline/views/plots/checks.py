@@ -1,0 +1,50 @@
+"""What every figure refuses before it looks at a value. Imports recordings, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hookline.engine.errors import InputError
+from hookline.recordings import PassRecord, Recording
+
+Source = Recording | PassRecord
+
+
+def check_source(source: Any) -> None:
+    """Refuse what holds no recorded values: a model, a tensor, a folder's name.
+
+    Raises:
+        InputError: it is no recording, nor a pass of one.
+    """
+    if not isinstance(source, Recording | PassRecord):
+        raise InputError(
+            f"hl.plots draws recordings, and got {type(source).__name__}."
+            "\nRecord first: with hl.record(model) as run: model(x), and give run, or one of"
+            " run.passes; a folder is opened by hl.open(path)."
+        )
+
+
+def check_count(name: str, count: Any, most: int | None = None) -> None:
+    """Refuse what is no count of things to draw.
+
+    Raises:
+        InputError: it is no whole number from 1 up, or more than can be told apart.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"{name}={count!r} is no count.\nGive a whole number from 1 up.")
+    if most is not None and count > most:
+        raise InputError(
+            f"{name}={count} is more than a figure can show apart.\nGive {most} at most."
+        )
+
+
+def check_sample(sample: Any) -> None:
+    """Refuse what is no row of a batch.
+
+    Raises:
+        InputError: it is no whole number.
+    """
+    if isinstance(sample, bool) or not isinstance(sample, int):
+        raise InputError(
+            f"sample={sample!r} is no row of a batch.\nGive a whole number; sample=0 is the first."
+        )
