@@ -19,7 +19,7 @@ from torch import nn
 from hookline.engine.modules import walk
 from hookline.engine.taps import RootTap, Tap, is_inert
 from hookline.engine.torch_internals import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
-from hookline.engine.words import plural
+from hookline.engine.words import plural, visible
 
 
 @final
@@ -64,10 +64,11 @@ class Inventory:
         ]  # fmt: skip
         rows.insert(0, ("path", "kind", "owner", "function", "where"))
         widths = [max(len(row[k]) for row in rows) for k in range(4)]
-        return "\n".join(
+        lines = [
             "  ".join([*(f"{row[k]:{widths[k]}}" for k in range(4)), row[4]]).rstrip()
             for row in rows
-        )
+        ]
+        return visible("\n".join(lines))
 
     __repr__ = __str__
 

@@ -23,7 +23,7 @@ from hookline.engine.torch_internals import (
     parameters,
     unwrap,
 )
-from hookline.engine.words import plural
+from hookline.engine.words import plural, visible
 
 _NOT_RUN = "the model has not run"
 _NOTHING_RAN = (
@@ -109,7 +109,7 @@ class Report:
             for site, count in self.fired
         ]
         notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
-        return "\n".join([head, *lines, *notes, *[_ASK] * self._is_vague])
+        return visible("\n".join([head, *lines, *notes, *[_ASK] * self._is_vague]))
 
     __repr__ = __str__
 

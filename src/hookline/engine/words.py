@@ -1,4 +1,8 @@
-"""Words: numbers with their nouns, for messages. Imports nothing."""
+"""Words: numbers with their nouns, names as they can be seen. Imports nothing."""
+
+from __future__ import annotations
+
+import unicodedata
 
 
 def plural(number: int, one: str, many: str | None = None) -> str:
@@ -8,3 +12,23 @@ def plural(number: int, one: str, many: str | None = None) -> str:
     ('2 passes', '1 site')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def visible(text: str) -> str:
+    """A text whose marks that are not seen are: those of direction, and what a terminal obeys.
+
+    Names of modules are the user's own words, or those of whoever made a folder: a mark in one
+    could turn round, hide or colour what stands beside it. Line breaks and tabs stay.
+
+    >>> print(visible("layer\\u202egnp.1"))
+    layer\\u202egnp.1
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        ascii(char)[1:-1] if char not in "\n\t" and unicodedata.category(char) in _UNSEEN else char
+        for char in text
+    )
+
+
+_UNSEEN = ("Cc", "Cf", "Cs")  # controls, marks of format, halves of a pair

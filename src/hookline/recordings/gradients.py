@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hookline.engine import Report, has_numbers, tree
 from hookline.engine.errors import NotRecordedError
+from hookline.engine.words import visible
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
 
@@ -92,7 +93,7 @@ class GradientFlow:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([*lines, _verdict(self)])
+        return visible("\n".join([*lines, _verdict(self)]))
 
     __repr__ = __str__
 

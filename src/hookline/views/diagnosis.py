@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hookline.engine import Site
-from hookline.engine.words import plural
+from hookline.engine.words import plural, visible
 from hookline.views.tables import ASCII_RULE, table_of, text_of
 
 _N_FEW = 24  # of so many sites each is shown
@@ -193,7 +193,7 @@ def _sites(diagnosis: DiagnosisLike, rule: box.Box) -> Table:
     rows = sorted(groups.items(), key=lambda group: (bool(group[1][0].calls), not group[0][1]))
     most = _N_FEW if len(diagnosis.sites) <= _N_FEW else _N_SITES
     for (verdict, why, remedy), members in rows[:_N_ROWS]:
-        said = Text(why, style="yellow")
+        said = Text(visible(why), style="yellow")
         if remedy:
             said.append(f"\n-> {remedy}", style="default")
         names = _names(members, most)
@@ -209,7 +209,7 @@ def _sites(diagnosis: DiagnosisLike, rule: box.Box) -> Table:
 def _names(members: Sequence[FindingLike], most: int) -> Text:
     names = [str(one.site) or "(root)" for one in members]
     more = len(names) - most
-    text = Text("\n".join(names[:most]))
+    text = Text(visible("\n".join(names[:most])))
     if more > 0:
         text.append(f"\nand {more:,} more", style="dim")
     return text
@@ -220,7 +220,7 @@ def _notes(notes: Sequence[NoteLike]) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column()
     for note in notes:
-        text = Text(note.what)
+        text = Text(visible(note.what))
         if note.remedy:
             text.append(f"\n-> {note.remedy}")
         grid.add_row(Text(note.about, style="bold"), text)

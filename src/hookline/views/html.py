@@ -1,20 +1,20 @@
 """Tables for notebooks: what `_repr_html_` of recordings, selections, summaries and reports shows.
 
-Imports tables, units. Every name is escaped: paths and types are the user's own words. Colours are
-the notebook's, light or dark: lines and quiet text are its text colour, made fainter.
+Imports escaping, tables, units. Every name is escaped: paths and types are the user's own words.
+Colours are the notebook's, light or dark: lines and quiet text are its text colour, made fainter.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 from hookline.engine import Report, Site, tree
 from hookline.engine.errors import FolderError, OverwrittenError
 from hookline.engine.words import plural
 from hookline.recordings import PassRecord, Recording
+from hookline.views.escaping import escape
 from hookline.views.tables import SummaryLike
 from hookline.views.units import count, size
 

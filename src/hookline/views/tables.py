@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hookline.engine import Inventory, Report
-from hookline.engine.words import plural
+from hookline.engine.words import plural, visible
 from hookline.views.units import count, size
 
 _TEXT_WIDTH = 100
@@ -142,7 +142,7 @@ def report_table(report: Report) -> Group:
     n_silent = len(report.silent)
     head = Text.assemble(
         (f"hl.{report.name}", "bold"),
-        f" on {report.model_type}: {plural(len(report.fired), 'site')},"
+        f" on {visible(report.model_type)}: {plural(len(report.fired), 'site')},"
         f" {plural(report.passes, 'pass', 'passes')}, {len(report.fired) - n_silent} fired, ",
         (f"{n_silent} never", "bold yellow" if n_silent else ""),
         f"; {'ended' if report.ended else 'attached'}",
@@ -155,11 +155,14 @@ def report_table(report: Report) -> Group:
         table.columns.pop()
     for site, n_fired in report.fired:
         why = report.why.get(site, "")
-        cells = [Text(str(site) or "(root)"), Text(site.module_type), Text(f"{n_fired:,}")]
+        cells = [
+            Text(visible(str(site)) or "(root)"), Text(visible(site.module_type)),
+            Text(f"{n_fired:,}"),
+        ]  # fmt: skip
         # Unfired sites stand out by their reason; the rest of their row steps back.
         table.add_row(
             *(cells if n_fired else [Text(cell.plain, style="dim") for cell in cells]),
-            *([Text(why, style="yellow")] if report.silent else []),
+            *([Text(visible(why), style="yellow")] if report.silent else []),
         )
     return Group(head, Text(), table)
 
@@ -182,10 +185,10 @@ def inventory_table(inventory: Inventory) -> Table | Text:
     table = table_of(box.SIMPLE_HEAD, "path", "kind", "owner", "function", "where")
     for entry in inventory:
         table.add_row(
-            Text(entry.path or "(root)"),
+            Text(visible(entry.path) or "(root)"),
             Text(entry.kind),
             Text(entry.owner, style="bold" if entry.owner == "yours" else ""),
-            Text(entry.function),
+            Text(visible(entry.function)),
             Text(entry.where, style="dim"),
         )
     return table
@@ -195,7 +198,7 @@ def _with_totals(summary: SummaryLike, modules: Table, failure: bool = True) -> 
     parts: list[RenderableType] = [modules, Text(), _totals(summary)]
     if summary.failure and failure:
         said = Text("The run failed", style="bold red")
-        said.append(f"\n{summary.failure}", style="not bold red")
+        said.append(f"\n{visible(summary.failure)}", style="not bold red")
         parts += [Text(), said]
     return Group(*parts)
 
@@ -213,7 +216,8 @@ def _modules(summary: SummaryLike, rule: box.Box) -> Table:
     holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
     for row in summary.rows:
         parameters = f"{row.parameters:,}" if row.parameters else ""
-        cells = [_name(row), Text(row.module_type + f" x{row.calls}" * (row.calls > 1))]
+        calls = f" x{row.calls}" * (row.calls > 1)
+        cells = [_name(row), Text(visible(row.module_type) + calls)]
         if summary.ran:
             cells += [Text(_compact(row.input)), _output(row, row.path in holders)]
             cells += [Text(row.dtype)] * has_dtypes
@@ -226,10 +230,11 @@ def _modules(summary: SummaryLike, rule: box.Box) -> Table:
 
 
 def _name(row: SummaryRow) -> Text:
-    name = Text("  " * row.depth + (row.path.rpartition(".")[2] or "(root)"))
+    name = Text("  " * row.depth + (visible(row.path.rpartition(".")[2]) or "(root)"))
     if row.aliases:
         more = len(row.aliases) - _N_ALIASES_SHOWN
-        shared = ", ".join(row.aliases[:_N_ALIASES_SHOWN]) + f" and {more} more" * (more > 0)
+        shared = visible(", ".join(row.aliases[:_N_ALIASES_SHOWN]))
+        shared += f" and {more} more" * (more > 0)
         name.append(f"\n{'  ' * row.depth}  shared with {shared}", style="dim")
     return name
 

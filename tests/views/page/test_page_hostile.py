@@ -129,6 +129,28 @@ def test_no_name_becomes_markup(served, hostile):
             assert "<b>folder" not in answer.text
 
 
+def test_no_name_turns_round_what_stands_beside_it(served, tmp_path):
+    name = "layer\u202egnp\x1b[31m"
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(2, 2))
+    model.add_module("again", nn.Sequential(model[0]))
+    with hl.record(model) as run:
+        model(torch.ones(1, 2))
+    texts = [
+        run._repr_html_(), run.report()._repr_html_(), str(run.report()),
+        str(hl.summary(model, torch.ones(1, 2))), str(hl.doctor(model, torch.ones(1, 2))),
+    ]  # fmt: skip
+    server = served(run.save(tmp_path / "run"))
+    pages = [
+        server.get(path) for path in ("", f"site?at={quote(name)}", f"site?at={quote(chr(0x202E))}")
+    ]
+    assert [page.status for page in pages] == [200, 200, 404]
+    for text in (*texts, *(page.text for page in pages)):
+        assert "\u202e" not in text.partition('<script type="application/json"')[0]
+        assert "\x1b" not in text
+        assert r"\u202e" in text
+
+
 def test_every_value_of_an_odd_recording_has_a_page(served, tmp_path):
     values = {
         "nan": torch.full((2, 3, 4, 4), float("nan")),

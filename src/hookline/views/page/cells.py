@@ -1,12 +1,11 @@
-"""The cells of a line of the table, as HTML. Imports columns, links.
+"""The cells of a line of the table, as HTML. Imports columns, escaping.
 
 Written here and not in a template, since a table of 2,000 lines has 25,000 of them.
 """
 
 from __future__ import annotations
 
-from html import escape
-
+from hookline.views.escaping import escape
 from hookline.views.page.columns import Column
 from hookline.views.page.rows import Row
 from hookline.views.page.seen import Seen

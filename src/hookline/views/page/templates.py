@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hookline.engine.words import visible
 from hookline.views.page.cells import cells_html
 from hookline.views.page.columns import Column
 from hookline.views.page.extras import load
@@ -31,6 +32,7 @@ def environment() -> Any:
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
+        finalize=_visible,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -41,6 +43,11 @@ def environment() -> Any:
         style=(FOLDER / "page.css").read_text("utf-8"), script=script(), script_hash=script_hash(),
     )  # fmt: skip
     return found
+
+
+def _visible(value: Any) -> Any:
+    """What an expression in a template gives; of a text that is no markup, all is seen."""
+    return visible(value) if type(value) is str else value
 
 
 def script() -> str:
