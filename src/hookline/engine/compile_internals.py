@@ -229,7 +229,8 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
         found.add(id(module))
         if module.__dict__.get("_compiled_call_impl") is not None:
             compiled.append(module)
-        waiting += children(module).values()
+        if inner := children(module):
+            waiting += inner.values()
     return found, compiled
 
 

@@ -305,8 +305,9 @@ def _own(module: nn.Module, name: str) -> Any:
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """Direct children by name; `named_children` would drop an object's second name."""
-    found: dict[str, nn.Module | None] = _own(module, "_modules")
-    return found
+    # As `_own`, written out: a walk over a model asks it of each module.
+    found: dict[str, nn.Module | None] | None = module.__dict__.get("_modules")
+    return module._modules if found is None else found
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
