@@ -256,10 +256,11 @@ def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[...
     """
     if not isinstance(function, types.FunctionType) or not function.__defaults__:
         return function
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    first = len(names) - len(function.__defaults__)
-    defaults = dict(zip(names[first:], function.__defaults__, strict=True))
-    mine = {name: defaults[name] for name in names[max(first, n_given) :]}
+    code, given = function.__code__, function.__defaults__
+    names = code.co_varnames[: code.co_argcount]
+    defaults = dict(zip(names[-len(given) :], given, strict=True))
+    named = names[max(n_given, code.co_posonlyargcount) :]
+    mine = {name: defaults[name] for name in named if name in defaults}
     return functools.partial(function, **mine) if mine else function
 
 
