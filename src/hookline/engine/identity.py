@@ -20,6 +20,7 @@ V = TypeVar("V")
 class ByIdentity(Generic[V]):
     """A mapping from things. They are held as well: a freed one's id would be given to another.
 
+    >>> a, b = [1], [1]
     >>> seen = ByIdentity()
     >>> seen[a] = "first"
     >>> seen.get(a), seen.get(b)
