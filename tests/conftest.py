@@ -128,6 +128,20 @@ def left_as_found():
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """No compiled code before, none left, and dynamo looks at hooks no more than it did."""
+    from torch._dynamo import config  # it takes a second to load
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    before = config.skip_nnmodule_hook_guards
+    yield
+    assert config.skip_nnmodule_hook_guards is before
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def interrupted():
     """`interrupted(step, modules, action)`: whether a Ctrl-C came in the action.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import config
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 
@@ -24,15 +23,10 @@ CALL = OptimizedModule.__call__
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    before = config.skip_nnmodule_hook_guards
+def whole_and_put_back(fresh_dynamo):
     yield
-    assert config.skip_nnmodule_hook_guards is before
     assert OptimizedModule.__call__ is CALL
     assert not counters["graph_break"]
-    torch.compiler.reset()
 
 
 class Step(nn.Module):

@@ -11,7 +11,10 @@ import hookline as hl
 from hookline.engine.compile_internals import OLD_DYNAMO
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 
 class Block(nn.Sequential):
@@ -49,13 +52,6 @@ X = torch.linspace(-1, 1, 15).view(5, 3)
 READ = ["blocks.*.1", "blocks.*.2"] if OLD_DYNAMO else ["blocks.*.*"]
 N_READ = 4 if OLD_DYNAMO else 6
 backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def gradients(model):

@@ -18,20 +18,13 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"backend": "aot_eager", "fullgraph": True}
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    before = config.skip_nnmodule_hook_guards
-    yield
-    assert config.skip_nnmodule_hook_guards is before
-    torch.compiler.reset()
 
 
 class Step(nn.Module):
@@ -80,6 +73,18 @@ class Parts(nn.Module):
 def make(kind=None, n=4):
     torch.manual_seed(0)
     return kind() if kind else nn.Sequential(*[Step() for _ in range(n)])
+
+
+class Inside(nn.Module):
+    """A compiled function inside, which has no border."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make()
+        self.fast = torch.compile(lambda x: self.inner(x) * 2, **OPTIONS)
+
+    def forward(self, x):
+        return self.fast(x)
 
 
 def by_part(model):
@@ -214,15 +219,6 @@ def test_what_is_compiled_inside_the_block_is_seen():
 
 
 def test_a_compiled_function_inside_the_model_costs_one_graph_for_all_lines():
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = make()
-            self.fast = torch.compile(lambda x: self.inner(x) * 2, **OPTIONS)
-
-        def forward(self, x):
-            return self.fast(x)
-
     model, graphs = Inside(), []
     for _ in range(12):
         with hl.record(model, "inner.*", ports=("output", "grad_output")) as seen:
@@ -236,15 +232,6 @@ def test_a_compiled_function_inside_the_model_costs_one_graph_for_all_lines():
 
 @pytest.mark.parametrize("kind", ["limit", "untraceable"])
 def test_what_fails_in_a_compiled_function_inside_the_model_is_explained_once(kind):
-    class Inside(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = make()
-            self.fast = torch.compile(lambda x: self.inner(x) * 2, **OPTIONS)
-
-        def forward(self, x):
-            return self.fast(x)
-
     model = Inside()
 
     def sweep():

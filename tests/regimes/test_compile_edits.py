@@ -10,6 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import hookline as hl
 from hookline.engine.compile_internals import OLD_DYNAMO
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 EDITS = {
     "scale": lambda k: hl.edits.scale(k / 4),
     "scale by a tensor": lambda k: hl.edits.scale(torch.tensor(k / 4)),
@@ -19,13 +21,6 @@ EDITS = {
     "clamp": lambda k: hl.edits.clamp(max=0.25),
 }
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def make():

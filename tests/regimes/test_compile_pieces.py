@@ -13,18 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    before = config.skip_nnmodule_hook_guards
-    yield
-    assert config.skip_nnmodule_hook_guards is before
-    torch.compiler.reset()
 
 
 class Step(nn.Module):

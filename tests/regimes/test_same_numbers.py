@@ -18,16 +18,12 @@ from hookline.models._torchvision_import import import_torchvision
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 PORTS = ("output", "grad_output")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @functools.cache

@@ -20,18 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 OPTIONS = {"backend": "aot_eager", "fullgraph": True}
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 class Step(nn.Module):

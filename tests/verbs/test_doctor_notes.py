@@ -175,9 +175,8 @@ def test_of_a_distributed_model_the_inner_one_is_run_without_its_peers(tmp_path)
 
 
 @pytest.fixture
-def fresh_dynamo():
-    """No compiled code before, and none left for the tests that count tensors."""
-    torch.compiler.reset()
+def uncounted(fresh_dynamo):
+    """Nothing left for the tests that count tensors."""
     yield
     torch.compiler.reset()
     for _ in range(3):  # what goes with compiled code goes in steps
@@ -195,14 +194,17 @@ class Chain(nn.Sequential):
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_model_is_diagnosed_in_its_compiled_code(fresh_dynamo):
+def test_a_compiled_model_is_diagnosed_in_its_compiled_code(uncounted):
     model = Chain(nn.Linear(2, 2), nn.LSTM(2, 2))
     model.compile(backend="eager")
     found = hl.doctor(model, X, ["0:grad_output", "1", "1:grad_output"])
     assert found["0:grad_output"].verdict == "fires"
     assert found["1"].verdict == "fires"
     assert found["1:grad_output"].verdict == "fires"  # of a value with several parts
-    assert said(found, "compiled")[0][0].startswith("the model is compiled: lines work inside")
+    what, remedy = said(found, "compiled")[0]
+    assert what.startswith("the model is compiled: lines work inside")
+    assert what.endswith("raw backward hooks (line.backward, line.backward_pre) do not")
+    assert "'fc:grad_output'" in remedy
     assert found.environment["dynamo"] == "has compiled code"
     assert hl.doctor(model, X, ["0:grad_output", "1:grad_output[0]"]).ok
 

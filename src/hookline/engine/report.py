@@ -183,10 +183,9 @@ def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:
 
 
 def is_excused(tap: Tap) -> bool:
-    """Whether it is no mistake that a tap never fired: it was told that nothing would come."""
+    """Whether it is no mistake that a tap has not fired: it was told that nothing would come."""
     return (
         isinstance(tap, GradientTap)
-        and not tap.fired
         and not tap.on.changes
         and (tap.on.optional or (tap.needless > 0 and not tap.placed))
     )

@@ -108,8 +108,8 @@ def _compiled(model: nn.Module) -> Iterator[Note]:
         yield Note(
             "compiled",
             f"{what} compiled: lines work inside the graph, at the cost of one compilation for"
-            " each kind; raw backward hooks and the gradients of values with several parts do not",
-            "for gradients of such values select a part, 'lstm:grad_output[0]'",
+            " each kind; raw backward hooks (line.backward, line.backward_pre) do not",
+            "for gradients record or edit the ports, 'fc:grad_output', 'fc:grad_input'",
         )
 
 
