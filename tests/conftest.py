@@ -129,15 +129,15 @@ def left_as_found():
 
 @pytest.fixture
 def fresh_dynamo():
-    """No compiled code before, none left, and dynamo looks at hooks no more than it did."""
+    """No compiled code before, none left, and dynamo has the settings that it had."""
     from torch._dynamo import config  # it takes a second to load
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
-    before = config.skip_nnmodule_hook_guards
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     yield
-    assert config.skip_nnmodule_hook_guards is before
+    assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before
     torch.compiler.reset()
 
 

@@ -94,14 +94,6 @@ def test_wrappers_that_need_processes_are_where_they_are_said_to_be():
         assert (kind.__module__, kind.__name__) in internals._WRAPPERS
 
 
-def test_compiled_modules_are_known():
-    inner = nn.Linear(1, 1)
-    assert not internals.is_compiled(inner)
-    assert internals.is_compiled(torch.compile(inner, backend="eager"))
-    inner.compile(backend="eager")
-    assert internals.is_compiled(inner)
-
-
 def test_holders_without_a_forward_are_known():
     assert not internals.has_forward(nn.ModuleList())
     assert not internals.has_forward(nn.ModuleDict())

@@ -298,13 +298,13 @@ def test_threads_of_a_line_without_a_block_have_passes_of_their_own():
 def test_a_line_that_another_thread_ends_leaves_dynamos_settings():
     model = make()
     run = torch.compile(model, **OPTIONS)
-    before = config.skip_nnmodule_hook_guards
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     line = hl.record(model, "1")
     run(X)
     thread = threading.Thread(target=line.remove)
     thread.start()
     thread.join()
-    assert config.skip_nnmodule_hook_guards is before
+    assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before
     assert torch.equal(line.recording["1"], model[1](model[0](X)))
 
 

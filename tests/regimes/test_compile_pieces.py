@@ -141,11 +141,11 @@ def test_the_settings_of_dynamo_are_put_back_whichever_of_two_lines_ends_its_pas
             return self.fast(x)
 
     model = Inside()
-    before = config.skip_nnmodule_hook_guards
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     for _ in range(2):
         with hl.edit(model, "inner", lambda v: v * 2), hl.record(model, "inner.act") as seen:
             out = model(X)
-        assert config.skip_nnmodule_hook_guards is before
+        assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before
         torch.testing.assert_close(seen["inner.act"] * 2, out, rtol=0, atol=0)
 
 

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.locks import lock
-from hookline.engine.torch_internals import children
+from hookline.engine.torch_internals import children, has_own_hooks
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
 # reverse order; that of 2.11 makes named tuples only by their own `__new__`.
@@ -46,11 +46,8 @@ def has_compiled() -> bool:
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
 
-# Guards look at hooks; and what a hook keeps in a checkpointed stretch is kept in its first run.
-_SETTINGS = {
-    "skip_nnmodule_hook_guards": False,
-    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
-}
+# What a hook keeps in a checkpointed stretch is kept in its first run.
+_SETTINGS = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
 
 
 class _Held(threading.local):
@@ -99,52 +96,20 @@ class Settings:
                 del _held.before[name]
 
 
-class _Mark(NamedTuple):
-    """Who has marked a module, and the function that is its forward."""
-
-    owners: set[int]
-    forward: Any
-
-
-# Who has marked a module; one that is gone takes its marks along.
-_marks: weakref.WeakKeyDictionary[nn.Module, _Mark] = weakref.WeakKeyDictionary()
-_marks_lock = lock()
+# The dictionaries of a module that code which is compiled asks whether they are empty.
+_ASKED = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
+    "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 
 
-def mark_module(module: nn.Module, owner: object) -> None:
-    """Give a module its own forward as an attribute: code compiled without it no longer serves.
+def own_kinds(module: nn.Module) -> int:
+    """Which of those dictionaries have hooks of hookline's: a bit for each.
 
-    Compiled code is guarded on whether an instance has a forward of its own. Nothing else changes.
+    By default nothing in compiled code notices when an empty one is empty no more.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        return  # its class has no forward; and no hook on it is ever called
-    with _marks_lock:
-        if module not in _marks and "forward" in module.__dict__:
-            return  # somebody else's, which the code is guarded on as it is
-        _marks.setdefault(module, _Mark(set(), type(module).forward)).owners.add(id(owner))
-        module.__dict__.setdefault("forward", types.MethodType(type(module).forward, module))
-
-
-def unmark_module(module: nn.Module, owner: object) -> None:
-    """Take an owner's mark back; with the last, the attribute goes. Twice is no mistake."""
-    with _marks_lock:
-        mark = _marks.get(module)
-        if mark is None:
-            return
-        mark.owners.discard(id(owner))
-        if not mark.owners:
-            # Somebody may have put a forward of theirs in its place meanwhile.
-            if getattr(module.__dict__.get("forward"), "__func__", None) is mark.forward:
-                del module.__dict__["forward"]
-            del _marks[module]
-
-
-def unmark_copy(module: nn.Module) -> None:
-    """Take away the mark that a copy of a marked module has come with."""
-    with _marks_lock:
-        own = getattr(module.__dict__.get("forward"), "__func__", None)
-        if own is not None and own is type(module).forward and module not in _marks:
-            del module.__dict__["forward"]
+    tables = [module.__dict__[name] for name in _ASKED]
+    return sum(1 << bit for bit, table in enumerate(tables) if has_own_hooks(table))
 
 
 class Watcher(Protocol):
@@ -214,6 +179,16 @@ class Borders:
             kind = sys.modules["torch._dynamo"].OptimizedModule
             if not Borders._all and kind.__call__ is _call_optimized:
                 kind.__call__ = Borders._original
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module go through `torch.compile`."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return any(
+        (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
+        for kind in type(module).__mro__
+    )
 
 
 def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:

@@ -1,8 +1,8 @@
 """Compiled: what it takes for torch.compile to honour a line. Imports gradient_taps, taps, passes.
 
-Compiled code is reused as long as its guards hold, and by default they look at no hook. So where a
-line sees it, code is compiled with guards on hooks; and each hooked module carries a mark that code
-compiled before is guarded against. When the mark goes with the line, the old code serves again.
+Compiled code is reused as long as its guards hold, and by default they look at no hook that comes
+where none was. So each hooked module carries a mark that code compiled before is guarded against
+(`compile_marks.py`). When the mark goes with the line, the old code serves again.
 
 No Python of ours runs inside a graph. So at the border of compiled code, where a compiled module is
 called, the line is switched on and passes begin; and when the code has run, what it has left on the
@@ -26,11 +26,10 @@ from hookline.engine.compile_internals import (
     dynamo_config,
     has_compiled,
     inside_compiled,
-    mark_module,
     not_alone,
-    unmark_module,
     while_tracing,
 )
+from hookline.engine.compile_marks import mark, unmark
 from hookline.engine.compile_notes import note_on, refuse_reversed
 from hookline.engine.errors import AttachError
 from hookline.engine.gradient_tap import GradientTap
@@ -172,7 +171,7 @@ class Compiled:
     def _mark(self, module: nn.Module) -> None:
         if id(module) not in self._marked:
             self._marked[id(module)] = module  # first: from here on an interrupt takes it off, too
-            mark_module(module, self)
+            mark(module, self)
 
     # -- passes, told by `Passes` ----------------------------------------------------------------
 
@@ -360,7 +359,7 @@ class Compiled:
         self._nodes, self._new, self._of_one_call = {}, [], []
         while self._marked:
             number = next(iter(self._marked))
-            unmark_module(self._marked[number], self)
+            unmark(self._marked[number], self)
             del self._marked[number]
         if self._borders is not None:
             self._borders.remove()

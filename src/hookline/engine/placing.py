@@ -1,6 +1,7 @@
 """Placements: hooks put on modules, tensors, optimizers and torch itself, and taken off again.
 
-The only file that registers with torch. Imports taps, torch_internals, locks, errors.
+The only file that registers with torch. Imports taps, compile_marks, torch_internals, locks,
+errors.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from hookline.engine.compile_marks import follow
 from hookline.engine.errors import AttachError
 from hookline.engine.locks import lock
 from hookline.engine.taps import Rank, RootTap, Tap
@@ -50,7 +52,7 @@ class Placements:
     __slots__ = ("_placed",)
 
     def __init__(self) -> None:
-        self._placed: list[tuple[list[Any], int]] = []
+        self._placed: list[tuple[list[Any], int, nn.Module | None]] = []
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -82,12 +84,14 @@ class Placements:
             dicts += hook_flags(module, kind, with_kwargs=with_kwargs, always_call=always_call)
         with _lock:
             key = self._free_id(hooks)
-            self._placed.append((dicts, key))  # first: an interrupt from here on takes it off, too
+            # First: an interrupt from here on takes it off, too.
+            self._placed.append((dicts, key, module))
             for flags in dicts[1:]:
                 flags[key] = True
             later = _later(hooks, rank, Rank.HOOK, prepend=prepend)
             hooks[key] = hook
             _move_to_end(hooks, later)
+            follow(module)
 
     def place_on_tensor(
         self,
@@ -145,7 +149,7 @@ class Placements:
             handle = register(hook)
             hooks = handle.hooks_dict_ref()
             assert hooks is not None
-            self._placed.append(([hooks], handle.id))
+            self._placed.append(([hooks], handle.id, None))
         except BaseException:
             if handle is not None:
                 handle.remove()
@@ -158,9 +162,11 @@ class Placements:
         try:
             with _lock:
                 while len(placed) > keep:
-                    dicts, key = placed[-1]
+                    dicts, key, module = placed[-1]
                     for hooks in dicts:
                         hooks.pop(key, None)
+                    if module is not None:
+                        follow(module)
                     placed.pop()
         except BaseException:
             self.take_off(keep)

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
+from hookline.engine.compile_internals import is_compiled
 from hookline.engine.gradient_tap import GradientTap
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
@@ -18,7 +19,6 @@ from hookline.engine.site import Site
 from hookline.engine.taps import Tap
 from hookline.engine.torch_internals import (
     children,
-    is_compiled,
     is_scripted,
     parameters,
     unwrap,

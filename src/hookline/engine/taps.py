@@ -1,6 +1,6 @@
 """Taps: the objects whose bound methods torch calls as hooks.
 
-Imports traced, passes, arguments, tree, site, regime, torch_internals.
+Imports traced, passes, arguments, tree, site, regime, compile_marks, torch_internals.
 
 A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
 it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
@@ -17,7 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import tree
 from hookline.engine.arguments import Arguments
-from hookline.engine.compile_internals import unmark_copy, while_tracing
+from hookline.engine.compile_internals import while_tracing
+from hookline.engine.compile_marks import unmark_copy
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.regime import refuse_tracing
 from hookline.engine.site import Site

@@ -56,13 +56,22 @@ HOOK_DICTS: dict[str, str] = {
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-@functools.cache
+_own_ids: list[int] = []
+
+
 def own_hook_id(index: int) -> int:
     """The numbers under which hookline's hooks stand, which no hook of torch has or will have.
 
     Torch's own counter hands them out, each once; one serves in many dictionaries.
     """
-    return RemovableHandle(OrderedDict()).id
+    while len(_own_ids) <= index:
+        _own_ids.append(RemovableHandle(OrderedDict()).id)
+    return _own_ids[index]
+
+
+def has_own_hooks(table: dict[Any, Any]) -> bool:
+    """Whether a dictionary of hooks, or of marks on them, has some of hookline's."""
+    return bool(table) and not table.keys().isdisjoint(_own_ids)
 
 
 def hook_dict(module: nn.Module, kind: str) -> HookDict:
@@ -341,16 +350,6 @@ def unwrap(module: nn.Module) -> nn.Module:
 def is_scripted(module: nn.Module) -> bool:
     """Whether torch would take hooks on this module and never call them."""
     return isinstance(module, torch.jit.ScriptModule)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this module go through `torch.compile`."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    return any(
-        (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
-        for kind in type(module).__mro__
-    )
 
 
 def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.engine.compile_internals import is_compiled
 from hookline.engine.errors import InputError
-from hookline.engine.torch_internals import buffers, is_compiled
+from hookline.engine.torch_internals import buffers
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 

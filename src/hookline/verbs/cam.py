@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from hookline.engine import Selector, Site, tree
+from hookline.engine.compile_internals import is_compiled
 from hookline.engine.errors import AttachError, InputError, SelectionError, warn
-from hookline.engine.torch_internals import is_compiled, is_scripted, unwrap
+from hookline.engine.torch_internals import is_scripted, unwrap
 from hookline.engine.words import plural
 from hookline.recordings import Recording
 from hookline.verbs.calling import as_found, call

@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hookline.engine import Line, Selector, Site, check_ports
+from hookline.engine.compile_internals import is_compiled
 from hookline.engine.errors import AttachError
 from hookline.engine.modules import Node
 from hookline.engine.select import Place, Selection
-from hookline.engine.torch_internals import has_forward, is_compiled, is_scripted
+from hookline.engine.torch_internals import has_forward, is_scripted
 from hookline.verbs.calling import Inputs, call, lazy_name
 from hookline.verbs.diagnosis import Diagnosis, Finding
 from hookline.verbs.doctor_look import Look, Uses, watching

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from hookline.engine import inventory
-from hookline.engine.compile_internals import dynamo_config, has_compiled
+from hookline.engine.compile_internals import dynamo_config, has_compiled, is_compiled
 from hookline.engine.modules import Node
-from hookline.engine.torch_internals import is_compiled
 from hookline.engine.words import plural
 from hookline.verbs.diagnosis import Finding, Note
 from hookline.verbs.doctor_look import foreign_hooks

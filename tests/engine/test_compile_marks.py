@@ -1,0 +1,266 @@
+"""Marks: compiled code notices every hook that comes where none was, and modules are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import pickle
+import random
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.utils import counters
+
+import hookline as hl
+from hookline.engine import compile_marks as marks
+
+# Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
+OWNER, OTHER = object(), object()
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, *, k: float = 1.0):
+        """One step."""
+        return self.linear(x).tanh() * k
+
+
+def doubled(self, x):
+    return self.linear(x) * 2
+
+
+def model_of_steps():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(Step(), nn.ReLU()) for _ in range(3)])
+
+
+def compiled(model, form, backend="eager"):
+    options = {"backend": backend, "fullgraph": True}
+    if form == "whole":
+        return torch.compile(model, **options)
+    for k, part in enumerate(list(model)):
+        if form == "regional":
+            part.compile(**options)
+        else:
+            model[k] = torch.compile(part, **options)
+    return model
+
+
+# What a module may have as a forward of its own.
+OWN = {
+    "method": lambda module: types.MethodType(doubled, module),
+    "function": lambda module: lambda x: doubled(module, x),
+    "partial": lambda module: functools.partial(doubled, module),
+}
+
+
+@pytest.fixture(autouse=True)
+def whole(fresh_dynamo):
+    yield
+    assert not counters["graph_break"]
+
+
+def lines(model, rng):
+    """A line of any kind, at any places."""
+    paths = rng.sample([f"{k}.{j}" for k in range(3) for j in range(2)], rng.randint(1, 3))
+    kind = rng.choice(["output", "input", "both", "grad_output", "grad_input", "edit", "edit in"])
+    if kind == "edit":
+        return hl.edit(model, paths, hl.edits.scale(rng.choice([0.5, 2.0])))
+    if kind == "edit in":
+        return hl.edit(model, [f"{path}:input" for path in paths], hl.edits.scale(3.0))
+    ports = ("output", "input") if kind == "both" else kind
+    return hl.record(model, paths, ports=ports)
+
+
+@pytest.mark.parametrize("form", ["whole", "regional", "parts"])
+@pytest.mark.parametrize("seed", range(4))
+def test_lines_that_come_and_go_in_any_order_see_what_they_would_in_eager_code(form, seed):
+    """Each state of the hooks is met by code that was compiled for another one."""
+    rng = random.Random(seed)
+    model = model_of_steps()
+    if seed % 2:
+        for name, make in OWN.items():
+            module = model[list(OWN).index(name)][0]
+            module.forward = make(module)
+    call = compiled(model, form)
+    own = [vars(module).get("forward") for module in model.modules()]
+    call(X)
+    with config.patch(recompile_limit=1000), contextlib.ExitStack() as stack:
+        open_lines = []
+        for _ in range(14):
+            if open_lines and rng.random() < 0.45:
+                open_lines.pop(rng.randrange(len(open_lines))).close()
+            else:
+                ends = contextlib.ExitStack()
+                ends.line = ends.enter_context(lines(model, rng))
+                stack.push(ends)
+                open_lines.append(ends)
+            found = call(X.clone().requires_grad_())
+            found.sum().backward()
+            with torch.compiler.set_stance("force_eager"):
+                expected = call(X.clone().requires_grad_())
+                expected.sum().backward()
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            for run in (ends.line for ends in open_lines):
+                if isinstance(run, hl.Recording):
+                    mine, theirs = run.passes[-2], run.passes[-1]
+                    assert list(mine) == list(theirs)
+                    assert len(mine) > 0
+                    for site in mine:
+                        torch.testing.assert_close(mine[site], theirs[site], rtol=0, atol=0)
+    assert own == [vars(module).get("forward") for module in model.modules()]
+
+
+@pytest.mark.parametrize("own", [None, *OWN])
+def test_a_marked_module_does_what_it_did_and_gets_back_what_it_had(own):
+    module = Step()
+    if own is not None:
+        module.forward = OWN[own](module)
+    before, expected = vars(module).get("forward"), module(X)
+    for owner in (OWNER, OTHER, OWNER):
+        marks.mark(module, owner)
+        assert vars(module)["forward"] is not before
+        assert torch.equal(module(X), expected)
+    for owner in (OWNER, OWNER):
+        marks.unmark(module, owner)
+        assert vars(module)["forward"] is not before
+    marks.unmark(module, OTHER)
+    marks.unmark(module, OTHER)
+    assert vars(module).get("forward") is before
+    assert ("forward" in vars(module)) == (own is not None)
+
+
+def test_a_mark_is_the_same_to_compiled_code_for_the_same_kinds_of_hooks_only():
+    """Or each line would need code of its own; or none would be noticed."""
+    module, codes = Step(), []
+    for ports in ("output", "input", ("output", "input"), "output", "input"):
+        marks.mark(module, OWNER)
+        with hl.record(module, "linear", ports=ports):
+            module(X)
+            marks.mark(module.linear, OWNER)
+            codes.append(module.linear.forward.__func__.__code__)
+        assert module.linear.forward.__func__.__code__ not in map(Same, codes)
+        marks.unmark(module.linear, OWNER)
+    assert len({id(code) for code in codes}) == 3
+    assert codes[0] is codes[3]
+    assert codes[1] is codes[4]
+    assert nn.Linear.forward.__code__ not in map(Same, codes)
+
+
+class Same:
+    """Equal to a thing only: copies of code are equal."""
+
+    def __init__(self, thing):
+        self.thing = thing
+
+    def __eq__(self, other):
+        return self.thing is other
+
+
+def test_a_mark_looks_like_the_forward_that_it_stands_for():
+    module = Step()
+    marks.mark(module, OWNER)
+    assert module.forward.__doc__ == "One step."
+    assert module.forward.__qualname__ == "Step.forward"
+    assert module.forward.__annotations__ == Step.forward.__annotations__
+    assert torch.equal(module(X, k=2.0), module(X) * 2)
+    marks.unmark(module, OWNER)
+
+
+def test_a_forward_that_needs_no_self_is_called_without():
+    class Static(nn.Module):
+        @staticmethod
+        def forward(x):
+            return x + 1
+
+    module = Static()
+    marks.mark(module, OWNER)
+    assert torch.equal(module(X), X + 1)
+    marks.unmark(module, OWNER)
+    assert vars(module).get("forward") is None
+
+
+def test_what_somebody_puts_in_the_place_of_a_mark_stays():
+    module = Step()
+    marks.mark(module, OWNER)
+    module.forward = theirs = OWN["function"](module)
+    marks.unmark(module, OWNER)
+    assert vars(module)["forward"] is theirs
+
+
+def test_a_forward_whose_code_was_reloaded_is_marked_with_the_new_code():
+    def forward(self, x):
+        return x
+
+    def reloaded(self, x):
+        return x + 1
+
+    module = type("Net", (nn.Module,), {"forward": forward})()
+    marks.mark(module, OWNER)
+    assert torch.equal(module(X), X)
+    marks.unmark(module, OWNER)
+    forward.__code__ = reloaded.__code__
+    marks.mark(module, OWNER)
+    assert torch.equal(module(X), X + 1)
+    marks.unmark(module, OWNER)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda module: pickle.loads(pickle.dumps(module))}
+# The others cannot be pickled: with a mark or without.
+COPIED = [("deepcopy", own) for own in (None, *OWN)] + [("pickle", None), ("pickle", "partial")]
+
+
+@pytest.mark.parametrize(("how", "own"), COPIED)
+def test_copies_of_marked_modules_get_rid_of_the_mark_and_are_their_own(how, own):
+    module = Step()
+    if own is not None:
+        module.forward = OWN[own](module)
+    marks.mark(module, OWNER)
+    other = COPIES[how](module)
+    marks.unmark_copy(other)
+    marks.unmark(module, OWNER)
+    assert type(vars(other).get("forward")) is type(vars(module).get("forward"))
+    with torch.no_grad():
+        other.linear.weight.zero_()
+        other.linear.bias.zero_()
+    # A closure holds the original, as it would without a mark.
+    assert other(X).any() == (own == "function")
+
+
+@pytest.mark.parametrize("own", [None, *OWN])
+def test_a_marked_module_that_nobody_holds_is_freed(own):
+    module = Step()
+    if own is not None:
+        module.forward = OWN[own](module)
+    marks.mark(module, OWNER)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward", "full_backward_pre"])
+def test_by_default_compiled_code_notices_a_forward_and_not_a_first_hook(kind):
+    """When torch notices the hook, marks can go; when it does not notice the forward, they must."""
+    module, seen = nn.Sequential(Step()), []
+    call = torch.compile(module, backend="eager", fullgraph=True)
+    x = X.clone().requires_grad_()
+    call(x)
+    handle = getattr(module[0], f"register_{kind}_hook")(lambda *values: seen.append(kind))
+    call(x).sum().backward()
+    assert not seen
+    handle.remove()
+    module[0].forward = types.MethodType(doubled, module[0])
+    assert torch.equal(call(x), doubled(module[0], x))
