@@ -236,3 +236,26 @@ def test_copies_of_a_compiled_model_with_a_line_on_record_nothing_and_keep_no_ma
             assert all("forward" not in vars(module) for module in other.modules())
     assert len(seen.passes) == 1
     assert torch.equal(again(X), y)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_compiled_before", [True, False])
+def test_a_forward_that_was_compiled_and_put_in_its_own_place(is_whole, is_compiled_before):
+    """`model.forward = torch.compile(model.forward)`, as transformers has it for `generate`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Step(), nn.ReLU())
+    place = model if is_whole else model[0]
+    expected = model[0].linear(X).detach()
+    place.forward = own = torch.compile(place.forward, backend="aot_eager", fullgraph=True)
+    if is_compiled_before:
+        model(X)
+    for _ in range(2):
+        with hl.record(model, "0.linear") as seen:
+            model(X)
+        assert torch.equal(seen["0.linear"], expected)
+        with hl.edit(model, "0.linear", hl.edits.scale(0.0)):
+            assert not model(X).any()
+        with hl.record(model, "0.act", ports="input") as seen:
+            model(X)
+        assert torch.equal(seen["0.act:input"], expected)
+    assert vars(place)["forward"] is own
