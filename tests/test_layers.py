@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "words", "errors", "locks", "regime_internals", "torch_internals", "compile_internals",
+    "words", "errors", "locks", "weak", "regime_internals", "torch_internals", "compile_internals",
     "compile_marks", "identity", "checkpoint_internals", "distributed_internals", "regime",
     "meeting", "tree", "local", "site", "modules", "globs", "no_match", "select", "passes",
     "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",

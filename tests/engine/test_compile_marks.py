@@ -186,6 +186,44 @@ class Same:
         return self.thing is other
 
 
+class Alike(Step):
+    """Modules that are all equal."""
+
+    def __eq__(self, other):
+        return isinstance(other, Alike)
+
+    def __hash__(self):
+        return 1
+
+
+class Hashless(Alike):
+    """Torch runs them; it does not compile them."""
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("form", ["eager", "whole", "method"])
+def test_modules_that_are_all_equal_are_marked_one_by_one(form):
+    torch.manual_seed(0)
+    kind = Hashless if form == "eager" else Alike
+    model = nn.ModuleDict({"a": kind(), "b": kind()})
+    model.forward = lambda x: model["b"](model["a"](x))
+    call = model
+    if form == "whole":
+        call = torch.compile(model, backend="eager", fullgraph=True)
+    elif form == "method":
+        for part in model.values():
+            part.compile(backend="eager", fullgraph=True)
+    expected = call(X)
+    for path in ("a", "b", "*"):
+        with hl.record(model, path) as seen, hl.edit(model, "a", hl.edits.scale(0.0)):
+            assert torch.equal(call(X), model["b"](torch.zeros(2, 4)))
+        with hl.record(model, path) as seen:
+            assert torch.equal(call(X), expected)
+        assert all(torch.equal(seen["b"], expected) for _ in seen if path != "a")
+    assert not any("forward" in vars(part) for part in model.values())
+
+
 def test_a_mark_looks_like_the_forward_that_it_stands_for():
     module = Step()
     marks.mark(module, OWNER)

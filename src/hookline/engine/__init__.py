@@ -1,7 +1,7 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-words, errors, locks, regime_internals, torch_internals, compile_internals, compile_marks,
+words, errors, locks, weak, regime_internals, torch_internals, compile_internals, compile_marks,
 identity, checkpoint_internals, distributed_internals, regime, meeting, tree, local, site, modules,
 globs, no_match, select, passes, recompute, arguments, traced, taps, raw_taps, returns, values,
 flow, graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing,

@@ -1,4 +1,5 @@
-"""Every private name of torch.compile that hookline touches. Imports locks, torch_internals.
+"""Every private name of torch.compile that hookline touches. Imports locks, weak,
+torch_internals.
 
 The other half of `torch_internals`. Nothing here loads dynamo: as long as nobody has, nothing is
 compiled, and to load it takes a second.
@@ -21,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.locks import lock
 from hookline.engine.torch_internals import children, has_own_hooks
+from hookline.engine.weak import WeakByIdentity
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
 # reverse order; that of 2.11 makes named tuples only by their own `__new__`.
@@ -139,9 +141,7 @@ class Borders:
     _lock: ClassVar[threading.RLock] = lock()
     _original: ClassVar[Callable[..., Any] | None] = None
     # Those that hold their compiled call themselves: who watches, and what they hold.
-    _held: ClassVar[weakref.WeakKeyDictionary[nn.Module, tuple[set[int], Any, Any]]] = (
-        weakref.WeakKeyDictionary()
-    )
+    _held: ClassVar[WeakByIdentity[tuple[set[int], Any, Any]]] = WeakByIdentity()
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
@@ -170,12 +170,12 @@ class Borders:
         """Put all back."""
         with Borders._lock:
             Borders._all[:] = [one for one in Borders._all if one is not self]
-            for module, (watchers, compiled, ours) in list(Borders._held.items()):
+            for module, (watchers, compiled, ours) in Borders._held.items():
                 watchers.discard(id(self))
                 if not watchers:
                     if module.__dict__.get("_compiled_call_impl") is ours:
                         module.__dict__["_compiled_call_impl"] = compiled
-                    del Borders._held[module]
+                    Borders._held.pop(module)
             kind = sys.modules["torch._dynamo"].OptimizedModule
             if not Borders._all and kind.__call__ is _call_optimized:
                 kind.__call__ = Borders._original

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -26,20 +26,39 @@ from hookline.engine.locks import lock
 _NOTE = "_hookline_mark"
 
 
-class _Note(NamedTuple):
-    """What a mark stands for.
+@final
+class _Note:
+    """What a mark stands for. In a copy of the module it is nobody's.
 
     Args:
         given: the forward that the module had of its own; None if it had none.
         kinds: the kinds of hooks that there are.
+        owners: who has marked the module, by id.
+        module: the module.
     """
 
-    given: Callable[..., Any] | None
-    kinds: int
+    __slots__ = ("_module", "given", "kinds", "owners")
+
+    def __init__(
+        self,
+        given: Callable[..., Any] | None,
+        kinds: int,
+        owners: set[int] | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        self.given = given
+        self.kinds = kinds
+        self.owners = set() if owners is None else owners
+        self._module = None if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Note, (self.given, self.kinds)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this module was marked, and not one that it is a copy of."""
+        return self._module is not None and self._module() is module
 
 
-# Who has marked a module; one that is gone takes its marks along.
-_owners: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 # The copies of a function's code, by kinds, each with what it is a copy of.
 _copies: weakref.WeakKeyDictionary[FunctionType, dict[int, tuple[CodeType, CodeType]]] = (
     weakref.WeakKeyDictionary()
@@ -52,33 +71,38 @@ def mark(module: nn.Module, owner: object) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         return  # its class has no forward; and no hook on it is ever called
     with _lock:
-        _owners.setdefault(module, set()).add(id(owner))
-        _put(module)
+        note = _note_of(module)
+        owners = set() if note is None else note.owners
+        owners.add(id(owner))
+        _put(module, owners)
 
 
 def follow(module: nn.Module) -> None:
     """The hooks on a module are others now: if it is marked, have its mark say so."""
-    if _owners and module in _owners:
+    if "forward" in module.__dict__:
         with _lock:
-            if module in _owners:
-                _put(module)
+            note = _note_of(module)
+            if note is not None:
+                _put(module, note.owners)
 
 
 def unmark(module: nn.Module, owner: object) -> None:
     """Take an owner's mark back; with the last, the module is as it was. Twice is no mistake."""
     with _lock:
-        owners = _owners.get(module, set())
-        owners.discard(id(owner))
-        if not owners:
+        note = _note_of(module)
+        if note is None:
+            return  # or somebody has put a forward of theirs in its place meanwhile
+        note.owners.discard(id(owner))
+        if not note.owners:
             _put_back(module)
-            _owners.pop(module, None)
 
 
 def unmark_copy(module: nn.Module) -> None:
     """Take away the mark that a copy of a marked module has come with."""
     with _lock:
-        if module in _owners:
-            _put(module)
+        note = _note_of(module)
+        if note is not None:
+            _put(module, note.owners)  # the copy has a line of its own
             return
         _put_back(module)
         # A pickled one came as the forward of its name: that of its class.
@@ -86,35 +110,45 @@ def unmark_copy(module: nn.Module) -> None:
             del module.__dict__["forward"]
 
 
-def _put(module: nn.Module) -> None:
-    given, kinds = module.__dict__.get("forward"), own_kinds(module)
-    note = _note_of(given)
-    if note is not None:
-        if note.kinds == kinds:
-            return
-        given = note.given
-    usual = _of_class(module) if given is None else given
-    module.__dict__["forward"] = _alike(usual, _Note(given, kinds))
+def _note_of(module: nn.Module) -> _Note | None:
+    """The note of a module's own mark."""
+    note = _any_note(module.__dict__.get("forward"))
+    return note if note is not None and note.is_of(module) else None
 
 
-def _put_back(module: nn.Module) -> None:
-    standing: Any = module.__dict__.get("forward")
-    note = _note_of(standing)
-    if note is None:
-        return  # somebody has put a forward of theirs in its place meanwhile
-    given = note.given
-    if given is None:
-        del module.__dict__["forward"]
-        return
-    if isinstance(given, MethodType) and given.__self__ is not standing.__self__:
-        given = MethodType(given.__func__, standing.__self__)  # in a copy: that of the copy
-    module.__dict__["forward"] = given
-
-
-def _note_of(forward: Any) -> _Note | None:
+def _any_note(forward: Any) -> _Note | None:
     function = forward.__func__ if isinstance(forward, MethodType) else forward
     note: _Note | None = getattr(function, "__dict__", {}).get(_NOTE)
     return note
+
+
+def _given(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that a module has of its own, were it not marked."""
+    standing: Any = module.__dict__.get("forward")
+    note = _any_note(standing)
+    if note is None:
+        return standing  # type: ignore[no-any-return]
+    given = note.given
+    if isinstance(given, MethodType) and given.__self__ is not standing.__self__:
+        return MethodType(given.__func__, standing.__self__)  # in a copy: that of the copy
+    return given
+
+
+def _put(module: nn.Module, owners: set[int]) -> None:
+    note, kinds = _note_of(module), own_kinds(module)
+    if note is not None and note.kinds == kinds:
+        return
+    given = _given(module)
+    usual = _of_class(module) if given is None else given
+    module.__dict__["forward"] = _alike(usual, _Note(given, kinds, owners, module))
+
+
+def _put_back(module: nn.Module) -> None:
+    given = _given(module)
+    if given is not None:
+        module.__dict__["forward"] = given
+    else:
+        module.__dict__.pop("forward", None)
 
 
 def _of_class(module: nn.Module) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ taps is seen.
 from __future__ import annotations
 
 import threading
-import weakref
 from types import FrameType, FunctionType
 from typing import final
 
@@ -41,12 +40,13 @@ from hookline.engine.recompute import first_of
 from hookline.engine.site import Site
 from hookline.engine.taps import RootTap, Tap
 from hookline.engine.traced import Run, keep_settled, stop_settling
+from hookline.engine.weak import WeakByIdentity
 
 # Under which a pass keeps the run of compiled code that has no border.
 _GAP = object()
 
 # Models in which something is compiled that has no border.
-_with_gaps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_with_gaps: WeakByIdentity[bool] = WeakByIdentity()
 
 # What compiled code sees: taps, and the pass that it runs in.
 Seen = tuple[list[Tap], Pass | None]
@@ -108,7 +108,7 @@ class Compiled:
         self._lock = lock()
         self._here = _Here()
         self._members: set[int] = set()  # the modules of the model, by id
-        self._around_root: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._around_root: WeakByIdentity[bool] = WeakByIdentity()
         self._parts: dict[int, list[Tap]] = {}
         self._of_one_call: list[Tap] = []
         self._on: Seen = [], None  # the taps that compiled code is to see now, and its pass
@@ -169,9 +169,8 @@ class Compiled:
         self._new.clear()
 
     def _mark(self, module: nn.Module) -> None:
-        if id(module) not in self._marked:
-            self._marked[id(module)] = module  # first: from here on an interrupt takes it off, too
-            mark(module, self)
+        self._marked[id(module)] = module  # first: from here on an interrupt takes it off, too
+        mark(module, self)
 
     # -- passes, told by `Passes` ----------------------------------------------------------------
 
@@ -219,7 +218,7 @@ class Compiled:
         # A function within the model is compiled, or a module was since the line was made.
         self._find_borders()
         if self._root is not None:
-            _with_gaps.add(self._root)
+            _with_gaps[self._root] = True
         self._open_gap(current)
 
     def comes_later(self, tap: GradientTap) -> bool:
@@ -238,9 +237,11 @@ class Compiled:
         """Whether a pass is a run of this compiled module: the model, or what it is a part of."""
         if module is self._root:
             return True
-        if module not in self._around_root:
-            self._around_root[module] = any(one is self._root for one in module.modules())
-        return self._around_root[module]
+        is_around = self._around_root.get(module)
+        if is_around is None:
+            is_around = id(self._root) in compiled_within(module)[0]
+            self._around_root[module] = is_around
+        return is_around
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
         """A compiled module is about to run."""

@@ -1,0 +1,66 @@
+"""Weak: what is known of things without keeping them alive. Imports nothing of hookline.
+
+By what they are (`is`), not by what they equal: a module may define `==`, and lose its hash.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, Generic, TypeVar, final
+
+V = TypeVar("V")
+
+
+@final
+class WeakByIdentity(Generic[V]):
+    """A mapping from things that it does not hold: one that is gone takes its value along.
+
+    >>> class Thing:
+    ...     def __eq__(self, other):
+    ...         return True
+    >>> a, b = Thing(), Thing()
+    >>> known = WeakByIdentity()
+    >>> known[a] = "first"
+    >>> known.get(a), known.get(b)
+    ('first', None)
+    >>> del a
+    >>> len(known)
+    0
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
+
+    def __setitem__(self, thing: Any, value: V) -> None:
+        key = id(thing)
+        self._entries[key] = weakref.ref(thing, partial(_forget, self._entries, key)), value
+
+    def __contains__(self, thing: Any) -> bool:
+        return id(thing) in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, thing: Any) -> V | None:
+        """What is known of a thing; None if nothing is."""
+        entry = self._entries.get(id(thing))
+        return None if entry is None else entry[1]
+
+    def pop(self, thing: Any) -> V | None:
+        """What was known of a thing, no longer; None if nothing was."""
+        entry = self._entries.pop(id(thing), None)
+        return None if entry is None else entry[1]
+
+    def items(self) -> list[tuple[Any, V]]:
+        """Those that there still are, each with what is known of it."""
+        entries = list(self._entries.values())
+        return [(thing, value) for ref, value in entries if (thing := ref()) is not None]
+
+
+def _forget(entries: dict[int, Any], key: int, gone: weakref.ref[Any]) -> None:
+    entry = entries.get(key)
+    if entry is not None and entry[0] is gone:
+        del entries[key]
