@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import pickle
 import random
 import types
@@ -41,9 +42,27 @@ def doubled(self, x):
     return self.linear(x) * 2
 
 
+class Block(nn.Sequential):
+    """Torch does not compile its own `nn.Sequential` alone, but this."""
+
+    def forward(self, x):
+        return self[1](self[0](x))
+
+
 def model_of_steps():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(Step(), nn.ReLU()) for _ in range(3)])
+    return nn.Sequential(*[Block(Step(), nn.ReLU()) for _ in range(3)])
+
+
+class Triple:
+    """A callable that is no function."""
+
+    def __call__(self, module, x):
+        return module.linear(x) * 3
+
+
+def ninefold(x):
+    return x * 9
 
 
 def compiled(model, form, backend="eager"):
@@ -63,6 +82,7 @@ OWN = {
     "method": lambda module: types.MethodType(doubled, module),
     "function": lambda module: lambda x: doubled(module, x),
     "partial": lambda module: functools.partial(doubled, module),
+    "bound object": lambda module: types.MethodType(Triple(), module),
 }
 
 
@@ -91,9 +111,8 @@ def test_lines_that_come_and_go_in_any_order_see_what_they_would_in_eager_code(f
     rng = random.Random(seed)
     model = model_of_steps()
     if seed % 2:
-        for name, make in OWN.items():
-            module = model[list(OWN).index(name)][0]
-            module.forward = make(module)
+        for step, make in zip(model, rng.sample(list(OWN.values()), 3), strict=True):
+            step[0].forward = make(step[0])
     call = compiled(model, form)
     own = [vars(module).get("forward") for module in model.modules()]
     call(X)
@@ -184,6 +203,126 @@ class Same:
 
     def __eq__(self, other):
         return self.thing is other
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_lines_on_a_module_with_a_forward_of_its_own_are_one_graph(own):
+    model = nn.Sequential(Step())
+    model[0].forward = OWN[own](model[0])
+    call, expected = torch.compile(model, backend="eager", fullgraph=True), model(X)
+    call(X)
+    for _ in range(12):
+        with hl.record(model, "0") as seen:
+            assert torch.equal(call(X), expected)
+        assert torch.equal(seen["0"], expected)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+WRAPS = {
+    "wraps": lambda forward: functools.wraps(forward)(lambda x: forward(x) + 100),
+    "update_wrapper": lambda forward: functools.update_wrapper(
+        functools.partial(lambda inner, x: inner(x) + 100, forward), forward
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_what_wraps_a_mark_while_a_line_is_on_is_the_users_and_stays(how):
+    model = nn.Sequential(Step())
+    expected = model(X) + 100
+    torch.compile(Step(), backend="eager")(X)
+    with hl.record(model, "0"):
+        model[0].forward = wrapper = WRAPS[how](model[0].forward)
+        assert torch.equal(model(X), expected)
+        with hl.edit(model, "0:input", hl.edits.scale(1.0)):
+            assert torch.equal(model(X), expected)
+    assert vars(model[0])["forward"] is wrapper
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("form", ["regional", "parts"])
+def test_a_mark_that_was_kept_and_put_back_when_its_line_was_over_hides_no_line(form):
+    model, step = nn.Sequential(Block(Step(), nn.Tanh())), Step()
+    model[0][0] = step
+    call = compiled(model, form)
+    call(X)
+    with hl.edit(model, "0.0", hl.edits.scale(2.0)):
+        call(X)
+        kept = step.forward
+        step.forward = OWN["function"](step)
+    step.forward = kept
+    expected = call(X)
+    for _ in range(2):
+        with hl.edit(model, "0.0", hl.edits.scale(0.0)), hl.record(model, "0.0") as seen:
+            assert not torch.equal(call(X), expected)
+        assert not seen["0.0"].any()
+        assert torch.equal(call(X), expected)
+    assert "forward" not in vars(step)
+
+
+def test_a_forward_that_is_not_to_be_compiled_is_not_compiled_under_a_line_either():
+    class Off(Step):
+        @torch.compiler.disable(recursive=False)
+        def forward(self, x):
+            return self.linear(x) * (5.0 if torch.compiler.is_compiling() else 1.0)
+
+    model = nn.Sequential(Block(Off(), nn.ReLU()))
+    call, expected = torch.compile(model, backend="eager"), model(X)
+    assert torch.equal(call(X), expected)
+    with hl.edit(model, "0.0", hl.edits.scale(2.0)):
+        assert torch.equal(call(X), expected * 2)
+    counters.clear()  # such a forward breaks the graph, with a line or without
+
+
+def test_a_model_whose_part_has_a_function_for_a_forward_is_pickled_under_a_line():
+    model = nn.Sequential(Step())
+    model[0].forward = ninefold
+    torch.compile(Step(), backend="eager")(X)
+    with hl.record(model, "0"):
+        other = pickle.loads(pickle.dumps(model))
+        assert torch.equal(other(X), model(X))
+    assert vars(other[0])["forward"] is ninefold
+    assert vars(model[0])["forward"] is ninefold
+
+
+def test_a_forward_that_is_a_property_is_left_alone():
+    class Odd(Step):
+        @property
+        def forward(self):
+            return lambda x: self.linear(x) * 4
+
+    model = nn.Sequential(Block(Odd(), nn.ReLU()))
+    call, expected = torch.compile(model, backend="eager"), model(X)
+    call(X)
+    with hl.record(model, "0.0") as seen:
+        assert torch.equal(call(X), expected)
+    assert torch.equal(seen["0.0"].relu(), expected)
+    assert "forward" not in vars(model[0][0])
+
+
+@pytest.mark.parametrize("own", [None, *OWN])
+def test_inputs_have_the_same_names_under_a_mark(own):
+    model = nn.Sequential(Step())
+    if own is not None:
+        model[0].forward = OWN[own](model[0])
+    before = str(inspect.signature(model[0].forward))
+    marks.mark(model[0], OWNER)
+    assert str(inspect.signature(model[0].forward)) == before
+    marks.unmark(model[0], OWNER)
+
+
+def test_inputs_of_a_forward_that_is_written_in_c_have_the_same_names_under_a_mark():
+    model = nn.Sequential(Step())
+    model[0].forward = torch.atan2
+    found = []
+    for is_marked in (False, True):
+        if is_marked:
+            marks.mark(model[0], OWNER)
+        with hl.record(model, "0", ports="input") as seen:
+            model[0](X, X)
+        found.append(list(seen["0:input"]))
+    assert found[0] == found[1]
+    marks.unmark(model[0], OWNER)
 
 
 class Alike(Step):

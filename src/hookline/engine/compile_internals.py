@@ -114,6 +114,11 @@ def own_kinds(module: nn.Module) -> int:
     return sum(1 << bit for bit, table in enumerate(tables) if has_own_hooks(table))
 
 
+def is_disabled(function: Callable[..., Any]) -> bool:
+    """Whether a function's code is not to be compiled; of a copy of it dynamo would not know."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
 class Watcher(Protocol):
     """Who wants to be told when compiled modules run."""
 

@@ -1,4 +1,5 @@
-"""Marks: how compiled code learns that a module has other hooks. Imports locks, compile_internals.
+"""Marks: how compiled code learns that a module has other hooks. Imports locks, weak,
+compile_internals.
 
 Compiled code is guarded on each module that it calls: that it has no forward of its own, or on the
 code of the one that it has. By default nothing else in it shows that a hook was put where none was.
@@ -8,57 +9,36 @@ usual one does and has a copy of its code: one copy for each set of kinds of hoo
 
 from __future__ import annotations
 
-import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hookline.engine.compile_internals import own_kinds
+from hookline.engine.compile_internals import is_disabled, own_kinds
 from hookline.engine.locks import lock
-
-# Under which a mark keeps its note.
-_NOTE = "_hookline_mark"
+from hookline.engine.weak import WeakByIdentity
 
 
-@final
-class _Note:
-    """What a mark stands for. In a copy of the module it is nobody's.
+class _Note(NamedTuple):
+    """What is known of a mark.
 
     Args:
-        given: the forward that the module had of its own; None if it had none.
-        kinds: the kinds of hooks that there are.
-        owners: who has marked the module, by id.
-        module: the module.
+        source: the function that its code is a copy of.
+        is_own: whether it stands for a forward that the module has of its own, which it holds.
     """
 
-    __slots__ = ("_module", "given", "kinds", "owners")
-
-    def __init__(
-        self,
-        given: Callable[..., Any] | None,
-        kinds: int,
-        owners: set[int] | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        self.given = given
-        self.kinds = kinds
-        self.owners = set() if owners is None else owners
-        self._module = None if module is None else weakref.ref(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Note, (self.given, self.kinds)
-
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether this module was marked, and not one that it is a copy of."""
-        return self._module is not None and self._module() is module
+    source: FunctionType
+    is_own: bool
 
 
+# Who has marked a module.
+_owners: WeakByIdentity[set[int]] = WeakByIdentity()
+# The functions of all marks. What wraps a mark copies its attributes, so that none would tell.
+_notes: weakref.WeakKeyDictionary[FunctionType, _Note] = weakref.WeakKeyDictionary()
 # The copies of a function's code, by kinds, each with what it is a copy of.
 _copies: weakref.WeakKeyDictionary[FunctionType, dict[int, tuple[CodeType, CodeType]]] = (
     weakref.WeakKeyDictionary()
@@ -71,113 +51,138 @@ def mark(module: nn.Module, owner: object) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         return  # its class has no forward; and no hook on it is ever called
     with _lock:
-        note = _note_of(module)
-        owners = set() if note is None else note.owners
+        owners = _owners.get(module)
+        if owners is None:
+            owners = _owners[module] = set()
+            note = _note_of(module.__dict__.get("forward"))
+            _retire(None if note is None else note.source)
         owners.add(id(owner))
-        _put(module, owners)
+        _put(module)
 
 
 def follow(module: nn.Module) -> None:
     """The hooks on a module are others now: if it is marked, have its mark say so."""
     if "forward" in module.__dict__:
         with _lock:
-            note = _note_of(module)
-            if note is not None:
-                _put(module, note.owners)
+            if module in _owners:
+                _put(module)
 
 
 def unmark(module: nn.Module, owner: object) -> None:
     """Take an owner's mark back; with the last, the module is as it was. Twice is no mistake."""
     with _lock:
-        note = _note_of(module)
-        if note is None:
-            return  # or somebody has put a forward of theirs in its place meanwhile
-        note.owners.discard(id(owner))
-        if not note.owners:
+        owners = _owners.get(module)
+        if owners is None:
+            return
+        owners.discard(id(owner))
+        if not owners:
+            if _note_of(module.__dict__.get("forward")) is None:
+                _retire(_through, inspect.getattr_static(type(module), "forward"))
             _put_back(module)
+            _owners.pop(module)
 
 
 def unmark_copy(module: nn.Module) -> None:
     """Take away the mark that a copy of a marked module has come with."""
     with _lock:
-        note = _note_of(module)
-        if note is not None:
-            _put(module, note.owners)  # the copy has a line of its own
+        if module in _owners:
             return
         _put_back(module)
-        # A pickled one came as the forward of its name: that of its class.
-        if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+        standing: Any = module.__dict__.get("forward")
+        # A pickled one came under its name: as the class's forward, or as the call of the own one.
+        if getattr(standing, "__name__", None) == "__call__" and hasattr(standing, "__self__"):
+            standing = module.__dict__["forward"] = standing.__self__
+        if type(module).forward in (standing, getattr(standing, "__func__", None)):
             del module.__dict__["forward"]
 
 
-def _note_of(module: nn.Module) -> _Note | None:
-    """The note of a module's own mark."""
-    note = _any_note(module.__dict__.get("forward"))
-    return note if note is not None and note.is_of(module) else None
+def _note_of(forward: Any) -> _Note | None:
+    function = getattr(forward, "__func__", None)
+    return _notes.get(function) if isinstance(function, FunctionType) else None
 
 
-def _any_note(forward: Any) -> _Note | None:
-    function = forward.__func__ if isinstance(forward, MethodType) else forward
-    note: _Note | None = getattr(function, "__dict__", {}).get(_NOTE)
-    return note
+def _retire(*sources: object) -> None:
+    """Somebody has kept a mark, or left it standing: code may be compiled with it while no line is
+    on. So from now on marks have other copies of the code."""
+    for source in sources:
+        if isinstance(source, FunctionType):
+            _copies.pop(source, {})
 
 
-def _given(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that a module has of its own, were it not marked."""
+def _put(module: nn.Module) -> None:
     standing: Any = module.__dict__.get("forward")
-    note = _any_note(standing)
+    note, kinds = _note_of(standing), own_kinds(module)
+    source: Any
     if note is None:
-        return standing  # type: ignore[no-any-return]
-    given = note.given
-    if isinstance(given, MethodType) and given.__self__ is not standing.__self__:
-        return MethodType(given.__func__, standing.__self__)  # in a copy: that of the copy
-    return given
-
-
-def _put(module: nn.Module, owners: set[int]) -> None:
-    note, kinds = _note_of(module), own_kinds(module)
-    if note is not None and note.kinds == kinds:
+        source, held, is_own = _usual(module, standing)
+    else:
+        source, held, is_own = note.source, standing.__self__, note.is_own
+    code = _copy_of_code(source, kinds)
+    if note is not None and standing.__func__.__code__ is code:
         return
-    given = _given(module)
-    usual = _of_class(module) if given is None else given
-    module.__dict__["forward"] = _alike(usual, _Note(given, kinds, owners, module))
+    twin = _twin(source, code, held)
+    _notes[twin] = _Note(source, is_own)
+    ours = module.__dict__["forward"] = MethodType(twin, held)
+    if module.forward is not ours:  # it is a property: compiled code would fail at its guard
+        _put_back(module)
+
+
+def _usual(module: nn.Module, own: Any) -> tuple[Any, Any, bool]:
+    """What a mark of a module is made of: a function, what it is bound to, and `_Note.is_own`."""
+    if own is not None:
+        return _through, own, True
+    found: Any = inspect.getattr_static(type(module), "forward")
+    if isinstance(found, FunctionType) and not is_disabled(found):
+        return found, module, False
+    bind = getattr(type(found), "__get__", None)
+    return _through, found if bind is None else bind(found, module, type(module)), False
+
+
+def _through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The mark of what has no code to copy, or is not bound to the module."""
+    return forward(*args, **kwargs)
 
 
 def _put_back(module: nn.Module) -> None:
-    given = _given(module)
-    if given is not None:
-        module.__dict__["forward"] = given
+    standing: Any = module.__dict__.get("forward")
+    note = _note_of(standing)
+    if note is None:
+        return  # there is none, or somebody has put a forward of theirs in its place
+    if note.is_own:
+        module.__dict__["forward"] = standing.__self__  # in a copy it is a copy as well
     else:
-        module.__dict__.pop("forward", None)
+        del module.__dict__["forward"]
 
 
-def _of_class(module: nn.Module) -> Callable[..., Any]:
-    """The forward that a module has without one of its own."""
-    found: Any = inspect.getattr_static(type(module), "forward")
-    bind = getattr(type(found), "__get__", None)
-    forward: Callable[..., Any] = found if bind is None else bind(found, module, type(module))
-    return forward
-
-
-def _alike(forward: Callable[..., Any], note: _Note) -> Callable[..., Any]:
-    """A forward that does the same, and that compiled code can tell from it."""
-    function = forward.__func__ if isinstance(forward, MethodType) else forward
-    if not isinstance(function, FunctionType):
-        other: Any = functools.partial(forward)  # told by its identity: new with each line
-        setattr(other, _NOTE, note)
-        return other  # type: ignore[no-any-return]
+def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
+    """A function that does what another does, and that compiled code can tell from it."""
+    is_through = source.__globals__ is globals()
     twin = FunctionType(
-        _copy_of_code(function, note.kinds),
-        function.__globals__,
-        "forward" if note.given is None else function.__name__,  # under which it is pickled
-        function.__defaults__,
-        function.__closure__,
+        code,
+        source.__globals__,
+        "__call__" if is_through else "forward",  # under which it is pickled
+        source.__defaults__,
+        source.__closure__,
     )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__module__, twin.__doc__ = function.__module__, function.__doc__
-    twin.__qualname__, twin.__annotations__ = function.__qualname__, function.__annotations__
-    twin.__dict__.update(function.__dict__, **{_NOTE: note})
-    return types.MethodType(twin, forward.__self__) if isinstance(forward, MethodType) else twin
+    twin.__kwdefaults__ = source.__kwdefaults__
+    like: Any = held if is_through else source
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(twin, name, getattr(like, name, None) or getattr(source, name))
+    twin.__annotations__ = getattr(like, "__annotations__", {})
+    twin.__dict__.update(source.__dict__)
+    if is_through:
+        twin.__signature__ = _signature(held)  # type: ignore[attr-defined]
+    return twin
+
+
+def _signature(forward: Callable[..., Any]) -> Any:
+    """The signature of a function that takes a forward, and then its arguments."""
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return "written in C"  # for which inspect raises an error, as for the forward itself
+    first = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
 def _copy_of_code(function: FunctionType, kinds: int) -> CodeType:

@@ -165,9 +165,11 @@ class Placements:
                     dicts, key, module = placed[-1]
                     for hooks in dicts:
                         hooks.pop(key, None)
-                    if module is not None:
-                        follow(module)
-                    placed.pop()
+                    try:
+                        if module is not None:
+                            follow(module)
+                    finally:
+                        placed.pop()
         except BaseException:
             self.take_off(keep)
             raise
