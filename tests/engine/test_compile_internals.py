@@ -63,14 +63,16 @@ def test_what_is_run_while_tracing_is_not_run_later():
 def test_settings_are_dynamos_and_the_last_of_them_puts_back():
     name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     assert list(internals._SETTINGS) == [name]
-    before, (first, second) = getattr(config, name), (internals.Settings(), internals.Settings())
-    first.begin()
-    second.begin()
-    assert getattr(config, name) is True
-    for settings in (first, second, second):
-        assert getattr(config, name) is True or settings is second
-        settings.end()
-    assert getattr(config, name) is before
+    first, second = internals.Settings(), internals.Settings()
+    with config.patch({name: False}):
+        first.begin()
+        second.begin()
+        assert getattr(config, name) is True
+        first.end()
+        first.end()
+        assert getattr(config, name) is True
+        second.end()
+        assert getattr(config, name) is False
 
 
 class Told:

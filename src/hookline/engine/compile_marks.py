@@ -55,7 +55,8 @@ def mark(module: nn.Module, owner: object) -> None:
         if owners is None:
             owners = _owners[module] = set()
             note = _note_of(module.__dict__.get("forward"))
-            _retire(None if note is None else note.source)
+            if note is not None:
+                _retire(note.source)
         owners.add(id(owner))
         _put(module)
 
@@ -76,7 +77,7 @@ def unmark(module: nn.Module, owner: object) -> None:
             return
         owners.discard(id(owner))
         if not owners:
-            if _note_of(module.__dict__.get("forward")) is None:
+            if _note_of(module.__dict__.get("forward")) is None:  # replaced, so it may be kept
                 _retire(_through, inspect.getattr_static(type(module), "forward"))
             _put_back(module)
             _owners.pop(module)
