@@ -212,7 +212,7 @@ class InputTap(Tap):
         if is_dynamo_compiling():
             value = self.arguments.bind(module, args, kwargs)
             new = self.trace(value)
-            return None if new is None else self.arguments.unbind(new, value, args, kwargs)
+            return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
         current = self.lane.current
         if current is None:
             current = self._outside(module)
@@ -222,7 +222,7 @@ class InputTap(Tap):
         try:
             value = self.arguments.bind(module, args, kwargs)
             new = self.see(current, value)
-            return None if new is None else self.arguments.unbind(new, value, args, kwargs)
+            return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
         except Exception as error:
             self._note(error)
             raise
