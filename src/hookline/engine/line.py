@@ -20,7 +20,7 @@ from hookline.engine.compiled import Compiled, refuse_inside
 from hookline.engine.errors import AttachError, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
-from hookline.engine.gradient_tap import GradientTap, OnGradient
+from hookline.engine.gradient_tap import OnGradient
 from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
@@ -124,14 +124,17 @@ class Line:
                 self._placements.place(
                     self.root, "forward", border.leave, Rank.GRAD_RECORD, always_call=True
                 )
-            for site, node in selection.places():
-                tap = self._make(site, bind(site), rank)
-                self.keep(tap, node)
+            taps = [self._make(site, bind(site), rank) for site in selection]
+            nodes = [node for _, node in selection.places()]
+            self._keep_all(taps, nodes)
+            on_modules: list[tuple[nn.Module, Any]] = []
+            for tap, node in zip(taps, nodes, strict=True):
                 if isinstance(node, TensorNode):
                     self._place_on_tensor(node, tap, rank)
                 elif not (self.lenient and is_scripted(node.module)):
                     # Naming a scripted module is an error; met among all, it is in the report.
-                    self._place(node.module, tap, rank)
+                    on_modules.append((node.module, tap))
+            self._placements.place_taps(on_modules)
 
     def _make(self, site: Site, bound: Bound, rank: Rank) -> Tap:
         if isinstance(bound, Tap):
@@ -147,15 +150,6 @@ class Line:
             )
         kind = InputTap if site.port == "input" else OutputTap
         return kind(site, self.passes, bound, rank)
-
-    def _place(self, module: nn.Module, tap: Any, rank: Rank) -> None:
-        place = self._placements.place
-        if isinstance(tap, GradientTap):
-            rank = GRADIENT_RANKS[rank]
-        if tap.site.port in ("output", "grad_output"):
-            place(module, "forward", tap.fire, rank)
-            return
-        place(module, "forward_pre", tap.fire, rank, with_kwargs=True)
 
     def _place_on_tensor(self, node: TensorNode, tap: Any, rank: Rank) -> None:
         if node.tensor.requires_grad and node.is_sharded:
@@ -179,16 +173,23 @@ class Line:
 
     def keep(self, tap: Tap, node: Node | TensorNode | None = None) -> None:
         """Let a tap that was placed stand in the report."""
-        self.taps.append(tap)
-        if node is not None:
-            self._nodes[id(tap)] = node
-        if self._may_fuse and isinstance(node, Node) and not isinstance(tap, EventTap):
-            layer = layer_above(node)
-            if layer is not None and id(layer) not in self._fused:
-                watch = self._fused[id(layer)] = FusedTap(layer, self.passes)
-                self._placements.place(
-                    layer.module, "forward_pre", watch.fire, Rank.BEGIN, with_kwargs=True
-                )
+        self._keep_all([tap], [] if node is None else [node])
+
+    def _keep_all(self, taps: list[Tap], nodes: list[Node | TensorNode]) -> None:
+        self.taps += taps
+        self._nodes.update(zip(map(id, taps), nodes, strict=False))
+        if self._may_fuse:
+            for tap, node in zip(taps, nodes, strict=False):
+                if isinstance(node, Node) and not isinstance(tap, EventTap):
+                    self._watch_fast_path(node)
+
+    def _watch_fast_path(self, node: Node) -> None:
+        layer = layer_above(node)
+        if layer is not None and id(layer) not in self._fused:
+            watch = self._fused[id(layer)] = FusedTap(layer, self.passes)
+            self._placements.place(
+                layer.module, "forward_pre", watch.fire, Rank.BEGIN, with_kwargs=True
+            )
 
     def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> None:
         """Let a tap fire wherever in this context something of a kind matches."""

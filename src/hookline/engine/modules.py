@@ -148,7 +148,12 @@ def _visit(
         above.add(key)
         prefix = f"{path}." if path else ""
         for name, child in inner.items():
-            if child is not None:
+            if child is None:
+                continue
+            # Most modules are leaves that are met once: a call of a function less for each.
+            if type(child) in kinds.bare and not children(child) and id(child) not in nodes:
+                nodes[id(child)] = Node(prefix + name, child, len(nodes), parent=node)
+            else:
                 _visit(child, prefix + name, node, nodes, above, kinds)
         above.discard(key)
 

@@ -7,7 +7,7 @@ errors.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Placements:
     __slots__ = ("_placed",)
 
     def __init__(self) -> None:
-        self._placed: list[tuple[list[Any], int, nn.Module | None]] = []
+        self._placed: list[tuple[Sequence[Any], int, nn.Module | None]] = []
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -83,15 +83,37 @@ class Placements:
         if with_kwargs or always_call:
             dicts += hook_flags(module, kind, with_kwargs=with_kwargs, always_call=always_call)
         with _lock:
-            key = self._free_id(hooks)
+            is_first = not hooks  # mostly: then there is no order to look after
+            key = own_hook_id(0) if is_first else self._free_id(hooks)
             # First: an interrupt from here on takes it off, too.
             self._placed.append((dicts, key, module))
             for flags in dicts[1:]:
                 flags[key] = True
-            later = _later(hooks, rank, Rank.HOOK, prepend=prepend)
+            later = () if is_first else _later(hooks, rank, Rank.HOOK, prepend=prepend)
             hooks[key] = hook
-            _move_to_end(hooks, later)
+            if later:
+                _move_to_end(hooks, later)
             follow(module)
+
+    def place_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
+        """Register each tap's `fire` on its module, under one lock.
+
+        A line has many taps, and most modules have no other hook: then no order is to be kept.
+
+        Raises:
+            AttachError: torch would accept a hook and never call it.
+        """
+        key = own_hook_id(0)
+        with _lock:
+            for module, tap in taps:
+                if tap.site.port not in ("output", "grad_output"):
+                    self.place(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
+                elif is_scripted(module) or (hooks := hook_dict(module, "forward")):
+                    self.place(module, "forward", tap.fire, tap.rank)
+                else:
+                    self._placed.append(((hooks,), key, module))
+                    hooks[key] = tap.fire
+                    follow(module)
 
     def place_on_tensor(
         self,
