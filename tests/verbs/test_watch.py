@@ -24,7 +24,7 @@ def test_each_call_is_a_line_with_path_type_shapes_dtype_statistics_and_time(loo
     assert len(lines) == 5
     value = looped.block(torch.ones(1, 2))
     pattern = (
-        r"  block +Linear +\[1, 2\] -> \[1, 2\] float32  mean (\S+)  std (\S+)  (\d+\.\d\d) ms"
+        r"  block +Linear +\[1, 2\] -> \[1, 2\] float32  mean (\S+)  std (\S+)  ~?(\d+\.\d{3}) ms"
     )
     mean, std, _ = re.fullmatch(pattern, lines[0]).groups()
     assert float(mean) == pytest.approx(value.mean().item(), rel=1e-3)
@@ -58,6 +58,24 @@ def test_odd_values_do_not_stop_it(holder):
     assert (
         watched(model, torch.full((4,), 60000.0, dtype=torch.float16))[0].count("mean 6e+04") == 1
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (300, 7), (3, 65536), (65537,)])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_mean_and_deviation_are_those_of_float64(shape, dtype, scale):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = ((x + 1000) * scale).to(dtype).t() if len(shape) == 2 else ((x + 3) * scale).to(dtype)
+    (line, _) = watched(nn.Sequential(nn.Identity()), x)
+    mean, std = re.search(r"mean (\S+)  std (\S+)", line).groups()
+    expected = x.double()
+    assert float(mean) == pytest.approx(expected.mean().item(), rel=1e-3, nan_ok=True)
+    assert float(std) == pytest.approx(expected.std(correction=0).item(), rel=1e-3, nan_ok=True)
+
+
+def test_a_constant_has_no_deviation():
+    (line, _) = watched(nn.Sequential(nn.Identity()), torch.full((100_000,), 1000.1))
+    assert "mean 1000  std 0  " in line
 
 
 def test_a_selection_can_be_watched_and_the_line_removed(net, image, capsys, left_as_found):
