@@ -50,6 +50,26 @@ def test_a_sweep_of_each_ready_made_edit_is_right_and_one_graph(name, site):
     assert graphs.frame_count <= 2  # a shape is taken for dynamic once, perhaps
 
 
+@pytest.mark.parametrize("is_dynamic", [None, True])
+def test_edits_of_batches_of_any_size_are_one_dynamic_graph(is_dynamic):
+    model, graphs = make(), CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=is_dynamic)
+    for n in (3, 5, 7, 4):
+        with hl.edit(model, ["0", "2:input"], lambda value: value * 2 + 1):
+            found = compiled(torch.ones(n, 8))
+            torch.testing.assert_close(found, model(torch.ones(n, 8)))
+        assert not torch.equal(found, model(torch.ones(n, 8)))
+    assert graphs.frame_count == (1 if is_dynamic else 2)
+
+
+@pytest.mark.parametrize("change", [lambda value: value[:, :2], lambda value: (value, value)])
+def test_an_edit_to_another_shape_says_so_in_a_dynamic_graph_too(change):
+    model = make()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    with hl.edit(model, "0", change), pytest.raises(Exception, match=r"expected Tensor\[4, 8\]"):
+        compiled(X)
+
+
 def test_what_of_gradients_no_graph_can_hold_is_named_with_the_choices():
     model = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

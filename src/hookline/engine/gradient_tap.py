@@ -231,7 +231,7 @@ class GradientTap(Tap):
         if current.stretch is None or not current.stretch.is_reentrant:
             self.off += 1
             return False
-        self.placed += 1
+        self.placed += current.again is None
         if self.on.changes:
             current.stretch.at_late.add(self._late)
         return True
@@ -243,7 +243,7 @@ class GradientTap(Tap):
         if not found or any(tensor.grad_fn is None for tensor in found):
             return False
         current.stretch.waiting.add((self, call))
-        self.placed -= 1
+        self.placed -= current.again is None
         return True
 
     def _again(self, current: Pass) -> Pass | None:

@@ -61,7 +61,8 @@ class Stretch:
         self.calls = dict(current.calls) if by_root is None else {}
         self.changes: list[Change] = []
         self.within_root = by_root is None and bool(current.roots)
-        self.waiting: set[tuple[Any, int]] = set() if again is None else again.stretch.waiting
+        # A copy: a call that waits since this first run is not one that waited before it.
+        self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.stretch.waiting}
         self.at_late: set[Callable[[], None]] = set()
         self.runs: list[Tensor] = []
         # Weakly: the graph holds the stretch, and what was recorded may hold the graph.

@@ -320,7 +320,8 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor):
             return f"expected {describe(old)}{at}, got {describe(new)}"
-        if (shape(old), old.dtype, old.device) != (shape(new), new.dtype, new.device):
+        are_alike = old.dtype is new.dtype and old.device == new.device
+        if not (are_alike and _are_same_shape(old, new)):
             return f"expected {full(old)}{at}, got {full(new)}"
         if old.layout is not new.layout:
             return f"expected a tensor that is {_layout(old)}{at}, got one that is {_layout(new)}"
@@ -344,6 +345,12 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     return None
 
 
+def _are_same_shape(one: Tensor, other: Tensor) -> bool:
+    if one.is_nested or other.is_nested:  # the older kind has no shape
+        return shape(one) == shape(other)
+    return one.shape == other.shape  # not as text: compiled code may have sizes that vary
+
+
 def _layout(tensor: Tensor) -> str:
     return str(tensor.layout).removeprefix("torch.")
 
@@ -356,7 +363,8 @@ def form(value: Any) -> str:
 def shape(tensor: Tensor) -> str:
     """A tensor's shape as text: `[2, 3]`; a nested tensor of torch's older kind has none."""
     try:
-        return str(list(tensor.shape))
+        # Not `str` of the list: compiled code may have sizes that vary, of which dynamo takes none.
+        return f"[{', '.join([f'{size}' for size in tensor.shape])}]"
     except RuntimeError:
         return "[nested]"
 
