@@ -320,11 +320,10 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     if isinstance(old, Tensor):
         if not isinstance(new, Tensor):
             return f"expected {describe(old)}{at}, got {describe(new)}"
-        are_alike = old.dtype is new.dtype and old.device == new.device
-        if not (are_alike and _are_same_shape(old, new)):
+        if (_size(old), old.dtype, old.device) != (_size(new), new.dtype, new.device):
             return f"expected {full(old)}{at}, got {full(new)}"
         if old.layout is not new.layout:
-            return f"expected a tensor that is {_layout(old)}{at}, got one that is {_layout(new)}"
+            return f"expected the layout {old.layout}{at}, got {new.layout}"
         return None
     parts = items(old)
     if parts is None:
@@ -345,14 +344,8 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     return None
 
 
-def _are_same_shape(one: Tensor, other: Tensor) -> bool:
-    if one.is_nested or other.is_nested:  # the older kind has no shape
-        return shape(one) == shape(other)
-    return one.shape == other.shape  # not as text: compiled code may have sizes that vary
-
-
-def _layout(tensor: Tensor) -> str:
-    return str(tensor.layout).removeprefix("torch.")
+def _size(tensor: Tensor) -> Any:
+    return shape(tensor) if tensor.is_nested else tensor.shape
 
 
 def form(value: Any) -> str:
@@ -362,8 +355,7 @@ def form(value: Any) -> str:
 
 def shape(tensor: Tensor) -> str:
     """A tensor's shape as text: `[2, 3]`; a nested tensor of torch's older kind has none."""
-    try:
-        # Not `str` of the list: compiled code may have sizes that vary, of which dynamo takes none.
+    try:  # of sizes that vary, dynamo makes no `str`
         return f"[{', '.join([f'{size}' for size in tensor.shape])}]"
     except RuntimeError:
         return "[nested]"
