@@ -210,6 +210,52 @@ def test_the_state_dicts_of_modules_are_seen_and_changed_in_place(net):
     assert not len(hl.inventory(net))
 
 
+class Owner(nn.Module):
+    """Owns a parameter, and has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+HOLDERS = {
+    "a list as the root": (lambda: nn.ModuleList([nn.Linear(1, 1)]), "", 2),
+    "a list inside": (lambda: nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), "0", 3),
+    "a dict": (lambda: nn.Sequential(nn.ModuleDict({"a": nn.Linear(1, 1)})), "0", 3),
+    "parameters": (lambda: nn.ParameterDict({"a": torch.ones(1)}), "", 1),
+    "a parameter's owner": (lambda: nn.Sequential(Owner(), nn.Linear(3, 3)), "0", 3),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(
+    "kind", ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
+)
+def test_state_dicts_of_modules_through_which_nothing_flows_are_seen(holder, kind):
+    make, path, n_modules = HOLDERS[holder]
+    model = make()
+    seen, all_seen = [], []
+    with hl.attach(model) as line:
+        hook = getattr(line, kind)
+        for selector in (path, model.get_submodule(path), type(model.get_submodule(path))):
+            hook(selector, lambda module, *_: seen.append(module))
+        hook(None, lambda module, *_: all_seen.append(module))
+        model.load_state_dict(model.state_dict())
+    assert [module is model.get_submodule(path) for module in seen] == [True] * 3
+    assert {id(module) for module in all_seen} == {id(module) for module in model.modules()}
+    assert len(all_seen) == n_modules
+    assert not len(hl.inventory(model))
+
+
+def test_a_part_of_a_module_has_no_state_dict(net):
+    with hl.attach(net) as line:
+        for part in ("fc:input", "fc:output[0]", "fc#0", "fc.weight:grad"):
+            with pytest.raises(hl.SelectionError, match="hooks modules"):
+                line.state_dict(part, print)
+        line.state_dict("fc:output", lambda *_: None)
+        net.state_dict()
+
+
 def test_a_state_dict_hook_that_returns_something_is_refused(net):
     with hl.attach(net) as line:
         line.state_dict("", lambda *_: {})

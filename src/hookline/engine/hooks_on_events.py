@@ -181,7 +181,8 @@ class EventHooks(ModuleHooks):
                 f" state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
             )
         with self.all_or_nothing() as placements:
-            for site, node in self._each_module(kind, where):
+            # Of every module: a ModuleList has a state dict, though nothing flows through it.
+            for site, node in self._each_module(kind, where, port=kind):
                 tap = EventTap(site, self.passes, hook, check)
                 if kind == "load_state_dict_pre":
                     placements.place_before_loading(node.module, tap.fire)

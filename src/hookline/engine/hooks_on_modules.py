@@ -237,11 +237,12 @@ class ModuleHooks(Line):
                 placements.place(module, "forward_pre", tap.begin, Rank.END)
 
     def _each_module(
-        self, kind: str, selector: Selector, *, calls: bool = False
+        self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"
     ) -> Iterator[tuple[Site, Node]]:
-        """The modules that a selector matches, of which no part is meant."""
-        for site, node in self.select(selector).places():
-            is_part = site.port != "output" or site.leaf or (site.call is not None and not calls)
+        """Yield the modules that a selector matches; refuse parts of them."""
+        for site, node in self.select(selector, (port,)).places():
+            is_port = site.port not in (port, "output")
+            is_part = is_port or site.leaf or (site.call is not None and not calls)
             if is_part or not isinstance(node, Node):
                 raise SelectionError(
                     f"line.{kind} hooks modules, and {site} is a part of one."

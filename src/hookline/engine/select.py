@@ -34,7 +34,7 @@ Place = tuple[Site, Node | TensorNode]
 def _order(place: Place) -> tuple[int, int, int]:
     site, node = place
     module, within = node.position
-    return module, PORTS.index(site.port), within
+    return module, PORTS.index(site.port) if site.port in PORTS else -1, within
 
 
 def _in_order(found: Iterable[Place]) -> list[Place]:
@@ -171,7 +171,8 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def select_in(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Selection:
-    """`select` in a layout."""
+    """`select` in a layout. An event such as "state_dict" may stand for a port: it is of a module
+    itself, which need not have a forward for it."""
     return Selection(layout, _match(layout, selector, ports))
 
 
@@ -203,8 +204,8 @@ def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterab
         found += [
             (_site(node, port, text), node)
             for node in matched
-            if has_forward(node.module)
             for port in module_ports
+            if port not in PORTS or has_forward(node.module)
         ]
     if "grad" in wanted:
         found += [
