@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -219,6 +219,50 @@ def test_what_is_changed_in_place_behind_a_module_is_right_where_torch_raises(ma
     with pytest.raises(RuntimeError, match="modified inplace"):
         run("torch", in_place)
     assert same(run("hookline", in_place), run("torch", apart))
+
+
+class Plus(nn.Module):
+    def forward(self, x):
+        return x * 2 + 1
+
+
+BLOCKS = {
+    "relu": nn.ReLU,
+    "arithmetic": Plus,
+    "several": lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("where", ["the root", "inside", "everywhere", "two lines"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_input_that_is_written_to_behind_the_module_is_right(block, where):
+    def run(by):
+        torch.manual_seed(0)
+        inner, seen = BLOCKS[block](), []
+        model = nn.Sequential(inner) if where == "inside" else inner
+
+        def hook(module, grad_input, grad_output):
+            seen.append((grad_input, grad_output))
+
+        leaf = torch.ones(2, 3, requires_grad=True)
+        x = leaf.clone()
+        with ExitStack() as stack:
+            if by == "torch":
+                stack.callback(inner.register_full_backward_hook(hook).remove)
+            else:
+                line = stack.enter_context(
+                    hl.attach(hl.EVERYWHERE if where == "everywhere" else model)
+                )
+                line.backward(inner, hook)
+            if by == "hookline" and where == "two lines":
+                stack.enter_context(hl.attach(model)).backward("", lambda *_: None)
+            x += model(x)
+            x.sum().backward()
+        return seen, leaf.grad
+
+    found = run("hookline")
+    assert len(found[0]) == 1
+    assert same(found, run("torch"))
 
 
 def test_a_second_derivative_that_comes_past_the_outputs_calls_no_hook():

@@ -203,7 +203,7 @@ class BackwardTap(_RawBackwardTap):
 
     __slots__ = ()
     ranks: ClassVar[Mapping[str, Rank]] = {
-        "enter": Rank.JOIN, "join": Rank.JOIN, "read": Rank.GRAD_READ, "close": Rank.END,
+        "enter": Rank.JOIN, "join": Rank.JOIN, "read": Rank.GRAD_READ, "close": Rank.CLOSE,
     }  # fmt: skip
 
     def enter(

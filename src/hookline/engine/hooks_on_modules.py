@@ -196,7 +196,7 @@ class ModuleHooks(Line):
                                  with_kwargs=True)  # fmt: skip
                 placements.place(module, "forward", tap.join, Rank.JOIN, prepend=prepend)
                 placements.place(module, "forward", tap.read, Rank.GRAD_READ, prepend=prepend)
-                placements.place(module, "forward", tap.close, Rank.END, always_call=True)
+                placements.place(module, "forward", tap.close, Rank.CLOSE, always_call=True)
 
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]

@@ -43,7 +43,8 @@ class Rank(IntEnum):
     GRAD_READ = 5
     GRAD_RECORD = 6
     RECORD = 7
-    END = 8
+    CLOSE = 8  # what a call opened is closed before the pass of the root ends
+    END = 9
 
 
 GRADIENT_RANKS = {
