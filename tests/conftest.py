@@ -146,8 +146,9 @@ def interrupted():
     """`interrupted(step, modules, action)`: whether a Ctrl-C came in the action.
 
     It comes at the step-th line that is executed in those of hookline's modules whose names begin
-    so. At the end of a `with` block tracing stops at its head once more, where no signal is ever
-    handled: an interrupt there would leave a lock held, as no real one does.
+    so. At the end of a `with` block tracing stops at its head once more, and at each `try:`, which
+    CPython covers by no handler, not even that of the block around it. No signal is ever handled
+    at either: an interrupt there would leave a lock held, as no real one does.
     """
 
     def interrupted(step, modules, action):
@@ -156,7 +157,7 @@ def interrupted():
         def at_line(frame, event, arg):
             nonlocal count
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            count += event == "line" and not text.lstrip().startswith("with ")
+            count += event == "line" and not text.lstrip().startswith(("with ", "try:"))
             if count == step:
                 sys.settrace(before)
                 raise KeyboardInterrupt
