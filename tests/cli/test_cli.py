@@ -123,6 +123,99 @@ def test_an_input_shape_that_the_model_refuses_is_explained(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_selection_that_never_fires_exits_1_says_why_and_writes_nothing(tmp_path):
+    done = run("inspect", "demo:digits", "demo", "--at", "block1#7", "--out", "r", cwd=tmp_path)
+    assert complaint(done, code=1) == (
+        "hookline: nothing was recorded, so nothing was written.\n"
+        "block1#7: the module ran once in a pass, so there is no call #7.\n"
+    )
+    assert "0 values" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_a_selection_that_never_fires_is_told_of(tmp_path):
+    done = run("inspect", "demo:digits", "demo", "--at", "block1#7", "--at", "head", "--out", "r",
+               cwd=tmp_path)  # fmt: skip
+    assert complaint(done, code=0) == (
+        "hookline: 1 of 2 sites never fired.\n"
+        "block1#7: the module ran once in a pass, so there is no call #7.\n"
+    )
+    assert list(hl.open(tmp_path / "r")) == ["head"]
+
+
+def test_plots_of_values_that_cannot_be_drawn_exit_1_after_the_recording(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\nclass Silent(nn.Module):\n    def forward(self, x):\n"
+        "        return None\n"
+    )
+    done = run("inspect", "mine.py:Silent", "random:1x3", "--plot", "--out", "r", cwd=tmp_path)
+    assert "there is no value that can be drawn" in complaint(done, code=1)
+    assert "1 value in r/" in done.stdout
+    done = run("inspect", "demo:digits", "demo", "--at", "head#1", "--plot", cwd=tmp_path)
+    assert "nothing was recorded" in complaint(done, code=1)
+
+
+@pytest.fixture(scope="module")
+def traps(tmp_path_factory):
+    """Files that are none: folders, pipes, devices, loops and noise, under every suffix."""
+    folder = tmp_path_factory.mktemp("traps")
+    noise = np.random.default_rng(0).bytes(300)
+    for suffix in ("npy", "npz", "pt", "safetensors", "txt", "png", "jpg", "py"):
+        (folder / f"empty.{suffix}").touch()
+        (folder / f"noise.{suffix}").write_bytes(noise)
+        (folder / f"folder.{suffix}").mkdir()
+        (folder / f"loop.{suffix}").symlink_to(f"loop.{suffix}")
+        (folder / f"device.{suffix}").symlink_to("/dev/zero")
+        os.mkfifo(folder / f"pipe.{suffix}")
+    np.save(folder / "rows.npy", np.zeros((0, 1, 8, 8), np.float32))
+    (folder / "bomb.pgm").write_bytes(b"P5\n30000 30000\n255\n")
+    (folder / "names").mkdir()
+    (folder / "names" / "broken.png").write_bytes(noise)
+    return folder
+
+
+NAMES = ["x" * 300, "x" * 300 + ".npy", "x" * 300 + "/a.png", "a\0b", "a\0.npy", "\udcff.npy",
+         "\udcff", "", "  ", "/dev/zero", "/dev/null", "random:0x1x8x8", "rows.npy", "bomb.pgm",
+         "names", "."]  # fmt: skip
+
+
+def assert_refused(*args, cwd):
+    complaint(run(*args, cwd=cwd))
+
+
+def test_whatever_is_given_as_input_is_refused_in_a_few_lines(traps):
+    files = [path.name for path in traps.iterdir() if path.suffix != ".py"]
+    for name in [*NAMES, *files]:
+        assert_refused("inspect", "demo:digits", name, "--out", "never", cwd=traps)
+    for name in NAMES:
+        assert_refused("summary", "demo:digits", name, cwd=traps)
+        assert_refused("doctor", "demo:digits", "--input", name, cwd=traps)
+    assert not (traps / "never").exists()
+
+
+def test_whatever_is_given_as_weights_is_refused_in_a_few_lines(traps):
+    for name in [*NAMES, *(path.name for path in traps.iterdir())]:
+        assert_refused("summary", "demo:digits", "--weights", name, cwd=traps)
+
+
+def test_whatever_is_given_as_a_model_is_refused_in_a_few_lines(traps):
+    files = [path.name for path in traps.glob("*.py")]
+    for name in [*NAMES, *files]:
+        assert_refused("summary", name, cwd=traps)
+        assert_refused("summary", f"{name}:make", cwd=traps)
+    assert_refused("hooks", "x" * 300 + ".py:make", cwd=traps)
+    assert_refused("hooks", "\udcff.py:make", cwd=traps)
+
+
+def test_a_folder_that_may_not_be_listed_is_refused(traps, monkeypatch):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    done = run("inspect", "demo:digits", str(traps), cwd="/")
+    assert "cannot be listed: PermissionError" in complaint(done)
+
+
 def test_the_version_is_printed(tmp_path):
     done = run("--version", cwd=tmp_path)
     assert done.returncode == 0

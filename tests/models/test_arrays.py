@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import struct
+import warnings
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +106,65 @@ def test_a_broken_file_is_an_error(linear, tmp_path, said, name, content):
     with pytest.raises(InputError, match=f"{name} cannot be read as a ") as raised:
         load_input(str(tmp_path / name), linear)
     assert "unpickle" not in said(raised)
+
+
+def header(shape: str, descr: str = "'<f4'") -> bytes:
+    """The beginning of a `.npy` file, with 64 bytes of numbers."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header("(1000000000, 1000000000)"),
+        header(f"({2**62},)"),
+        header(f"({10**30},)"),
+        header("(-1, 3)"),
+        header("('a',)"),
+        header("(4,)", "'zz'"),
+        header("(" * 2000),
+        header("(4,)", "-" * 3000 + "1"),
+    ],
+    ids=["10^18", "2^62", "10^30", "negative", "a text", "dtype", "nested", "deep"],
+)
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_a_header_that_lies_is_an_error(linear, tmp_path, said, content, suffix):
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    if suffix == ".npz":
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("x.npy", content)
+    with pytest.raises(InputError, match=f"x{suffix} cannot be read as a") as raised:
+        load_input(str(path), linear)
+    assert "Write it with np.save or np.savez." in said(raised)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(8, 1), (10, 99), (10, 9), (10, 12), (10, 14), (10, 8), (6, 255)],
+    ids=["encrypted", "unknown", "deflate64", "bzip2", "lzma", "deflate", "version"],
+)
+def test_an_oddly_packed_archive_is_an_error(linear, tmp_path, said, offset, value):
+    np.savez(tmp_path / "x.npz", x=ONE)
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    local, central = content.find(b"PK\x03\x04"), content.find(b"PK\x01\x02")
+    content[central + offset] = value
+    if offset != 6:
+        content[local + offset - 2] = value
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.npz cannot be read as a") as raised:
+        load_input(str(tmp_path / "x.npz"), linear)
+    said(raised)
+
+
+def test_a_nested_tensor_is_described(linear, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    torch.save(nested, tmp_path / "x.pt")
+    assert load_input(str(tmp_path / "x.pt"), linear).description == "x.pt, nested float32"
 
 
 def test_a_file_cut_short_is_an_error(linear, tmp_path):

@@ -143,7 +143,7 @@ def test_a_name_that_is_not_cached_needs_a_network(said):
 
 @pytest.mark.parametrize("place", ["./never", "/never/there", "a/b/c", "has space"])
 def test_a_folder_that_is_not_there_is_an_error(said, place):
-    with pytest.raises(ModelError, match="there is no folder") as raised:
+    with pytest.raises(ModelError, match="hf:NAME must be a folder, or OWNER/NAME") as raised:
         load_model(f"hf:{place}")
     assert "save_pretrained()" in said(raised)
 

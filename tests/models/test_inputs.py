@@ -55,7 +55,7 @@ def test_an_empty_text_file_is_an_error(minilm, tmp_path, said, content):
 
 def test_a_text_file_that_is_no_text_is_an_error(minilm, tmp_path, said):
     (tmp_path / "lines.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="save it as UTF-8") as raised:
+    with pytest.raises(InputError, match="Save it as UTF-8") as raised:
         load_input(str(tmp_path / "lines.txt"), minilm)
     said(raised)
 

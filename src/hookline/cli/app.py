@@ -16,12 +16,12 @@ import typer
 
 import hookline as hl
 from hookline.cli.diagnosing import diagnose
-from hookline.cli.inspecting import Inspection, inputs_of, inspect
+from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.cli.viewing import open_page, serve, serving_of
-from hookline.engine.errors import ModelError
+from hookline.engine.errors import InputError, ModelError
 from hookline.engine.words import plural
-from hookline.models import Batch, Loaded, load_input, load_model
+from hookline.models import Batch, Loaded, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.views import (
@@ -131,11 +131,7 @@ def inspect_command(
         out.print(f"the first of {n_rows}:")
     for label, probability in found.classes:
         out.print(f"  {probability:6.1%}  {label}", markup=False)
-    if plot and len(found.recording):
-        with complaints():
-            shown = terminal_plots(found.recording)
-        out.print()
-        out.print(shown)
+    not_drawn = _plot(found) if plot else ""
     _say_where(found)
     if open_it and found.page is not None:
         open_page(found.page.resolve().as_uri())
@@ -146,6 +142,13 @@ def inspect_command(
             else "Nothing that was to be recorded ran before it, so nothing was written."
         )
         say(f"the forward failed in {found.summary.failure}\n{before}")
+        raise typer.Exit(1)
+    silent = silence(found.recording.report(), is_chosen=bool(at))
+    if silent:
+        say(silent)
+    if not_drawn:
+        say(not_drawn)
+    if not_drawn or not len(found.recording):
         raise typer.Exit(1)
 
 
@@ -165,7 +168,7 @@ def summary(
         context = torch.device("meta") if meta else contextlib.nullcontext()
         with context, Busy(f"loading {model}"), _meta_suggested():
             loaded = load_model(model, weights="none" if meta else weights)
-        batch = load_input(source, loaded) if source is not None else None
+        batch = read_input(source, loaded) if source is not None else None
         with Busy("running the model"):
             table = hl.summary(loaded.model, inputs_of(loaded.model, batch) if batch else None)
     out.print(summary_table(table, failure=False))
@@ -252,7 +255,20 @@ def _load(model: str, source: str, weights: str) -> tuple[Loaded, Batch]:
     if weights == "none":
         loaded = replace(loaded, labels=None)  # the scores of random weights name no class
     with Busy(f"loading {source}"):
-        return loaded, load_input(source, loaded)
+        return loaded, read_input(source, loaded)
+
+
+def _plot(found: Inspection) -> str:
+    """Print plots of a recording; return why nothing could be drawn, if that is so."""
+    if not len(found.recording):
+        return ""  # said already
+    try:
+        shown = terminal_plots(found.recording)
+    except InputError as error:
+        return str(error)
+    out.print()
+    out.print(shown)
+    return ""
 
 
 def _command() -> str:

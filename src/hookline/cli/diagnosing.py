@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hookline as hl
-from hookline.cli.inspecting import inputs_of
+from hookline.cli.inspecting import inputs_of, read_input
 from hookline.cli.terminal import Busy
-from hookline.models import Loaded, guess_input, load_input
+from hookline.models import Loaded, guess_input
 from hookline.verbs import Diagnosis
 
 
@@ -20,7 +20,7 @@ def diagnose(
     Raises:
         HooklineError: the selector matches nothing, or the input cannot be read.
     """
-    batch = guess_input(loaded) if source is None else load_input(source, loaded)
+    batch = guess_input(loaded) if source is None else read_input(source, loaded)
     names = tuple(name.strip() for name in ports.split(","))
     with Busy("running the model"):
         inputs = None if batch is None else inputs_of(loaded.model, batch)

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.cli.terminal import Busy
-from hookline.engine.errors import HooklineWarning, SelectionError
-from hookline.models import Batch, Loaded
+from hookline.engine import Report
+from hookline.engine.errors import HooklineWarning, InputError, SelectionError
+from hookline.engine.words import plural
+from hookline.models import Batch, Loaded, load_input
 from hookline.recordings import Recording, check_target
 from hookline.verbs import Inputs, Summary
 from hookline.views.page import write_page
 
 PAGE = "report.html"
+_N_SILENT = 3
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Inspection:
 def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
     """Run a model once, record it, and write the recording and its page into a folder.
 
-    A forward that fails is in `summary.failure`; what ran before it is recorded and written. If
-    that is nothing, nothing is written.
+    A forward that fails is in `summary.failure`; what ran before it is recorded and written. Where
+    nothing was recorded, nothing is written, and the recording's report says why.
 
     Raises:
         HooklineError: a selector matches nothing, or the folder cannot be written.
@@ -52,13 +55,13 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
     n_modules = sum(1 for _ in model.modules())
     output: list[Any] = []
     with Busy("running the model", n_modules) as busy, warnings.catch_warnings():
-        # A selector that never fires is told by the page and by the table; not twice.
+        # What never fired is told by `silence` and by the page; not a third time.
         warnings.simplefilter("ignore", HooklineWarning)
         with hl.record(model, at or None, copy=True) as run, hl.attach(model) as line:
             line.forward(None, lambda *_: busy.step())
             line.forward("", lambda module, args, value: output.append(value))
             summary = hl.summary(model, inputs_of(model, batch))
-    if summary.failure and not len(run):
+    if not len(run):
         return Inspection(summary, run, folder, None, [])
     with Busy("writing the recording"):
         run.save(folder)
@@ -77,6 +80,43 @@ def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) ->
     return Inspection(summary, run, folder, page, classes)
 
 
+def silence(report: Report, *, is_chosen: bool) -> str:
+    """Say which sites never fired, and why; empty where none is worth a word.
+
+    Args:
+        report: the recording's.
+        is_chosen: whether sites were named; of all that there are, some may well not run, and the
+            page says which.
+    """
+    silent = report.silent
+    some = len(silent) < len(report.fired)
+    if not silent or (some and not is_chosen):
+        return ""
+    shown = "; ".join(f"{site}: {report.why.get(site, '')}" for site in silent[:_N_SILENT])
+    more = f"; and {len(silent) - _N_SILENT} more" if len(silent) > _N_SILENT else ""
+    what = "nothing was recorded, so nothing was written"
+    if some:
+        what = f"{len(silent)} of {plural(len(report.fired), 'site')} never fired"
+    return f"{what}.\n{shown}{more}."
+
+
+def read_input(source: str, loaded: Loaded) -> Batch:
+    """Read an input as `load_input` does, and refuse one that holds nothing.
+
+    Raises:
+        InputError: it cannot be read, or its tensors have no elements.
+    """
+    batch = load_input(source, loaded)
+    given = (*batch.args, *batch.kwargs.values())
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        raise InputError(
+            f"the input must have at least one element, got {batch.description}."
+            "\nGive a batch of one row or more, such as random:1x3x224x224."
+        )
+    return batch
+
+
 def inputs_of(model: nn.Module, batch: Batch) -> Inputs:
     """A batch as `hl.summary` takes it."""
     if not batch.kwargs:
@@ -89,7 +129,7 @@ def _classes(loaded: Loaded, output: Any) -> list[tuple[str, float]]:
     scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if loaded.labels is None or not isinstance(scores, Tensor) or scores.ndim != 2:
         return []
-    if scores.shape[1] != len(loaded.labels):
+    if not len(scores) or scores.shape[1] != len(loaded.labels):
         return []
     best = torch.softmax(scores[0].float(), 0).topk(min(5, len(loaded.labels)))
     return [

@@ -25,7 +25,7 @@ def serving_of(folder: Path, other: Path | None, host: str, port: int, wait: boo
         try:
             shelf.shown()  # so that what is wrong is said here, and the first page is there at once
         except FolderError as error:
-            if wait or all(one.exists() for one in folders):
+            if wait or all(os.path.exists(one) for one in folders):
                 raise
             raise FolderError(
                 f"{error}\nTo wait for one that is still to be written: --wait."

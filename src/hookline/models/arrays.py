@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +70,20 @@ def read_arrays(path: Path, model: nn.Module) -> Batch:
 def _read_numpy(path: Path) -> Any:
     try:
         # Opened here, as numpy leaves a broken file open.
-        with path.open("rb") as file:
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's on old headers: they are read all the same
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.lib.npyio.NpzFile):
                 return {key: content[key] for key in content.files}
             return content
-    except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # what a broken file makes the readers raise has no common base
         if "Object arrays" in str(error):
             raise InputError(
                 f"{path} holds Python objects, which need unpickling; hookline does not do it.\n"
                 "Save arrays of numbers: np.save(FILE, array.astype(np.float32))."
             ) from error
         # numpy takes any file that is not its own for a pickle, and says so; that would mislead.
-        reason = "it is none" if "pickled" in str(error) else first_line(error)
+        reason = "np.save did not write it" if "pickled" in str(error) else first_line(error)
         raise InputError(
             f"{path} cannot be read as a {path.suffix} file: {reason}.\n"
             "Write it with np.save or np.savez."

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.errors import HooklineError, ModelError
 from hookline.models.packages import first_line
+from hookline.models.places import absence, is_file, printable
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
@@ -42,11 +42,10 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
             is broken, or it holds no state dict.
     """
     path = Path(file).expanduser()
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "is not there"
+    if not is_file(path):
         raise ModelError(
-            f"the checkpoint {path} {what}.\n--weights is default, none, or a file "
-            f"({', '.join(_SUFFIXES)})."
+            f"the checkpoint {printable(path)} {absence(path)}.\n"
+            f"Give --weights default, none, or a file ({', '.join(_SUFFIXES)})."
         )
     if path.suffix.lower() not in _SUFFIXES:
         raise ModelError(
@@ -90,13 +89,13 @@ def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
         # torch names the class that it refused; a file of another kind has no such line.
         refused = re.search(r"(?:Unsupported global|Unsupported class): ?\w* (\S+)", str(error))
         if refused is None:
-            raise error_type(_say_broken(path, "it is no torch.save file")) from error
+            raise error_type(_say_broken(path, "torch.save did not write it")) from error
         raise error_type(
             f"{path} needs unpickling ({refused[1]}), which can run any code, so hookline does "
             "not do it.\nWhere you trust the file, load it yourself and save its tensors alone: "
             "torch.save(model.state_dict(), FILE), or as .safetensors."
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a broken file makes the readers raise has no common base
         raise error_type(_say_broken(path, first_line(error))) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 import zlib
@@ -19,6 +20,7 @@ from hookline.engine.errors import ModelError
 from hookline.models.loaded import Loaded
 from hookline.models.packages import first_line
 from hookline.models.pictures import guess_preprocess
+from hookline.models.places import absence, is_file, names_in, printable
 
 _N_NAMES_LISTED = 8
 
@@ -41,11 +43,11 @@ def load_file_factory(file: str, factory: str) -> Loaded:
             factory fails, or what comes back is no `nn.Module`.
     """
     path = Path(file).expanduser()
-    if not path.is_file():
-        there = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    if not is_file(path):
+        there = [name for name in names_in(path.parent) if name.endswith(".py")]
         close = difflib.get_close_matches(path.name, there, n=3, cutoff=0.7)
         hint = f"Did you mean {', '.join(close)}?" if close else "Give the path of a Python file."
-        raise ModelError(f"there is no file {path}.\n{hint}")
+        raise ModelError(f"the file {printable(path)} {absence(path)}.\n{hint}")
     with _importable_from(path.resolve().parent):
         module = _run_file(path)
         return _make(module, str(file), factory)
@@ -84,7 +86,7 @@ def load_module_factory(module_name: str, factory: str) -> Loaded:
 
 def _run_file(path: Path) -> ModuleType:
     # In sys.modules, as dataclasses and pickle expect, under a name that no other file has.
-    digest = zlib.crc32(str(path.resolve()).encode())
+    digest = zlib.crc32(os.fsencode(path.resolve()))
     module_name = f"_hookline_{path.stem}_{digest:08x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

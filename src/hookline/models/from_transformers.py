@@ -19,6 +19,7 @@ from hookline.models.packages import (
     import_package,
     is_reachable,
 )
+from hookline.models.places import is_file, is_folder, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,9 +51,9 @@ def load_transformers(place: str, *, default_weights: bool) -> Loaded:
     name = f"hf:{place}"
     transformers = import_package("transformers", name)
     folder = Path(place).expanduser()
-    is_folder = folder.is_dir()
+    is_local = is_folder(folder)
     options: dict[str, Any] = {"trust_remote_code": False}
-    if is_folder:
+    if is_local:
         place = str(folder)
         _check_folder(folder, name)
         options["local_files_only"] = True
@@ -73,7 +74,7 @@ def load_transformers(place: str, *, default_weights: bool) -> Loaded:
         else:
             model = model_class(config)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
-        if isinstance(error, OSError) and not is_folder:
+        if isinstance(error, OSError) and not is_local:
             raise cannot_fetch(name, "its weights", first_line(error)) from error
         raise ModelError(
             f"{name} cannot be built as {model_class.__name__}: {first_line(error)}.\n"
@@ -89,7 +90,7 @@ def load_transformers(place: str, *, default_weights: bool) -> Loaded:
 
 
 def _check_folder(folder: Path, name: str) -> None:
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise ModelError(
             f"{name}: the folder has no config.json, so it holds no model of transformers.\n"
             "Give a folder that save_pretrained() wrote."
@@ -100,7 +101,7 @@ def _check_hub_name(place: str, name: str) -> None:
     if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", place) and not place.startswith("."):
         return
     raise ModelError(
-        f"{name}: there is no folder {place}, and it is no name on the hub (OWNER/NAME) either.\n"
+        f"hf:NAME must be a folder, or OWNER/NAME of a model on the hub, got {printable(name)}.\n"
         "Give a folder that save_pretrained() wrote, or a name such as hf:openai-community/gpt2."
     )
 
@@ -114,7 +115,7 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
     try:
         return transformers.AutoConfig.from_pretrained(place, **options)
     except OSError as error:
-        if Path(place).is_dir():
+        if is_folder(place):
             raise ModelError(
                 f"{name}: its config.json cannot be read: {first_line(error)}."
             ) from error
@@ -150,7 +151,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 
 def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, Any]) -> None:
-    if folder.is_dir():
+    if is_folder(folder):
         if any(folder.glob("*.safetensors")):
             return
         pickled = [*folder.glob("*.bin"), *folder.glob("*.pt")]

@@ -18,7 +18,8 @@ from hookline.engine.words import plural
 from hookline.models import arrays, pictures
 from hookline.models.demo import load_demo_digits
 from hookline.models.loaded import Batch, Loaded, describe
-from hookline.models.packages import import_package
+from hookline.models.packages import first_line, import_package
+from hookline.models.places import absence, is_file, is_folder, is_special, names_in, printable
 from hookline.models.random_batch import PREFIX, make_random
 
 if TYPE_CHECKING:
@@ -57,11 +58,12 @@ def load_input(spec: str, loaded: Loaded) -> Batch:
     if spec == "demo" and loaded.name == "demo:digits":
         return _demo_batch()
     expanded = os.path.expanduser(spec)
-    # os.path, as it answers False for a text too long to be a path, where Path raises.
-    if os.path.isdir(expanded):
+    if is_folder(expanded):
         return _picture_batch(Path(expanded), loaded)
-    if os.path.isfile(expanded):
+    if is_file(expanded):
         return _file_batch(Path(expanded), loaded)
+    if is_special(expanded):
+        raise InputError(f"{printable(spec)} {absence(expanded)}.\nCopy what it gives into a file.")
     if loaded.tokenize is None or _means_a_file(spec):
         raise _not_there(spec, loaded)
     if not spec.strip():
@@ -84,11 +86,11 @@ def _file_batch(path: Path, loaded: Loaded) -> Batch:
 
 
 def _picture_batch(path: Path, loaded: Loaded) -> Batch:
-    files, n_others = pictures.find_pictures(path) if path.is_dir() else ([path], 0)
+    files, n_others = pictures.find_pictures(path) if is_folder(path) else ([path], 0)
     opened = [pictures.open_picture(file) for file in files]
     x = pictures.stack_pictures(opened, [file.name for file in files], loaded)
     source = path.name
-    if path.is_dir():
+    if is_folder(path):
         source = f"{path.resolve().name}/ ({plural(len(files), 'picture')}"
         source += f", {plural(n_others, 'other file')} left out)" if n_others else ")"
     return _with_pictures(x, source, opened, loaded)
@@ -113,7 +115,9 @@ def _text_file_batch(path: Path, loaded: Loaded) -> Batch:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as text: save it as UTF-8.") from error
+        raise InputError(
+            f"{path} cannot be read as text: {first_line(error)}.\nSave it as UTF-8."
+        ) from error
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise InputError(f"{path} is empty.\nWrite one text a line.")
@@ -137,12 +141,8 @@ def _means_a_file(spec: str) -> bool:
 
 def _not_there(spec: str, loaded: Loaded) -> InputError:
     path = Path(spec).expanduser()
-    shown = repr(_shorten(spec))
-    try:
-        there = sorted(entry.name for entry in path.parent.iterdir())
-    except (OSError, ValueError):
-        there = []
-    close = difflib.get_close_matches(path.name, there, n=3)
+    shown = f"'{_shorten(printable(spec))}'"
+    close = difflib.get_close_matches(path.name, names_in(path.parent), n=3)
     if close:
         found = ", ".join(str(path.parent / name) for name in close)
         return InputError(f"there is no file {shown}.\nDid you mean {found}?")

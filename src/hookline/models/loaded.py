@@ -67,5 +67,7 @@ def describe(value: Any) -> str:
     """Say a tensor as shape and type, `1x3x224x224 float32`, and anything else as its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.is_nested:
+        return f"nested {str(value.dtype).removeprefix('torch.')}"
     shape = "x".join(str(size) for size in value.shape) or "scalar"
     return f"{shape} {str(value.dtype).removeprefix('torch.')}"

@@ -21,6 +21,7 @@ from hookline.models.from_timm import load_timm
 from hookline.models.from_torchvision import load_torchvision
 from hookline.models.from_transformers import load_transformers
 from hookline.models.loaded import Loaded
+from hookline.models.places import is_file, printable
 
 _FORMS = (
     "torchvision:NAME, timm:NAME, hf:NAME, hf:FOLDER, path/to/file.py:FACTORY, "
@@ -85,14 +86,15 @@ def _find_builder(name: str) -> Callable[..., Loaded]:
         return partial(_from_module, place, factory)
     if name.endswith(".py") or place.endswith(".py"):
         raise _malformed(name, f"which function makes the model? {place or name}:FACTORY")
-    if (Path(name) / "config.json").is_file():
+    if is_file(Path(name) / "config.json"):
         raise _malformed(name, f"did you mean hf:{name}?")
     raise _malformed(name, "" if colon else f"did you mean torchvision:{name} or timm:{name}?")
 
 
 def _malformed(name: str, hint: str) -> ModelError:
     return ModelError(
-        f"{name!r} does not name a model{f': {hint}' if hint else '.'}\nThe forms are {_FORMS}."
+        f"'{printable(name)}' does not name a model{f': {hint}' if hint else '.'}\n"
+        f"The forms are {_FORMS}."
     )
 
 

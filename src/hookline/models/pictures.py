@@ -13,6 +13,7 @@ from hookline.engine.errors import InputError
 from hookline.engine.words import plural
 from hookline.models.loaded import Loaded, Preprocess, describe
 from hookline.models.packages import first_line, import_package
+from hookline.models.places import is_file, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,8 +49,7 @@ def open_picture(path: Path) -> Image:
             picture.load()
             upright: Image = ops.exif_transpose(picture)
             return upright
-    # For a broken file pillow raises any of these, by format.
-    except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as e:
+    except Exception as e:  # what a broken file makes pillow raise has no common base
         raise InputError(
             f"{path} cannot be read as a picture: {first_line(e)}.\n"
             f"Open it in a viewer and save it again, as .png for instance."
@@ -71,7 +71,14 @@ def find_pictures(folder: Path) -> tuple[list[Path], int]:
     Raises:
         InputError: there is no picture in it, or there are more than 64.
     """
-    files = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
+    try:
+        there = sorted(folder.iterdir())
+    except OSError as error:
+        raise InputError(
+            f"the folder {printable(folder)} cannot be listed: {first_line(error)}.\n"
+            "Give one that you may read."
+        ) from error
+    files = [path for path in there if is_file(path) and not path.name.startswith(".")]
     found = [path for path in files if path.suffix.lower() in SUFFIXES]
     if not found:
         raise InputError(

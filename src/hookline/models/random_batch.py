@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from hookline.engine.errors import InputError
 from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.places import printable
 
 PREFIX = "random:"
 
@@ -30,6 +32,8 @@ _DTYPES = {
 _SEED = 0
 _N_TOKENS = 100
 _MAX_ELEMENTS = 2**31
+_MAX_DIMENSIONS = 64  # torch's own limit
+_N_DIGITS = 20  # that many are more than any size
 
 
 def make_random(spec: str, loaded: Loaded) -> Batch:
@@ -48,23 +52,20 @@ def make_random(spec: str, loaded: Loaded) -> Batch:
     Raises:
         InputError: the shape or the type is malformed, or the tensor would be too large.
     """
-    match = re.fullmatch(r"random:(\d+(?:x\d+)*)(?::(\w+))?", spec.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"random:([0-9]+(?:x[0-9]+)*)(?::(\w+))?", spec.strip(), re.IGNORECASE)
     if match is None:
         raise InputError(
-            f"{spec!r} is malformed: random:SHAPE or random:SHAPE:DTYPE was expected.\n"
+            f"the input must be random:SHAPE or random:SHAPE:DTYPE, got {printable(spec)}.\n"
             "For instance random:1x3x224x224 for a picture, random:1x128:int64 for tokens."
         )
     dtype = _DTYPES.get((match[2] or "float32").lower())
     if dtype is None:
         raise InputError(f"{spec!r}: there is no type {match[2]!r}.\nUse {', '.join(_DTYPES)}.")
-    shape = [int(size) for size in re.split("x", match[1], flags=re.IGNORECASE)]
-    n_elements = 1
-    for size in shape:
-        n_elements *= size
-    if n_elements > _MAX_ELEMENTS:
+    shape = [int(size[:_N_DIGITS]) for size in re.split("x", match[1], flags=re.IGNORECASE)]
+    if math.prod(shape) > _MAX_ELEMENTS or len(shape) > _MAX_DIMENSIONS:
         raise InputError(
-            f"{spec!r} asks for {n_elements:,} numbers; at most {_MAX_ELEMENTS:,} are drawn.\n"
-            "Give a smaller shape."
+            f"the shape must have at most {_MAX_ELEMENTS:,} numbers and {_MAX_DIMENSIONS}"
+            f" dimensions, got {printable(spec)}.\nGive a smaller shape."
         )
     tensor = _draw(shape, dtype, loaded.model)
     return Batch((tensor,), {}, f"random, {describe(tensor)}")

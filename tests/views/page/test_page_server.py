@@ -129,7 +129,7 @@ def test_a_port_that_is_taken_gives_the_next(runs):
     ("host", "port", "said"),
     [
         ("203.0.113.1", 8765, "cannot listen on.*\nGive"),
-        ("127.0.0.1", 99999, "99999 is no port.\nGive"),
+        ("127.0.0.1", 99999, "port must be from 0 to 65535, got 99999.\nGive"),
     ],
 )
 def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port, said):
@@ -175,9 +175,9 @@ def test_calls_passes_and_samples_can_be_stepped_through(served, runs):
     [
         ("at=nothing", "no value at nothing"),
         ("at=first&pass=9", "no such pass or call of first"),
-        ("at=first&pass=-1", "is no number"),
-        ("at=first&order=size", "there is no order"),
-        ("at=first&call=0x1", "is no number"),
+        ("at=first&pass=-1", "must be a whole number"),
+        ("at=first&order=size", "order must be one of"),
+        ("at=first&call=0x1", "must be a whole number"),
         ("&".join("a=1" for _ in range(50)), "cannot be read"),
     ],
 )

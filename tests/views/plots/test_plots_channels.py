@@ -266,7 +266,7 @@ def test_it_draws_from_a_folder_and_while_the_line_is_on(recorded, net, image, t
         (torch.zeros(2, 3, 4, 4), {"order": [3]}, r"no channel 3: it has 3 \(0 to 2\)"),
         (torch.zeros(2, 3, 4, 4), {"order": "largest"}, "no order 'largest': write 'index'"),
         (torch.zeros(2, 3, 4, 4), {"order": []}, "list of channels is empty"),
-        (torch.zeros(2, 3, 4, 4), {"n": 0}, "n=0 is no count"),
+        (torch.zeros(2, 3, 4, 4), {"n": 0}, "n must be .*, got 0"),
         (torch.zeros(2, 3, 4, 4), {"layout": "NHW"}, "cannot be read as 'NHW'.*\nGive layout="),
         (torch.zeros(2, 1, 3, 4, 4, 4), {}, "site needs a layout: its shape is"),
     ],

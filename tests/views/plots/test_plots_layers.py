@@ -276,7 +276,10 @@ def test_gradients_of_several_backward_passes_have_a_row_each():
     [
         (lambda run: hl.plots.statistics(run, what="median"), "no statistic 'median'; there are"),
         (lambda run: hl.plots.statistics(run, what=()), "no statistic is named"),
-        (lambda run: hl.plots.histograms(run, bins=0), "bins=0 is no count"),
+        (
+            lambda run: hl.plots.histograms(run, bins=0),
+            "bins must be a whole number from 1 up, got 0",
+        ),
         (lambda run: hl.plots.histograms(run, "site"), "'site' has a value in each of 2 passes"),
         (hl.plots.histograms, r"2 passes.*\nGive it one of them: run.passes\[0\]"),
         (lambda run: hl.plots.statistics(run, "other"), "'other' was never selected"),

@@ -46,11 +46,14 @@ def choice_of(parameters: dict[str, str]) -> Choice:
     """What is to be drawn.
 
     Raises:
-        InputError: a number is none, or there is no such order.
+        InputError: a number or the order cannot be read.
     """
     order = parameters.get("order", "index")
     if order not in ORDERS:
-        raise InputError(f"there is no order {order!r}.\nWrite order={', '.join(ORDERS)}.")
+        raise InputError(
+            f"order must be one of {', '.join(ORDERS)}, got {order[:20]!r}."
+            f"\nWrite order={ORDERS[0]}."
+        )
     return Choice(number(parameters, "sample") or 0, order, number(parameters, "first") or 0)
 
 
@@ -64,5 +67,8 @@ def number(parameters: dict[str, str], name: str) -> int | None:
     if not text:
         return None
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
-        raise InputError(f"{name}={text[:20]!r} is no number.\nWrite {name}=0, or leave it out.")
+        raise InputError(
+            f"{name} must be a whole number from 0 up, got {text[:20]!r}."
+            f"\nWrite {name}=0, or leave it out."
+        )
     return int(text)

@@ -84,7 +84,9 @@ def _bound(host: str, port: int) -> socket.socket:
         InputError: none is free, the address is not this machine's, or a port is not allowed.
     """
     if not 0 <= port <= 65535:
-        raise InputError(f"{port} is no port.\nGive one from 1024 to 65535, or 0 for any.")
+        raise InputError(
+            f"port must be from 0 to 65535, got {port}.\nGive --port 8765, or --port 0 for any."
+        )
     for number in range(port, min(port + _PORTS, 65536) if port else 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         found = socket.socket(family, socket.SOCK_STREAM)

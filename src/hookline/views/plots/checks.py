@@ -25,13 +25,16 @@ def check_source(source: Any) -> None:
 
 
 def check_count(name: str, count: Any, most: int | None = None) -> None:
-    """Refuse what is no count of things to draw.
+    """Check the number of things to draw.
 
     Raises:
-        InputError: it is no whole number from 1 up, or more than can be told apart.
+        InputError: it is not a whole number from 1 up, or more than can be told apart.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"{name}={count!r} is no count.\nGive a whole number from 1 up.")
+        raise InputError(
+            f"{name} must be a whole number from 1 up, got {count!r}."
+            f"\nGive {name}=16, for instance."
+        )
     if most is not None and count > most:
         raise InputError(
             f"{name}={count} is more than a figure can show apart.\nGive {most} at most."
@@ -39,12 +42,13 @@ def check_count(name: str, count: Any, most: int | None = None) -> None:
 
 
 def check_sample(sample: Any) -> None:
-    """Refuse what is no row of a batch.
+    """Check the number of a row of a batch.
 
     Raises:
-        InputError: it is no whole number.
+        InputError: it is not a whole number.
     """
     if isinstance(sample, bool) or not isinstance(sample, int):
         raise InputError(
-            f"sample={sample!r} is no row of a batch.\nGive a whole number; sample=0 is the first."
+            f"sample must be the number of a row of the batch, got {sample!r}."
+            "\nGive sample=0 for the first."
         )

@@ -1,0 +1,52 @@
+"""What lies at a path, whatever a person has typed. Imports nothing of hookline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether a regular file is there; False also for names that no file can have.
+
+    >>> is_file("x" * 300), is_file("a\\0b"), is_file("/dev/null")
+    (False, False, False)
+    """
+    return os.path.isfile(path)  # Path.is_file raises for a name that is too long
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is there; False also for names that no folder can have."""
+    return os.path.isdir(path)
+
+
+def is_special(path: str | os.PathLike[str]) -> bool:
+    """Return whether a pipe, a socket or a device is there: to read one may never end."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def absence(path: str | os.PathLike[str]) -> str:
+    """Say why no regular file can be read at a path."""
+    if is_folder(path):
+        return "is a folder, not a file"
+    return "is a pipe, a socket or a device, not a file" if is_special(path) else "is not there"
+
+
+def printable(path: str | os.PathLike[str], n_shown: int = 100) -> str:
+    """Return a path as a message shows it: bytes that are not UTF-8 escaped, the middle left out.
+
+    >>> printable("x" * 300, 9)
+    'xxxx...xxxx'
+    """
+    text = os.fspath(path).encode("utf-8", "backslashreplace").decode()
+    text = text.replace("\0", "\\0")
+    half = n_shown // 2
+    return text if len(text) <= n_shown else f"{text[:half]}...{text[-half:]}"
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted; none where it cannot be listed."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (OSError, ValueError):
+        return []
