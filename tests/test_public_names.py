@@ -18,21 +18,20 @@ NAMES = [
 # fmt: on
 
 SIGNATURES = {
-    "attach": "(model=None)",
+    "attach": "(model=None, *, every_thread=False)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
-    " ports='grad', **others)",
+    " ports='grad', every_thread=False, **others)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
-    "edit": "(model, selector, change, *, ports='output')",
+    "edit": "(model, selector, change, *, ports='output', every_thread=False)",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",
     "open": "(folder)",
-    "record": "(model, selector=None, *, ports='output', keep=None, device=None, dtype=None,"
-    " detach=True, copy=False)",
+    "record": "(model, selector=None, *, ports='output', every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
-    "watch": "(model, selector=None, *, ports=None, file=None)",
+    "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",
     "ClassMaps.overlay": "(self, image=None, alpha=0.5)",
     "ClassMaps.save": "(self, path, image=None, alpha=0.5)",
     "Line.remove": "(self)",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,6 +34,17 @@ def test_a_line_that_nobody_holds_is_taken_off_and_says_so(net, image, verb):
     assert not len(hl.inventory(net))
 
 
+def test_the_warning_of_a_dropped_line_is_at_the_line_that_made_it(net):
+    def drop():
+        line = hl.record(net)
+        del line
+
+    with pytest.warns(hl.HooklineWarning, match="dropped") as caught:
+        drop()
+    (one,) = caught
+    assert (one.filename, one.lineno) == (__file__, drop.__code__.co_firstlineno + 1)
+
+
 def test_a_recording_outlives_a_line_that_was_dropped(net, image):
     line = hl.record(net, "fc")
     net(image)
@@ -40,6 +53,61 @@ def test_a_recording_outlives_a_line_that_was_dropped(net, image):
         del line
     assert run["fc"].shape == (2, 5)
     assert "its line was dropped" in str(run.report())
+
+
+class Leaves(nn.Module):
+    """Leaves its forward by an error that torch tells no hook of."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("is_handling", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_unheld_line_goes_though_its_pass_was_broken_off(error, is_handling):
+    model = nn.Sequential(nn.Linear(2, 2), Leaves(error))
+
+    def work():
+        lines = hl.record(model), hl.attach(model)
+        lines[1].saved("", lambda t: t, lambda t: t)
+        try:
+            raise ValueError if is_handling else StopIteration
+        except ValueError:
+            model(torch.zeros(1, 2))
+        except StopIteration:
+            pass
+        model(torch.zeros(1, 2))
+
+    def end():
+        with pytest.raises(error):
+            work()
+        gc.collect()
+
+    with pytest.warns(hl.HooklineWarning, match="dropped"):
+        end()
+    assert not len(hl.inventory(model))
+
+
+def test_an_unheld_line_goes_with_the_thread_that_ended_in_its_forward():
+    model = nn.Sequential(nn.Linear(2, 2), Leaves(SystemExit))
+
+    def work():
+        line = hl.record(model)
+        model(torch.zeros(1, 2))
+        line.remove()
+
+    def end():  # as threading does; pytest's own way of it would keep the frames
+        with contextlib.suppress(SystemExit):
+            work()
+        gc.collect()
+
+    with pytest.warns(hl.HooklineWarning, match="dropped"), ThreadPoolExecutor(1) as pool:
+        pool.submit(end).result()
+    assert not len(hl.inventory(model))
 
 
 @pytest.mark.filterwarnings("ignore:an hl.record line was dropped")
@@ -70,7 +138,7 @@ def test_threads_may_attach_to_one_model_while_others_run_it():
         except Exception as error:
             errors.append(error)
 
-    def inspect():
+    def look():
         with hl.record(model, ports="input") as run:
             model(x)
         assert len(run.passes) == 1
@@ -78,7 +146,7 @@ def test_threads_may_attach_to_one_model_while_others_run_it():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        work = [(inspect, 100), (inspect, 100), (lambda: model(x), 1000)]
+        work = [(look, 100), (look, 100), (lambda: model(x), 1000)]
         threads = [threading.Thread(target=guard, args=one) for one in work]
         for thread in threads:
             thread.start()

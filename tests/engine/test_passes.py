@@ -170,8 +170,8 @@ def test_a_copied_context_brings_the_line_along(net, image):
     assert torch.equal(run["fc"], net(image))
 
 
-def test_a_line_without_a_with_block_sees_every_thread_each_ones_passes_apart(looped):
-    line = hl.record(looped, "block")
+def test_a_line_that_is_asked_to_sees_every_thread_each_ones_passes_apart(looped):
+    line = hl.record(looped, "block", every_thread=True)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(looped, [torch.full((1, 2), float(k)) for k in range(40)]))
     line.remove()

@@ -1,12 +1,14 @@
-"""Threads and async tasks: a line in a block sees its own, one without a block sees them apart."""
+"""Threads and async tasks: a line sees those that made it, or when asked all of them, apart."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import copy
+import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,7 +104,9 @@ def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
         assert capsys.readouterr().out == ""
 
 
-@pytest.mark.cell("thread pools", "record", note="the context is taken along, or no `with` block")
+@pytest.mark.cell(
+    "thread pools", "record", note="the context is taken along, or `every_thread=True`"
+)
 def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how_it_would_be(model):
     with ThreadPoolExecutor(2) as pool:
         with (
@@ -114,7 +118,7 @@ def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how_it_would_be(mode
         with hl.record(model, "0") as run:
             pool.submit(contextvars.copy_context().run, model, batch(3)).result()
         assert torch.equal(run["0"], model[0](batch(3)))
-        line = hl.record(model, "0")
+        line = hl.record(model, "0", every_thread=True)
         list(pool.map(model, [batch(k) for k in range(8)]))
         line.remove()
     found = {one["0"].sum().item() for one in line.recording.passes}
@@ -164,17 +168,17 @@ def test_everywhere_is_of_one_task(model):
 
 
 @pytest.mark.cell(
-    "DataParallel", "record", note="several devices: without a `with` block, each replica a pass"
+    "DataParallel", "record", note="several devices: `every_thread=True`, each replica a pass"
 )
 def test_replicas_share_the_hooks_and_run_in_threads_of_their_own(model):
     # What DataParallel does on several devices, which are not here: replicas, one thread each.
-    line = hl.record(model, "0")
+    line = hl.record(model, "0", every_thread=True)
     replicas = [model._replicate_for_data_parallel() for _ in range(2)]
     together(*[lambda step, r=r, k=k: r(batch(k)) for k, r in enumerate(replicas)])
     line.remove()
     assert len(line.recording.passes) == 2
     with (
-        pytest.warns(hl.HooklineWarning, match="or attach without `with`"),
+        pytest.warns(hl.HooklineWarning, match="or attach with every_thread=True"),
         hl.record(model, "0"),
     ):
         together(*[lambda step, r=r: r(batch(1)) for r in replicas])
@@ -187,3 +191,103 @@ def test_data_parallel_on_the_cpu_is_the_module(model):
         parallel(batch(1)).sum().backward()
     assert list(run) == ["0", "0:grad_output"]
     assert torch.equal(run["0"], model[0](batch(1)))
+
+
+@pytest.fixture
+def elsewhere():
+    """A thread that runs what it is given, and gives back what that returned or raised."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+
+
+@pytest.mark.trap(32)
+def test_from_its_first_hook_on_a_line_changes_nothing_in_other_threads(model, elsewhere):
+    expected = model(batch(1))
+    line = elsewhere(hl.edit, model, "1", hl.edits.scale(0))  # made, and not entered yet
+    assert torch.equal(model(batch(1)), expected)
+    assert torch.equal(model[1](batch(1)), batch(1).tanh())
+    assert torch.equal(elsewhere(model, batch(1))[0], model[2].bias)
+    line.remove()
+
+
+def test_a_line_sees_what_its_own_thread_ran_before_the_block(model):
+    line = hl.record(model, "0")
+    model(batch(1))
+    with line as run:
+        model(batch(2))
+    first, second = run.passes
+    assert torch.equal(first["0"], model[0](batch(1)))
+    assert torch.equal(second["0"], model[0](batch(2)))
+
+
+def test_a_line_is_entered_and_given_hooks_only_where_it_was_made(model, elsewhere):
+    line = elsewhere(hl.attach, model)
+    with pytest.raises(hl.AttachError, match="thread or async task that made it, got another"):
+        line.forward("0", lambda *_: None)
+    with pytest.raises(hl.AttachError, match="every_thread=True"), line:
+        pass
+    assert not len(hl.inventory(model))
+    elsewhere(line.forward, "0", lambda *_: None)  # it is as it was, and anybody may end it
+    line.quiet = True
+    line.remove()
+    assert not len(hl.inventory(model))
+
+
+def test_every_verb_sees_every_thread_when_it_is_asked_to(model, elsewhere, capsys):
+    plain, seen = model(batch(1)), []
+    with (
+        hl.edit(model, "1:output", hl.edits.scale(2.0), every_thread=True),
+        hl.attach(model, every_thread=True) as line,
+        hl.clip(model, "2:grad_output", norm=0.5, every_thread=True) as clip,
+        hl.watch(model, "0", ports="output", every_thread=True),
+        hl.record(model, "1", ports=("output", "grad_output"), every_thread=True) as run,
+    ):
+        elsewhere(line.forward, "0", lambda m, args, output: seen.append(args[0]))
+        y = elsewhere(model, batch(1))
+        elsewhere(y.sum().backward)
+    assert torch.equal(run["1"], model[1](model[0](batch(1))) * 2)
+    assert torch.equal(y, model[2](run["1"]))
+    assert torch.equal(run["1:grad_output"], model[2].weight * 0.5 / (1 + 1e-6))
+    assert (clip.report().clipped, len(seen)) == (1, 1)
+    assert capsys.readouterr().out.count("Linear") == 1
+    assert torch.equal(elsewhere(model, batch(1)), plain)
+
+
+def test_everywhere_in_every_thread(model, elsewhere):
+    seen = []
+    with hl.attach(hl.EVERYWHERE, every_thread=True) as line:
+        line.forward(nn.Tanh, lambda *_: seen.append("forward"))
+        line.backward(nn.Tanh, lambda *_: seen.append("backward"))
+        elsewhere(lambda: model(batch(1)).sum().backward())
+        asyncio.run(asyncio.wait_for(asyncio.to_thread(model, batch(1)), 60))
+    elsewhere(model, batch(1))
+    assert seen == ["forward", "backward", "forward"]
+
+
+def test_a_pass_that_was_broken_off_is_over_for_whoever_runs_next(model):
+    class Stop(BaseException):
+        pass
+
+    def stop(module, args):
+        raise Stop
+
+    def broken():
+        line = hl.edit(model, "0", hl.edits.scale(0))
+        with hl.attach(model) as other, pytest.raises(Stop):
+            other.forward_pre("1", stop)
+            model(batch(1))
+        return line
+
+    # In one thread, as tasks are: the line's own context, then another one.
+    line = contextvars.copy_context().run(broken)
+    expected = model[2](model[1](nn.functional.linear(batch(1), model[0].weight, model[0].bias)))
+    assert torch.equal(model(batch(1)), expected)
+    line.remove()
+
+
+def test_threads_and_tasks_at_once_mix_no_value():
+    soak = runpy.run_path(str(Path(__file__).with_name("soak.py")))["Soak"](8_000, seed=0)
+    found = soak.run()
+    assert (found["mixed"], found["errors"], found["hooks left"]) == (0, 0, 0), found["first"]
+    assert found["passes"] == 8_000
+    assert len(found["by kind"]) == 8

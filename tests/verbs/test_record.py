@@ -297,3 +297,11 @@ def test_random_models_with_random_subsets_hooked_compute_and_record_the_same(sp
     for path in chosen:
         assert torch.equal(run[path], reference[path])
     assert not hl.inventory(model)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda *a, **k: hl.record(*a, "", **k), lambda m, **k: hl.features(m, None, "", **k)]
+)
+def test_an_option_that_there_is_not_is_refused(net, run):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'cpoy'.\nGive some of keep="):
+        run(net, cpoy=True)

@@ -3,10 +3,10 @@
 Nothing here knows what a hook means. Files in the order in which they build on one another:
 words, errors, locks, weak, regime_internals, torch_internals, compile_internals, compile_marks,
 identity, checkpoint_internals, distributed_internals, regime, meeting, tree, local, site, modules,
-globs, no_match, select, passes, recompute, arguments, traced, taps, raw_taps, returns, values,
-flow, graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing,
-compile_notes, compiled, everywhere, report, inventory, blame, line, hooks_on_modules,
-hooks_on_tensors, hooks_on_events, attach.
+globs, no_match, select, calls, passes, recompute, arguments, traced, taps, raw_taps, returns,
+values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths,
+placing, compile_notes, compiled, everywhere, ending, report, inventory, blame, line,
+hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -40,8 +40,8 @@ from hookline.engine.meeting import say_by_rank as say_by_rank
 from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
-from hookline.engine.passes import stop_all as stop_all
 from hookline.engine.recompute import same_draws as same_draws
+from hookline.engine.recompute import stop_all as stop_all
 from hookline.engine.regime import has_numbers as has_numbers
 from hookline.engine.regime import innermost as innermost
 from hookline.engine.regime import is_transformed as is_transformed

@@ -64,7 +64,7 @@ class RawLine(EventHooks, TensorHooks):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def attach(model: nn.Module | Everywhere | None = None) -> RawLine:
+def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = False) -> RawLine:
     """Attach raw hooks to a model, or everywhere, for as long as the line lasts.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -78,6 +78,8 @@ def attach(model: nn.Module | Everywhere | None = None) -> RawLine:
         model: the model; or `hl.EVERYWHERE`: every module of every model that runs in this context
             (thread, async task), selected by type, module, predicate or None; or nothing, for hooks
             on tensors and optimizers that are given themselves.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
 
     Returns:
         A line. Its methods add hooks: `forward_pre`, `forward`, `backward_pre`, `backward`,
@@ -87,4 +89,4 @@ def attach(model: nn.Module | Everywhere | None = None) -> RawLine:
     Raises:
         AttachError: what was given is no model, or one that torch never calls hooks on.
     """
-    return RawLine(model)
+    return RawLine(model, every_thread=every_thread)

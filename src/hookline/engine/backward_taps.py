@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import flow, tree
+from hookline.engine.calls import call_frame
 from hookline.engine.checkpoint_internals import aside
 from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError, StructureError
 from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_tap import GradientTap, OnGradient, guarded
-from hookline.engine.passes import Pass, Passes, call_frame
+from hookline.engine.passes import Pass, Passes
 from hookline.engine.returns import check_backward
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank

@@ -250,7 +250,7 @@ class Compiled:
         self._lock.acquire()
         visit.is_locked = True
         if self._holds_root(module):
-            self._passes.begin(frame)
+            self._passes.begin(frame=frame)
         self._passes.switch.is_on, self._traced = False, None
         self._make_ready()
         taps = self._taps_in(module)

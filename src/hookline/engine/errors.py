@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import NamedTuple
 
 
 class HooklineError(Exception):
@@ -65,9 +66,30 @@ class HooklineWarning(UserWarning):
     """Something is probably not what you meant; the numbers are still the model's own."""
 
 
+class Place(NamedTuple):
+    """A line of a user's source."""
+
+    filename: str
+    lineno: int
+    module: str
+
+
+def caller() -> Place:
+    """The first line up the stack that is not hookline's own."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "?"))
+
+
 def warn(message: str) -> None:
     """Warn, at the first line up the stack that is not hookline's own."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, HooklineWarning, stacklevel=level)
+
+
+def warn_at(place: Place, message: str) -> None:
+    """Warn, at a line that is not on the stack any more."""
+    warnings.warn_explicit(message, HooklineWarning, place.filename, place.lineno, place.module)

@@ -1,7 +1,7 @@
 """EVERYWHERE: the modules of any model, but only in this context. Imports placing, select, taps.
 
 torch's process-wide hooks see every thread. So there is one dispatcher, on torch only while some
-line needs it, and it asks a context variable which lines are to be told. Backward needs no such
+line needs it, and it asks the lines' passes which of them are to be told. Backward needs no such
 hook: what a line puts on the values of its context in forward belongs to it in backward.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NamedTuple, final
 
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import SelectionError
 from hookline.engine.locks import lock
+from hookline.engine.passes import Passes
 from hookline.engine.placing import register_everywhere
 from hookline.engine.raw_taps import EventTap, RawTap
 from hookline.engine.select import Selector
@@ -48,11 +48,16 @@ class _Caught(NamedTuple):
 
 @final
 class Catch:
-    """The hooks of one line on modules, registrations and optimizers everywhere."""
+    """The hooks of one line on modules, registrations and optimizers everywhere.
 
-    __slots__ = ("groups", "hidden", "taps")
+    Args:
+        passes: the line's; they say whether it sees the present thread and task.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("groups", "hidden", "passes", "taps")
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
         self.hidden = False  # whether some of it ran inside an operation that torch fused
         self.taps: list[_Caught] = []
         self.groups: set[str] = set()
@@ -108,26 +113,25 @@ def everywhere_matcher(selector: Selector) -> Matcher:
     )
 
 
-# The lines that see this context.
-_here: ContextVar[tuple[Catch, ...]] = ContextVar("hookline_everywhere", default=())
-
-
 @final
 class _Dispatcher:
-    """Torch's process-wide hooks, there only while some line needs them; each asks the context."""
+    """Torch's process-wide hooks, there only while some line needs them; each asks who is here."""
 
     def __init__(self) -> None:
         # One that its own thread may take again: a handler of a signal may attach a line, too.
         self._lock = lock()
-        self._lines: list[Catch] = []
+        self._lines: tuple[Catch, ...] = ()
         self._handles: dict[str, list[Any]] = {}
 
+    def here(self) -> list[Catch]:
+        """The lines that see the present thread and task."""
+        return [line for line in self._lines if line.passes.is_here()]
+
     def add(self, line: Catch) -> None:
-        """Let a line see this context: what it has caught for by now."""
+        """Let a line be told of what it has caught for by now."""
         with self._lock:
-            is_new = line not in self._lines
-            if is_new:
-                self._lines.append(line)
+            if line not in self._lines:
+                self._lines = (*self._lines, line)
             for group in _GROUPS:
                 if group not in line.groups or group in self._handles:
                     continue
@@ -138,16 +142,11 @@ class _Dispatcher:
                 except BaseException:  # Ctrl-C
                     _forget(handles)
                     raise
-        if is_new:
-            _here.set((*_here.get(), line))
 
     def discard(self, line: Catch) -> None:
         """A line has ended; with the last one of its group, torch's hooks go."""
-        _here.set(tuple(other for other in _here.get() if other is not line))
-        line.taps.clear()  # another context may go on holding the line
         with self._lock:
-            if line in self._lines:
-                self._lines.remove(line)
+            self._lines = tuple(other for other in self._lines if other is not line)
             wanted = {group for other in self._lines for group in other.groups}
             for group in self._handles.keys() - wanted:
                 _forget(self._handles[group])
@@ -163,7 +162,7 @@ class _Dispatcher:
     @staticmethod
     def _forward_pre(module: nn.Module, args: Any) -> Any:
         changed = None
-        for line in _here.get():
+        for line in DISPATCHER.here():
             for kind, matches, tap, _ in tuple(line.taps):
                 if kind == "forward_pre" and matches(module):
                     new = tap.fire(module, args)
@@ -177,12 +176,15 @@ class _Dispatcher:
         return changed
 
     @staticmethod
-    def _forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _forward(module: nn.Module, args: Any, *rest: Any) -> Any:
+        if len(rest) < 2:
+            return None  # another thread puts it on or off: its mark for kwargs is not there
+        kwargs, output = rest
         if isinstance(module, nn.TransformerEncoderLayer):
             _note_hidden(module, args, kwargs)
         changed = None
         key = id(sys._getframe(1))
-        for line in _here.get():
+        for line in DISPATCHER.here():
             for kind, matches, tap, with_kwargs in tuple(line.taps):
                 if kind not in _AFTER or not matches(module):
                     continue
@@ -198,7 +200,7 @@ class _Dispatcher:
     @staticmethod
     def _after(module: nn.Module, args: Any, output: Any) -> None:
         frame = sys._getframe(1)
-        for line in _here.get():
+        for line in DISPATCHER.here():
             for kind, matches, tap, _ in tuple(line.taps):
                 if kind == "backward" and matches(module):
                     tap.close_at(output, frame)
@@ -212,7 +214,7 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
     )
     if has_hooks or not runs_fused(layer, args, kwargs):
         return
-    for line in _here.get():
+    for line in DISPATCHER.here():
         caught = [one.matches for one in line.taps if one.kind in ("forward_pre", *_AFTER)]
         if any(matches(module) for matches in caught for module in inner):
             line.hidden = True
@@ -237,7 +239,7 @@ class _Event:
 
     def __call__(self, owner: Any, *values: Any) -> Any:
         changed = None
-        for line in _here.get():
+        for line in DISPATCHER.here():
             for kind, matches, tap, _ in tuple(line.taps):
                 if kind == self._kind and matches(owner):
                     new = tap.fire(owner, *values)

@@ -17,7 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile_internals import has_compiled
 from hookline.engine.compiled import Compiled, refuse_inside
-from hookline.engine.errors import AttachError, warn
+from hookline.engine.ending import dropped, take_off
+from hookline.engine.errors import AttachError, caller, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
 from hookline.engine.gradient_tap import OnGradient
@@ -28,7 +29,6 @@ from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap
 from hookline.engine.recompute import forget_checkpoints, watch_checkpoints
 from hookline.engine.report import Report, explain, is_excused
-from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
 from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
@@ -42,14 +42,14 @@ Bound = See | Halves | Tap | OnGradient
 class Line:
     """Taps attached together for a while: a context manager, or ended by `remove()`.
 
-    In a `with` block the line sees only its own thread and async task. Without one it sees every
-    thread until `remove()` is called.
+    A line belongs to the thread or async task that makes it, from its first hook on.
 
     Args:
         model: the model; tensors by name, of which only gradients can be seen; `hl.EVERYWHERE` for
             the modules of any model that run in this context; or None.
         name: what the report and the inventory call this line.
         sink: told when passes begin and end.
+        every_thread: whether it sees every thread and task.
     """
 
     def __init__(
@@ -58,11 +58,12 @@ class Line:
         *,
         name: str = "attach",
         sink: Sink | None = None,
+        every_thread: bool = False,
     ) -> None:
         if is_dynamo_compiling():
             refuse_inside(name)
         self.name = name
-        self.passes = Passes(sink)
+        self.passes = Passes(sink, every_thread=every_thread)
         self.taps: list[Tap] = []
         self.quiet = False  # no warnings at the end: the verb says itself what is wrong
         self.lenient = False  # everything was chosen, so some of it may well never fire
@@ -76,13 +77,14 @@ class Line:
         self._is_entered = False
         self._placements = Placements()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
-        self._catch = Catch()
+        self._catch = Catch(self.passes)
         self._why: dict[Site, str] | None = None
         self._last: Report | None = None  # once the line has ended, nothing in it changes
         # A line that nobody holds could not be ended any more.
         parts = self._placements, self._catch, self._compiled, self.taps, self.passes
-        self._drop = weakref.finalize(self, _dropped, name, *parts)
+        self._drop = weakref.finalize(self, dropped, name, caller(), *parts)
         self._drop.atexit = False
+        self.passes.belong_here()  # last: from here on it has to be ended
 
     # -- what verbs use -------------------------------------------------------------------------
 
@@ -220,9 +222,8 @@ class Line:
         """Before the first hook, and no sooner: learn when the root begins and ends."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        self._refuse_elsewhere()
         watch_checkpoints(self.passes)
-        if self.is_everywhere and not self.passes.bound:
-            self.passes.enter()  # with or without a block, it sees the context it was made in
         if self.root is not None and not len(self._placements):
             begin, end = RootTap(self.passes, Rank.BEGIN), RootTap(self.passes, Rank.END)
             self._placements.place(self.root, "forward_pre", begin.begin, Rank.BEGIN)
@@ -230,22 +231,27 @@ class Line:
             self.passes.compiler = self._compiled
             self._compiled.look_around()
 
+    def _refuse_elsewhere(self) -> None:
+        if not self.passes.is_here():
+            raise AttachError(
+                f"an hl.{self.name} line must be entered, and given its hooks, in the thread or"
+                " async task that made it, got another one.\nMake it in this one, or with"
+                " every_thread=True."
+            )
+
     # -- the end --------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if self.passes.closed or self._is_entered:
             state = "has ended" if self.passes.closed else "is on already"
             raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
+        self._refuse_elsewhere()
         try:
             self._is_entered = True
-            if not self.passes.bound:
-                self.passes.enter()
-                for tap in (*self.taps, *self._fused.values()):
-                    tap.lane, tap.fired = self.passes.lane, 0
+            return self
         except BaseException:  # Ctrl-C: there will be no block whose end takes the hooks off
             self._end()
             raise
-        return self
 
     def __exit__(
         self,
@@ -270,7 +276,7 @@ class Line:
         self._warn()
 
     def _end(self) -> None:
-        _take_off(self._placements, self._catch, self.taps)
+        take_off(self._placements, self._catch, self.taps)
         self._compiled.end()
         forget_checkpoints(self.passes)
         try:
@@ -334,35 +340,6 @@ class Line:
         message = None if excused else report.warning()
         if message:
             warn(message)
-
-
-def _take_off(placements: Placements, catch: Catch, taps: list[Tap]) -> None:
-    placements.take_off()
-    if catch.groups:
-        DISPATCHER.discard(catch)
-    for tap in taps:
-        if isinstance(tap, SavedTap):
-            tap.release()
-
-
-def _dropped(
-    name: str,
-    placements: Placements,
-    catch: Catch,
-    compiled: Compiled,
-    taps: list[Tap],
-    passes: Passes,
-) -> None:
-    had_hooks = len(placements) > 0 or bool(catch.groups)
-    _take_off(placements, catch, taps)
-    compiled.end()
-    forget_checkpoints(passes)
-    passes.leave()
-    if had_hooks:
-        warn(
-            f"an hl.{name} line was dropped while its hooks were on; they are off now."
-            f"\nUse it in a block, with hl.{name}(...): ..., or keep it and call its remove()."
-        )
 
 
 _HIDDEN = (

@@ -1,4 +1,5 @@
-"""Passes: which run of the root model a value belongs to. Imports locks, regime, internals.
+"""Passes: which run of the root model a value belongs to. Imports calls, locks, regime,
+internals.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -11,8 +12,9 @@ the passes of a graph, and belongs to the latest.
 What torch computes a second time, for a checkpoint, is no pass: it belongs to the one in which it
 ran first (`recompute.py`).
 
-A line that was entered with `with` sees only its own context: its thread, its async task. A line
-that was not entered sees every thread, each thread's passes apart.
+A line belongs to the context that made it: its thread, its async task, and what takes a copy of
+that context along. It sees no other, from its first hook on; if `every_thread` was asked for, it
+sees all, each thread's passes apart.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
 
+from hookline.engine.calls import Calls, call_frame
 from hookline.engine.checkpoint_internals import is_recomputing
 from hookline.engine.locks import lock
 from hookline.engine.regime import is_transformed, refuse_tracing
 
-# The passes of the lines entered in this context. A tuple, since contexts share it.
-_entered: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_entered", default=())
+# The passes of the lines made in this context. A tuple, since contexts share it.
+_made_here: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_made_here", default=())
 
 
 @final
@@ -48,7 +51,8 @@ class Pass:
         opened: what taps keep between the beginning and the end of a call.
         backward: the run of autograd that began the pass, if no run of the root did.
         failed: whether the run ended by an exception; None while it runs.
-        roots: the frames of the root's calls that are under way: several where it calls itself.
+        roots: the root's calls that are under way: several where it calls itself.
+        handled: the id of the exception that was being handled when it began.
         stretch: the innermost checkpointed stretch that runs, if one does.
         again: the recomputation that this is, of a stretch of another pass; None for true passes.
     """
@@ -67,8 +71,8 @@ class Pass:
         self.failed: bool | None = None
         self.at_end: list[Callable[[], None]] = []
         self.opened: dict[Any, list[Any]] = {}
-        self.roots: list[FrameType] = []
-        self.handled = sys.exception()
+        self.roots = Calls()
+        self.handled = id(sys.exception())
         self.stretch: Any = None
         self.again: Any = None
 
@@ -76,13 +80,6 @@ class Pass:
         """Do what is to be done at the end: of the pass, or of what is called outside of one."""
         while self.at_end:
             self.at_end.pop()()
-
-    def drop_dead_roots(self) -> None:
-        """Forget calls of the root that are no longer on this thread's stack.
-
-        After a BaseException, such as Ctrl-C, torch tells no hook that the root has ended.
-        """
-        drop_dead(self.roots)
 
 
 @final
@@ -123,9 +120,6 @@ class Compiler(Protocol):
 class Sink(Protocol):
     """Where values go as they are seen: `Pass.log` fills between these two calls."""
 
-    def restart(self) -> None:
-        """Forget what was seen so far: it was another thread's."""
-
     def begin_pass(self, current: Pass) -> None:
         """A pass begins."""
 
@@ -152,20 +146,25 @@ THREAD = _Thread()
 
 @final
 class Passes:
-    """The passes of one line; a tap on the root calls `begin` and `end`."""
+    """The passes of one line; a tap on the root calls `begin` and `end`.
+
+    Args:
+        sink: told when passes begin and end.
+        every_thread: whether the line sees every thread and task, and not only its own.
+    """
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "beside", "bound", "closed", "compiler",
-        "elsewhere", "failed", "lane", "sink", "started", "switch", "transformed",
+        "_latest", "_lock", "_numbers", "_open", "beside", "closed", "compiler", "elsewhere",
+        "every_thread", "failed", "lane", "sink", "started", "switch", "transformed",
     )  # fmt: skip
 
-    def __init__(self, sink: Sink | None = None) -> None:
+    def __init__(self, sink: Sink | None = None, *, every_thread: bool = False) -> None:
         self.lane = _Lane()
         self.sink = sink
         self._lock = lock()
         self.switch = Switch()
         self.compiler: Compiler | None = None
-        self.bound = False
+        self.every_thread = every_thread
         self.closed = False
         self.transformed = False  # whether the root ran inside torch.func
         self.started = 0
@@ -176,30 +175,20 @@ class Passes:
         self._open: dict[int, Pass] = {}
         self._latest: Pass | None = None
 
-    def enter(self) -> None:
-        """Belong to the present context from now on, and to no other.
-
-        What other threads ran between the making of a line and its block is not the line's.
-        """
-        with self._lock:
-            self.bound = True
-            _entered.set((*_still_open(), self))
-            if self.started:
-                self.lane, self._latest, self._numbers = _Lane(), None, itertools.count()
-                self._open.clear()
-                self.started = self.beside = self.elsewhere = self.failed = 0
-                if self.sink is not None:
-                    self.sink.restart()
+    def belong_here(self) -> None:
+        """Belong to the present context, and to no other, unless to all; before the first hook."""
+        if not self.every_thread:
+            _made_here.set((*_still_open(), self))
 
     def leave(self) -> None:
         """The line has ended: nothing that fires from now on is seen."""
         self.closed = True
-        # Not ContextVar.reset: a line may be closed in another context than it was entered in.
-        _entered.set(_still_open())
+        # Not ContextVar.reset: a line may be closed in another context than it was made in.
+        _made_here.set(_still_open())
         mine = self.lane.current
         if mine is not None:
             # Ended inside the forward: no failure. Not on the stack any more: it was interrupted.
-            mine.drop_dead_roots()
+            mine.roots.drop_dead(sys._getframe(1))
             self._finish(mine, failed=not mine.roots)
         for current in list(self._open.values()):  # those of other threads too
             self._finish(current, failed=False)
@@ -209,7 +198,7 @@ class Passes:
 
     def is_here(self) -> bool:
         """Whether what runs now, in this thread and context, is the line's to see."""
-        return not self.closed and (not self.bound or self in _entered.get())
+        return not self.closed and (self.every_thread or self in _made_here.get())
 
     def is_ours(self) -> bool:
         """`is_here`, from a hook that autograd may call in a thread of its own.
@@ -223,24 +212,27 @@ class Passes:
             return False
         return True
 
-    def begin(self, frame: FrameType | None = None) -> None:
+    def begin(self, root: object = None, frame: FrameType | None = None) -> None:
         """The root is about to run. Only to be called by the tap on the root, or with the frame of
         its call by what stands around a compiled one."""
         lane = self.lane
+        # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
+        frame = call_frame(sys._getframe(2)) if frame is None else frame
         if lane.outside is not None and lane.outside.again is not None:
             again = lane.outside.again.root_begins()
-            again.roots.append(call_frame(sys._getframe(2)) if frame is None else frame)
+            again.roots.begin(frame, root)
             lane.outside = again
             return
+        current = lane.current
+        if current is not None:  # whoever runs it: one that was interrupted is over
+            current.roots.drop_dead(frame.f_back)
+            if not current.roots:
+                lane.current = None
+                self._finish(current, failed=True)
+                current = None
         if not self.is_here():
             self.elsewhere += not self.closed
             return
-        current = lane.current
-        if current is not None:
-            current.drop_dead_roots()
-            if not current.roots:
-                self._finish(current, failed=True)
-                current = None
         if current is None and is_recomputing():
             return  # of a forward that ran before the line was there
         if lane.outside is not None:
@@ -250,15 +242,14 @@ class Passes:
             refuse_tracing()
             self.transformed = self.transformed or is_transformed()
             with self._lock:
-                if not self.is_here():  # it was entered, elsewhere, since we asked
+                if self.closed:  # by another thread, since we asked
                     return
                 current = lane.current = self._start()
             for one in THREAD.checkpoints:
                 one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
                 self.compiler.begin_pass(current)
-        # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
-        current.roots.append(call_frame(sys._getframe(2)) if frame is None else frame)
+        current.roots.begin(frame, root)
 
     def end(self, frame: FrameType | None = None) -> None:
         """The root has run, or failed. Only to be called by those who call `begin`."""
@@ -266,17 +257,13 @@ class Passes:
         frame = call_frame(sys._getframe(2)) if frame is None else frame
         if current is None:
             again = self.lane.outside
-            while again is not None and again.again is not None and frame in again.roots:
-                again.roots.pop()
+            if again is not None and again.again is not None:
+                again.roots.end(frame)
             return
-        if not self.is_here():
-            return
-        while current.roots and current.roots.pop() is not frame:
-            pass
-        if not current.roots:
+        if current.roots.end(frame) and not current.roots:
             self.lane.current = None
             error = sys.exception()
-            has_failed = error is not None and error is not current.handled
+            has_failed = error is not None and id(error) != current.handled
             if error is not None and has_failed and self.compiler is not None:
                 self.compiler.explain(error)
             self._finish(current, failed=has_failed)
@@ -285,7 +272,7 @@ class Passes:
         """The forward in this thread was left half-way, on purpose: passes that ended by it did."""
         current = self.lane.current
         if current is not None:
-            current.drop_dead_roots()
+            current.roots.drop_dead(sys._getframe(1))
             if not current.roots:
                 self.lane.current = None
                 self._finish(current, failed=False)
@@ -305,7 +292,7 @@ class Passes:
         lane = self.lane
         if lane.outside is None:
             with self._lock:
-                lane.outside = self._start() if self.is_here() else None
+                lane.outside = None if self.closed else self._start()
                 self.beside += lane.outside is not None
             for one in THREAD.checkpoints if lane.outside is not None else ():
                 one.pass_begins(self, lane.outside, by_root=False)
@@ -342,33 +329,9 @@ class Passes:
             self.compiler.end_pass(current)
         current.failed = failed
         self.failed += failed
-        current.handled = None
         current.roots.clear()
         if self.sink is not None:
             self.sink.end_pass(current)
-
-
-def drop_dead(frames: list[FrameType]) -> int:
-    """Take the last frames off a list as long as they are not on this thread's stack.
-
-    Returns:
-        How many were taken off.
-    """
-    alive = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        alive.add(id(frame))
-        frame = frame.f_back
-    before = len(frames)
-    while frames and id(frames[-1]) not in alive:
-        frames.pop()
-    return before - len(frames)
-
-
-def stop_all() -> None:
-    """`Passes.stop` for every line that was entered in this context."""
-    for passes in _entered.get():
-        passes.stop()
 
 
 def _is_of_python() -> bool:
@@ -381,14 +344,4 @@ def _is_of_python() -> bool:
 
 
 def _still_open() -> tuple[Passes, ...]:
-    return tuple(passes for passes in _entered.get() if not passes.closed)
-
-
-def call_frame(frame: FrameType) -> FrameType:
-    """The frame of the call of a module, seen from the frame that calls its hooks.
-
-    torch calls hooks from an inner function, and the always-called ones, after an exception, from
-    the outer.
-    """
-    outer = frame.f_back
-    return outer if outer is not None and frame.f_code.co_name == "inner" else frame
+    return tuple(passes for passes in _made_here.get() if not passes.closed)

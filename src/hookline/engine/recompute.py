@@ -108,7 +108,7 @@ class Again:
 
     Attributes:
         has_gradients: whether gradients will flow through what is computed.
-        roots: the frames of the root's calls that are under way.
+        roots: the root's calls that are under way.
     """
 
     __slots__ = (
@@ -390,3 +390,9 @@ def _begin(
 
 _WATCH = _Watch()
 watch_checkpoints, forget_checkpoints = _WATCH.hold, _WATCH.release
+
+
+def stop_all() -> None:
+    """End the passes of all lines whose forward in this thread was left half-way, on purpose."""
+    for passes in _WATCH.lines():
+        passes.stop()

@@ -33,8 +33,8 @@ _NOTHING_RAN = (
 _BYPASSED = "not reached in this forward, or its .forward was called directly"
 _ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 _OTHER_CONTEXT = (
-    "the model ran in another thread or async task, and a line in a `with` block sees its own;"
-    " run it there by contextvars.copy_context().run(model, ...), or attach without `with`"
+    "the model ran in another thread or async task, and a line sees the one that made it; run the"
+    " model there by contextvars.copy_context().run(model, ...), or attach with every_thread=True"
 )
 
 

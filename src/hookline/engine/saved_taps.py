@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine.calls import Calls, call_frame
 from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError, StructureError
-from hookline.engine.passes import Pass, Passes, call_frame, drop_dead
+from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
@@ -30,7 +30,7 @@ Unpack = Callable[[Any], Tensor]
 
 class _Lane(threading.local):
     def __init__(self) -> None:
-        self.frames: list[FrameType] = []
+        self.calls = Calls()
 
 
 @final
@@ -55,12 +55,12 @@ class SavedTap(Tap):
             return
         if current.stretch is not None:
             current.stretch.changed(str(self.site), None, None)
-        frames = self._pushed.frames
-        for _ in range(drop_dead(frames)):
+        calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
+        for _ in range(calls.drop_dead(frame.f_back)):
             pop_saved_tensors_hooks()
         is_for_nothing = current.again is not None and not current.again.has_gradients
         push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
-        frames.append(call_frame(sys._getframe(1)))
+        calls.begin(frame, module)
 
     @while_tracing
     def refuse_graphs(self) -> None:
@@ -80,9 +80,7 @@ class SavedTap(Tap):
             return
         if not hasattr(self, "_pushed"):
             return  # an inert copy, which never began: a pre-hook failed before
-        frames, frame = self._pushed.frames, call_frame(sys._getframe(1))
-        while frame in frames:
-            frames.pop()
+        for _ in range(self._pushed.calls.end(call_frame(sys._getframe(1)))):
             pop_saved_tensors_hooks()
 
     def _again(self, current: Pass) -> Pass:
@@ -91,9 +89,9 @@ class SavedTap(Tap):
 
     def release(self) -> None:
         """The line ends: undo, in this thread, what is still pushed."""
-        while self._pushed.frames:
-            self._pushed.frames.pop()
+        for _ in range(len(self._pushed.calls)):
             pop_saved_tensors_hooks()
+        self._pushed.calls.clear()
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of a tensor, and what it has to become again."""

@@ -284,7 +284,7 @@ class RootTap:
         if self.passes is _INERT:
             _discard(module, self)
             return
-        self.passes.begin()
+        self.passes.begin(module)
 
     @while_tracing
     def is_traced(self) -> None:

@@ -70,10 +70,6 @@ class Recording(Mapping[str, Any]):
 
     # -- a sink: the line tells when passes begin and end ---------------------------------------
 
-    def restart(self) -> None:
-        """Forget what was seen so far: it was another thread's."""
-        self._log.passes.clear()
-
     def begin_pass(self, current: Pass) -> None:
         """A pass begins: its log fills as the sites fire."""
         self._log.passes.append(current)

@@ -293,7 +293,7 @@ def _misnamed(name: str) -> str:
     elif name == "clip_value":
         here = "value= (each element)"
     else:
-        here = "norm=, total_norm= or value=, with norm_type= and ports="
+        here = "norm=, total_norm= or value=, with norm_type=, ports= and every_thread="
     return f"hl.clip has no {name}=.\nGive {here}."
 
 
@@ -306,6 +306,7 @@ def clip(
     total_norm: float | None = None,
     norm_type: float = 2.0,
     ports: str | Sequence[str] = "grad",
+    every_thread: bool = False,
     **others: Never,
 ) -> ClipLine:
     """Clip gradients while the block lasts: of parameters, or as they flow between modules.
@@ -338,6 +339,8 @@ def clip(
             A bound of `float("inf")` measures and clips nothing.
         norm_type: the p of the norm; `float("inf")` is the largest element.
         ports: "grad" (parameters), "grad_output", "grad_input", for selectors that name none.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
         **others: none; what torch calls these bounds is answered with what they are here.
 
     Returns:
@@ -365,7 +368,7 @@ def clip(
             f"{kind}={bound!r} is no bound.\nGive a number from 0 up; float('inf') measures, and"
             " clips nothing."
         )
-    line = RawLine(model, name="clip")
+    line = RawLine(model, name="clip", every_thread=every_thread)
     line.lenient = selector is None
     selection = line.select(selector, check_ports(ports))
     for site in selection:

@@ -33,8 +33,8 @@ _DROPOUTS = (
 _WRAPPED = {
     "DataParallel": Note(
         "DataParallel",
-        "on several devices its copies run in threads of their own, which a line in a `with` block"
-        " does not see",
+        "on several devices its copies run in threads of their own, which a line sees only with"
+        " every_thread=True",
         "hook model.module on one device, or use DistributedDataParallel",
     ),
     "FullyShardedDataParallel": Note(

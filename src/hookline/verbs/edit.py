@@ -34,6 +34,7 @@ def edit(
     change: Callable[[Any], Any],
     *,
     ports: str | Sequence[str] = "output",
+    every_thread: bool = False,
 ) -> Line:
     """Change the values at the selected sites, while the block lasts.
 
@@ -65,6 +66,8 @@ def edit(
             `hl.edits` holds the common ones: scale, add, replace, noise, clamp.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
             parameters), for selectors that name no port.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
 
     Returns:
         A line: a context manager, or ended by `remove()`. `line.report()` says how often it fired.
@@ -80,7 +83,7 @@ def edit(
             f"hl.edit needs a function of the value, got {type(change).__name__}."
             "\nTo put a fixed value there: hl.edits.replace(value)."
         )
-    line = Line(model, name="edit")
+    line = Line(model, name="edit", every_thread=every_thread)
     line.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
 

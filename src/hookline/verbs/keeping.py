@@ -36,12 +36,18 @@ class Keep(TypedDict, total=False):
     copy: bool
 
 
-def check_options(options: Keep) -> None:
-    """Refuse a device or dtype that is none.
+def check_options(verb: str, options: Keep) -> None:
+    """Refuse an option that a verb does not have, and a device or dtype that is none.
 
     Raises:
+        TypeError: there is no such option.
         AttachError: one of them is none.
     """
+    for name in options.keys() - Keep.__annotations__.keys():
+        raise TypeError(
+            f"hl.{verb}() got an unexpected keyword argument {name!r}."
+            f"\nGive some of {', '.join(f'{known}=' for known in Keep.__annotations__)}."
+        )
     device, dtype = options.get("device"), options.get("dtype")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise AttachError(f"dtype={dtype!r} is no dtype; give one such as torch.float16.")

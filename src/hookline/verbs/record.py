@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Never, final
+from typing import Any, Never, Unpack, final
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -70,11 +69,8 @@ def record(
     selector: Selector = None,
     *,
     ports: str | Sequence[str] = "output",
-    keep: Callable[[Any], Any] | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    detach: bool = True,
-    copy: bool = False,
+    every_thread: bool = False,
+    **options: Unpack[Keep],
 ) -> RecordLine:
     """Record the values at the selected sites, while the block lasts.
 
@@ -105,6 +101,8 @@ def record(
             parameters), for selectors that name no port. An input is the tensor, if that is all the
             module was called with, else a dict of its arguments by name; a gradient has the
             structure of the value it belongs to.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
         keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
             for gradients with each tensor, as they arrive one by one. Sums, means, norms and
             powers of 16-bit floats are computed, and kept, in float32; autocast is off.
@@ -122,10 +120,8 @@ def record(
         AttachError: the model cannot be hooked, or a dtype or device is none.
         SiteError: (when the model runs) a selected leaf is not in the value.
     """
-    options: Keep = {
-        "keep": keep, "device": device, "dtype": dtype, "detach": detach, "copy": copy,
-    }  # fmt: skip
-    return start_recording(model, selector, "record", ports_for(model, ports), options)[0]
+    names = ports_for(model, ports)
+    return start_recording(model, selector, "record", names, options, every_thread=every_thread)[0]
 
 
 def start_recording(
@@ -135,15 +131,17 @@ def start_recording(
     ports: tuple[str, ...],
     options: Keep,
     after: Callable[[Site], None] | None = None,
+    *,
+    every_thread: bool = False,
 ) -> tuple[RecordLine, Line]:
     """Attach a recording line for a verb called `name`; also gives the bare line.
 
     `after`, if given, is called with a site when its value has been kept.
     """
-    check_options(options)
+    check_options(name, options)
     if (keep := options.get("keep")) is not None:
         options = {**options, "keep": defaults_by_name(keep, 1)}
-    line = Line(model, name=name)
+    line = Line(model, name=name, every_thread=every_thread)
     line.lenient = selector is None
     selection = line.select(selector, ports)
     back = next((site for site in selection if site.is_gradient), None)

@@ -182,6 +182,7 @@ def watch(
     *,
     ports: str | Sequence[str] | None = None,
     file: TextIO | None = None,
+    every_thread: bool = False,
 ) -> Watch:
     """Print each module as it runs: depth, path, type, shapes, dtype, mean, std, time.
 
@@ -209,6 +210,8 @@ def watch(
         ports: what is printed, of "output" (with the input's shape and the time), "grad_output",
             "grad_input" and "grad"; None is outputs, and their gradients if a backward comes.
         file: where to print; None is the standard output.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
 
     Returns:
         A line: a context manager, or ended by `remove()`.
@@ -216,7 +219,7 @@ def watch(
     Raises:
         SelectionError: the selector matches nothing.
     """
-    line = Line(model, name="watch")
+    line = Line(model, name="watch", every_thread=every_thread)
     line.lenient = selector is None
     watching = Watch(line, model, file)
     wanted = ("output", "grad_output") if ports is None else check_ports(ports)
