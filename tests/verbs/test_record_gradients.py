@@ -384,3 +384,56 @@ def test_what_needs_no_gradient_is_none_without_a_warning(net, image):
     assert run["stem:grad_input"] is None
     assert run["fc:grad_input"] is not None
     assert "an input without requires_grad" in str(run.report())
+
+
+WRITES = {
+    "the base": lambda base, view: base.mul_(3),
+    "the view": lambda base, view: view.mul_(3),
+    "without a graph": lambda base, view: base.detach().mul_(3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.filterwarnings("ignore:hl.record. 1 of 1 site never fired")
+def test_a_tensor_by_name_whose_base_is_written_to_has_the_reason(write):
+    base = torch.ones(4, requires_grad=True) * 2
+    view = base[:2]
+    before = view * 1  # through which a hook on the view is called, with a part
+    with hl.record({"b": view}) as run:
+        WRITES[write](base, view)
+        (view.sum() + base.sum() + before.sum()).backward()
+    assert "it is a view that was written to in place" in str(run.report())
+    with pytest.raises(hl.NotRecordedError, match=r"loses its hooks; .* \.clone\(\)"):
+        run["b:grad"]
+
+
+@pytest.mark.filterwarnings("ignore:hl.edit. 1 of 1 site never fired")
+def test_an_edit_of_a_tensor_by_name_whose_base_is_written_to_is_refused():
+    base = torch.ones(4, requires_grad=True) * 2
+    view = base[:2]
+    before = view * 1
+    with hl.edit({"b": view}, "b", lambda grad: grad * 2):
+        base.mul_(3)
+        with pytest.raises(hl.AttachError, match="b:grad cannot be changed: it is a view"):
+            (before.sum() + base.sum()).backward()
+
+
+def test_a_part_of_a_gradient_behind_whole_ones_is_told_of():
+    base = torch.ones(4, requires_grad=True) * 2
+    view = base[:2]
+    before = (view * 1).sum()
+    with hl.record({"b": view}) as run:
+        before.backward(retain_graph=True)
+        base.mul_(3)
+        with pytest.warns(hl.HooklineWarning, match="b:grad has no gradient: it is a view"):
+            (before + base.sum()).backward()
+    assert run["b:grad"].tolist() == [1.0, 1.0]
+
+
+def test_a_view_by_name_that_nobody_writes_to_has_its_gradient():
+    base = torch.ones(4, requires_grad=True) * 2
+    view = base[:2]
+    with hl.record({"b": view, "base": base}) as run:
+        (view * 2).sum().backward()
+    assert run["b:grad"].tolist() == [2.0, 2.0]
+    assert run["base:grad"].tolist() == [2.0, 2.0, 0.0, 0.0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -22,7 +23,12 @@ from hookline.engine.gradient_tap import BORDER, NO_BACKWARD, Crossing, Gradient
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import base_of_view, hook_dict, outer_backward
+from hookline.engine.torch_internals import (
+    base_of_view,
+    hook_dict,
+    outer_backward,
+    version_counter,
+)
 
 
 class GradOutputTap(GradientTap):
@@ -168,6 +174,11 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+_WRITTEN = (
+    "it is a view that was written to in place while the line lasted, or whose base was, and with"
+    " that a view loses its hooks; make that operation not in place, or name a .clone() of the view"
+    " that is used in its stead"
+)
 _REPLACED = "torch.func.functional_call, a parametrization or pruning made after the line"
 
 
@@ -178,11 +189,24 @@ class ParameterTap(GradientTap):
     What FSDP2 shards takes no part in the graph; its reduced gradient is first seen in `.grad`.
     """
 
-    __slots__ = ("_held", "_n_parts", "_run")
+    __slots__ = ("_counter", "_held", "_n_parts", "_run", "_version")
 
     def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
         super().__init__(site, passes, on, rank)
         self._run, self._n_parts = -1, 0
+        self._counter: Tensor | None = None
+        self._version = 0
+
+    def hook_for(self, tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
+        """Return the hook to register on a tensor. A view is watched: a write takes its hooks."""
+        if base_of_view(tensor) is not None:
+            self._counter = version_counter(tensor)
+            self._version = self._counter._version
+        hook: Callable[[Tensor], Tensor | None] = self.fire
+        return hook
+
+    def _is_written(self) -> bool:
+        return self._counter is not None and self._counter._version != self._version
 
     def wait_for_reduced(self, parameter: Tensor) -> None:
         """It is to be put behind the accumulation of a sharded parameter's gradient."""
@@ -234,6 +258,10 @@ class ParameterTap(GradientTap):
         current = self.passes.at_parameter(number)
         if current is None:
             return None
+        if self._is_written():  # it is what came back to the old value past the write, a part
+            if self.on.changes or self.fired:  # else the line says so at its end
+                self.lose(_WRITTEN)
+            return None
         self.ran += 1
         self._n_parts = self._n_parts + 1 if number == self._run else 1
         self._run = number
@@ -250,6 +278,8 @@ class ParameterTap(GradientTap):
         """Why no gradient arrived."""
         if self.off:
             return "it is frozen: requires_grad is False; call requires_grad_() on it first"
+        if self._is_written():
+            return _WRITTEN
         if self.passes.transformed:
             return (
                 "torch.func returns gradients, and accumulates none; take them from what its"

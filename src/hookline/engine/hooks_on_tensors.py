@@ -55,7 +55,7 @@ class TensorHooks(Line):
         with self.all_or_nothing() as placements:
             for site, node in self._each_tensor("grad", selector):
                 tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Rank.GRAD_HOOK)
-                kind, fire = "grad", tap.fire
+                kind, fire = "grad", tap.hook_for(node.tensor)
                 if node.is_sharded:
                     tap.wait_for_reduced(node.tensor)
                     kind, fire = "accumulated", tap.fire_reduced

@@ -161,7 +161,7 @@ class Line:
             )
         elif node.tensor.requires_grad:
             self._placements.place_on_tensor(
-                node.tensor, "grad", tap.fire, GRADIENT_RANKS[rank], name=node.path
+                node.tensor, "grad", tap.hook_for(node.tensor), GRADIENT_RANKS[rank], name=node.path
             )
         elif self.root is None:
             raise AttachError(
