@@ -70,6 +70,46 @@ def test_an_edit_to_another_shape_says_so_in_a_dynamic_graph_too(change):
         compiled(X)
 
 
+CLIPS = {
+    "norm": lambda k: {"norm": k / 64},
+    "largest element": lambda k: {"norm": k / 64, "norm_type": float("inf")},
+    "value": lambda k: {"value": k / 64},
+}
+
+
+@pytest.mark.cell("torch.compile", "clip")
+@pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input", ":grad_output"])
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_flows_is_clipped_as_in_eager_and_a_sweep_of_bounds_is_one_graph(name, site, backend):
+    model, graphs = make(), CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for k in (*range(1, 10), 1e6):
+        found = []
+        for run in (model, compiled):
+            model.zero_grad()
+            with hl.clip(model, site, **CLIPS[name](k)) as line:
+                (run(X) * torch.linspace(-1, 1, 2)).sum().backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+            found.append([(row.seen, row.clipped) for row in line.report()])
+            found.append([(row.largest, row.factor) for row in line.report()])
+        torch.testing.assert_close(found[3:], found[:3])
+        assert found[1] == [(1, int(k < 10))]
+    assert graphs.frame_count <= 2
+
+
+def test_a_compiled_clip_that_ended_before_backward_is_an_error():
+    model = make()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with (
+        pytest.warns(hl.HooklineWarning, match="never fired"),
+        hl.clip(model, "0:grad_output", norm=0.1),
+    ):
+        loss = compiled(X).sum()
+    with pytest.raises(hl.AttachError, match="the compiled code would change it all the same"):
+        loss.backward()
+
+
 def test_what_of_gradients_no_graph_can_hold_is_named_with_the_choices():
     model = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

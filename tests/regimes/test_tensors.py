@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:.*are deprecated"),
 ]
+
+BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
+clipped_by_torch = BY_TORCH["clipped_by_torch"]
 
 BASE = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 COMPLEX = torch.complex(BASE, BASE.flip(0))
@@ -255,6 +260,45 @@ def test_gradients_of_jagged_tensors_are_changed_and_given_to_raw_hooks():
     with hl.edit(model, "act:grad_output", lambda g: g * 0):
         total(model(x)).backward()
     assert not model.linear.weight.grad.any()
+
+
+def with_holes():
+    """A jagged tensor of parts of a larger one, which lie apart in its memory."""
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([2, 3])
+    return torch.nested.narrow(torch.stack([BASE, BASE]), 1, starts, lengths, layout=torch.jagged)
+
+
+@pytest.mark.cell("nested tensors", "clip", note="of the jagged layout")
+@pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
+@pytest.mark.parametrize(
+    "options", [{"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"value": 0.1}]
+)
+def test_gradients_of_jagged_tensors_are_clipped_as_all_their_elements(make, options):
+    model, x = nn.ModuleDict({"act": nn.ReLU()}), make().requires_grad_()
+    model.forward = lambda x: model["act"](x * 2)
+    with hl.record(model, "act:grad_output") as run:
+        total(model(x)).backward()
+    parts = run["act:grad_output"].unbind()
+    (clipped,) = clipped_by_torch([torch.cat([part.flatten() for part in parts])], **options)
+    with (
+        hl.clip(model, "act:grad_output", **options) as line,
+        hl.record(model, "act:grad_output") as run,
+    ):
+        x.grad = None  # torch cannot add to it
+        total(model(x)).backward()
+    found = run["act:grad_output"].unbind()
+    torch.testing.assert_close(torch.cat([part.flatten() for part in found]), clipped)
+    assert line.report().clipped == 1
+
+
+@pytest.mark.parametrize("options", [{"norm": 0.1}, {"value": 0.1}])
+def test_gradients_of_the_older_layout_are_not_clipped_and_the_error_says_so(options):
+    model = Pooled()
+    with (
+        hl.clip(model, "act:grad_output", **options),
+        pytest.raises(hl.StructureError, match=r"layout=torch\.jagged"),
+    ):
+        total(model(nested(torch.strided))).backward()
 
 
 def test_what_torch_cannot_do_with_gradients_of_the_older_layout_is_refused():

@@ -134,14 +134,71 @@ def test_values_between_modules_are_clamped(model, x):
     assert run["1:grad_input"].abs().max() <= 0.5
 
 
+BOUNDS = [
+    {"norm": 0.01}, {"norm": 0.01, "norm_type": 1.0}, {"norm": 0.01, "norm_type": math.inf},
+    {"norm": 1e6}, {"norm": 0.0}, {"value": 0.02}, {"value": 1e6},
+]  # fmt: skip
+
+
+def clipped_by_hand(grad, options):
+    """A gradient between modules, as torch's own functions clip one in `.grad`."""
+    held = torch.empty_like(grad)
+    held.grad = grad.clone()
+    if "value" in options:
+        clip_grad_value_([held], options["value"])
+    else:
+        clip_grad_norm_([held], options["norm"], options.get("norm_type", 2.0))
+    return held.grad
+
+
+@pytest.mark.parametrize("options", BOUNDS, ids=str)
+@pytest.mark.parametrize("site", ["2:grad_output", "1:grad_input", ":grad_output"])
+def test_what_flows_is_clipped_as_torchs_functions_do(model, x, options, site):
+    path, port = site.split(":")
+    bare = copy.deepcopy(model)
+    with hl.record(bare, site) as run, hl.edit(bare, site, lambda g: clipped_by_hand(g, options)):
+        backward(bare, x)
+    with hl.clip(model, path, ports=port, **options) as line, hl.record(model, site) as clipped:
+        backward(model, x)
+    torch.testing.assert_close(clipped[site], run[site])
+    torch.testing.assert_close(gradients(model), gradients(bare))
+    assert line.report().clipped == (next(iter(options.values())) < 1)
+
+
 def test_half_precision_does_not_overflow_on_the_way_to_the_norm():
-    model = nn.Linear(64, 64).half()
-    with (
-        hl.clip(model, "", norm=1.0, ports="grad_output"),
-        hl.record(model, "", ports="grad_output") as run,
-    ):
-        (model(torch.ones(64, 64).half()) * 1000).sum().backward()
-    assert run[":grad_output"].float().norm() == pytest.approx(1.0, rel=0.01)
+    model, x = nn.Linear(64, 64).half(), torch.ones(64, 64).half()
+    with hl.record(model, "", ports="grad_output") as run:
+        (model(x) * 4000).sum().backward()
+    given = run[":grad_output"].float()
+    assert given.norm() > torch.finfo(torch.half).max
+    for bound in (1.0, 1e-3):  # the factor of the second is 0 in half precision
+        with (
+            hl.clip(model, "", norm=bound, ports="grad_output") as line,
+            hl.record(model, "", ports="grad_output") as run,
+        ):
+            (model(x) * 4000).sum().backward()
+        torch.testing.assert_close(run[":grad_output"], (given * (bound / given.norm())).half())
+        assert line.report().rows[0].largest == pytest.approx(given.norm().item())
+
+
+@pytest.mark.parametrize("options", [{"norm": 5.0}, {"value": 4.0}])
+@pytest.mark.parametrize("port", ["grad", "grad_output"])
+def test_a_gradient_at_the_bound_was_not_too_large(options, port):
+    model = nn.Linear(1, 2, bias=False)
+    with hl.clip(model, ports=port, **options) as line:
+        (model(torch.ones(1, 1)) * torch.tensor([3.0, 4.0])).sum().backward()
+    (row,) = line.report()
+    assert (row.seen, row.clipped, row.largest) == (1, 0, next(iter(options.values())))
+    torch.testing.assert_close(model.weight.grad, torch.tensor([[3.0], [4.0]]))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_gradient_without_elements_has_the_norm_0(norm_type):
+    model = nn.Linear(2, 3)
+    with hl.clip(model, norm=1.0, norm_type=norm_type, ports="grad_output") as line:
+        model(torch.ones(0, 2)).sum().backward()
+    assert [(row.seen, row.largest) for row in line.report()] == [(1, 0.0)]
+    assert not model.weight.grad.any()
 
 
 def test_the_report_says_how_often_and_how_much(model, x):

@@ -69,6 +69,8 @@ class OnGradient:
     optional = False
     # What changes a gradient inside compiled code.
     inside: Callable[[Tensor], Any] | None = None
+    # What is called with a gradient, outside, before compiled code changes it.
+    before_inside: Callable[[Tensor], Any] | None = None
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
         """The gradient of one tensor is there; what is returned, unless None, takes its place."""
@@ -126,7 +128,7 @@ class GradientTap(Tap):
                 slot = place_in(found, tensor)
                 if slot == len(found):
                     found.append(tensor)
-                    hook_in_graph(tensor, sender(traced.number, number, call, slot, self.on.inside))
+                    hook_in_graph(tensor, sender(traced.number, number, call, slot, self.on))
             slots.append(slot)
         # Of a value with parts, its structure: with tensors that hold nothing.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
@@ -159,6 +161,9 @@ class GradientTap(Tap):
         """A gradient has come out of a compiled graph."""
         if self.on.inside is not None and self.passes.closed:
             raise AttachError(ENDED.format(site=self.site))
+        if self.on.before_inside is not None and grad.dtype is not torch.int64:
+            self.on.before_inside(grad)
+            return
         run = run_of(number)
         current = None if run is None else run.current
         if run is None or current is None:

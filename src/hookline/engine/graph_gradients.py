@@ -63,20 +63,23 @@ def define() -> None:
 
 
 def sender(
-    tap: Tensor, of_run: Tensor, call: int, slot: int, change: Callable[[Tensor], Any] | None
+    tap: Tensor, of_run: Tensor, call: int, slot: int, on: Any
 ) -> Callable[[Tensor], Tensor | None]:
-    """The hook on a tensor in a graph: hand its gradient out, or change it.
+    """The hook on a tensor in a graph: hand its gradient out, or change it, or both.
 
     Torch 2.11 moves what a hook takes from outside to behind the tensor, an input of the graph
     that other hooks take as well too: then the graph is broken. What is in a list it does not move.
     """
     of = torch.stack([tap, of_run])
+    change, is_handed_out = on.inside, on.inside is None or on.before_inside is not None
 
     def hook(grad: Tensor) -> Tensor | None:
-        if change is None:
+        if change is not None:
+            torch.ops.hookline.gradient(of, of, call, slot)
+        if is_handed_out:
             torch.ops.hookline.gradient(grad, of, call, slot)
+        if change is None:
             return None
-        torch.ops.hookline.gradient(of, of, call, slot)
         new: Tensor | None = change(grad)
         return new
 

@@ -5,8 +5,8 @@ from hookline.verbs.calling import Inputs as Inputs
 from hookline.verbs.cam import cam as cam
 from hookline.verbs.class_maps import ClassMaps as ClassMaps
 from hookline.verbs.clip import ClipLine as ClipLine
-from hookline.verbs.clip import ClipReport as ClipReport
 from hookline.verbs.clip import clip as clip
+from hookline.verbs.clip_report import ClipReport as ClipReport
 from hookline.verbs.diagnosis import Diagnosis as Diagnosis
 from hookline.verbs.doctor import doctor as doctor
 from hookline.verbs.edit import edit as edit

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Never, Self, final
+from collections.abc import Sequence
+from typing import Never, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -17,140 +15,27 @@ from hookline.engine import (
     Pass,
     Rank,
     RawLine,
-    Report,
     Selection,
     Selector,
     Site,
     check_ports,
-    has_numbers,
-    innermost,
     is_grouped,
-    local_part,
 )
 from hookline.engine.errors import AttachError, warn
+from hookline.verbs.clip_limit import Limit, largest
 from hookline.verbs.clip_parameters import AtEnd, WhenWhole, clip_norm, dense, meet_for_norms
+from hookline.verbs.clip_report import ClipReport, Tally
 from hookline.verbs.verb_line import VerbLine
-
-_EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
-
-
-@final
-@dataclass(frozen=True)
-class ClipRow:
-    """How the gradients at one site were clipped.
-
-    Args:
-        site: as written, or "total" for the norm over all sites.
-        seen: how many gradients came by.
-        clipped: how many of them were too large.
-        largest: the largest norm (with `value`: the largest absolute element) before clipping.
-        factor: the smallest factor by which a gradient was scaled; with `value`, the smallest
-            ratio of the bound to an element.
-        nonfinite: how many held inf or NaN, which no clipping mends.
-    """
-
-    site: str
-    seen: int
-    clipped: int
-    largest: float
-    factor: float
-    nonfinite: int
-
-
-@final
-@dataclass(frozen=True)
-class ClipReport:
-    """How often, and how much, a line clipped. Print it, or iterate over its rows."""
-
-    report: Report
-    rows: tuple[ClipRow, ...]
-
-    def __iter__(self) -> Iterator[ClipRow]:
-        return iter(self.rows)
-
-    @property
-    def clipped(self) -> int:
-        """How many gradients were too large, over all sites."""
-        return sum(row.clipped for row in self.rows)
-
-    @property
-    def seen(self) -> int:
-        """How many gradients came by, over all sites."""
-        return sum(row.seen for row in self.rows)
-
-    def __str__(self) -> str:
-        state = "ended" if self.report.ended else "attached"
-        head = (
-            f"hl.clip on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
-            f" {state}"
-        )
-        width = max((len(row.site) for row in self.rows), default=0)
-        return "\n".join([head, *(f"  {_text(row, width, self.report)}" for row in self.rows)])
-
-    __repr__ = __str__
-
-
-def _text(row: ClipRow, width: int, report: Report) -> str:
-    if not row.seen:
-        why = {str(site): reason for site, reason in report.why.items()}.get(row.site, "")
-        return f"{row.site:{width}}  never{': ' if why else ''}{why}"
-    if math.isnan(row.largest) and not row.nonfinite:
-        return f"{row.site:{width}}  {row.seen} without numbers: they are meta or fake tensors"
-    text = f"{row.site:{width}}  {row.clipped:>5} of {row.seen}  largest {row.largest:.4g}"
-    if row.clipped:
-        text += f", smallest factor {row.factor:.3g}"
-    return text + (f", {row.nonfinite} not finite" if row.nonfinite else "")
-
-
-class _Limit(NamedTuple):
-    """What a gradient may be: one of three kinds of bound."""
-
-    kind: str  # "value", "norm" or "total_norm"
-    bound: float
-    norm_type: float
-
-
-@final
-class _Tally:
-    """Counts on the gradients' own device: asking each time would make it wait."""
-
-    __slots__ = ("_clipped", "_largest", "_nonfinite", "seen", "site")
-
-    def __init__(self, site: str) -> None:
-        self.site = site
-        self.seen = 0
-        self._clipped: Tensor | int = 0
-        self._largest: Tensor | None = None
-        self._nonfinite: Tensor | int = 0
-
-    def add(self, size: Tensor, bound: float) -> None:
-        """A gradient came by: its norm, or its largest element."""
-        sizes = innermost(size.detach())  # under vmap, of all examples
-        self.seen += sizes.numel()
-        if not has_numbers(sizes):
-            self._largest = torch.tensor(float("nan"), device="cpu")
-            return
-        self._clipped = self._clipped + (sizes > bound).sum()
-        self._nonfinite = self._nonfinite + (~torch.isfinite(sizes)).sum()
-        largest = sizes.amax()
-        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
-
-    def row(self, bound: float) -> ClipRow:
-        """The counts as numbers."""
-        largest = 0.0 if self._largest is None else float(self._largest)
-        factor = min(1.0, bound / largest) if largest else 1.0
-        n_clipped, n_nonfinite = int(self._clipped), int(self._nonfinite)
-        return ClipRow(self.site, self.seen, n_clipped, largest, factor, n_nonfinite)
 
 
 @final
 class ClipLine(VerbLine[RawLine]):
     """A line that clips: a context manager, or ended by `remove()`. `report()` says how much."""
 
-    def __init__(self, line: RawLine, limit: _Limit) -> None:
+    def __init__(self, line: RawLine, limit: Limit) -> None:
         super().__init__(line)
         self._limit = limit
-        self._tallies: list[_Tally] = []
+        self._tallies: list[Tally] = []
         self._told = False
 
     def __enter__(self) -> Self:
@@ -192,7 +77,7 @@ class ClipLine(VerbLine[RawLine]):
             meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
         with self._line.all_or_nothing():
             if is_total:
-                self._tallies.append(_Tally("total"))
+                self._tallies.append(Tally("total"))
                 self._clip_total(selection)
             elif ours:
                 self._clip_parameters(Selection(self._line.layout, ours))
@@ -203,8 +88,8 @@ class ClipLine(VerbLine[RawLine]):
                     Rank.EDIT,
                 )
 
-    def _tally(self, site: Site) -> _Tally:
-        self._tallies.append(_Tally(str(site)))
+    def _tally(self, site: Site) -> Tally:
+        self._tallies.append(Tally(str(site)))
         return self._tallies[-1]
 
     def _clip_parameters(self, selection: Selection) -> None:
@@ -214,7 +99,7 @@ class ClipLine(VerbLine[RawLine]):
         def clip_one(parameter: Tensor) -> None:
             holder = dense(parameter)
             if limit.kind == "value":
-                tallies[id(parameter)].add(_largest(holder.grad), limit.bound)
+                tallies[id(parameter)].add(largest(holder.grad), limit.bound)
                 clip_grad_value_([holder], limit.bound)
             else:
                 norm = clip_norm([holder], limit.bound, limit.norm_type)
@@ -253,38 +138,31 @@ class ClipLine(VerbLine[RawLine]):
 class _ClipGradient(OnGradient):
     """Clips what flows back between modules."""
 
-    __slots__ = ("_limit", "_tally")
+    __slots__ = ("_limit", "_tally", "before_inside", "inside")
     changes = True
 
-    def __init__(self, tally: _Tally, limit: _Limit) -> None:
+    def __init__(self, tally: Tally, limit: Limit) -> None:
         self._tally = tally
         self._limit = limit
+        self.inside = limit.inside
+        self.before_inside = self._count
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor:
         """Clip the gradient of one tensor."""
+        if grad.is_nested and grad.layout is torch.strided:
+            return grad  # refused by the tap: torch takes none that was changed
         if grad.is_sparse:
             sums = grad.coalesce()
             new = self.arrived(current, crossing, slot, sums.values())
             return torch.sparse_coo_tensor(
                 sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
             )
-        limit = self._limit
-        if limit.kind == "value":
-            self._tally.add(_largest(grad), limit.bound)
-            return grad.clamp(-limit.bound, limit.bound)
-        wide = grad.abs() if grad.is_complex() else grad
-        wide = wide if wide.dtype is torch.float64 else wide.float()
-        norm = torch.linalg.vector_norm(wide, limit.norm_type)
-        self._tally.add(norm, limit.bound)
-        factor = (limit.bound / (norm + _EPSILON)).clamp(max=1.0)
-        clipped: Tensor = grad * factor.to(grad.dtype)
-        return clipped
+        return self._limit.clip(grad, self._count(grad))
 
-
-def _largest(grad: Any) -> Tensor:
-    sizes: Tensor = local_part(grad.detach()).abs()
-    largest: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
-    return largest
+    def _count(self, grad: Tensor) -> Tensor:
+        size = self._limit.size(grad)
+        self._tally.add(size, self._limit.bound)
+        return size
 
 
 def _misnamed(name: str) -> str:
@@ -377,6 +255,6 @@ def clip(
                 f"hl.clip clips gradients, and {site} is none.\nWrite '{site.path}:grad_output', or"
                 " hl.edit(model, selector, hl.edits.clamp(...)) for values."
             )
-    clipping = ClipLine(line, _Limit(kind, float(bound), float(norm_type)))
+    clipping = ClipLine(line, Limit(kind, float(bound), float(norm_type)))
     clipping.start(selection)
     return clipping
