@@ -31,8 +31,8 @@ def served():
     """`served(folder, ...)`: a server for one folder or two; `get(path)` asks it."""
     with ExitStack() as ends:
 
-        def serve(*folders, host="127.0.0.1"):
-            serving = Serving(Shelf(*map(FolderSource, folders)), host, port=0)
+        def serve(*folders, host="127.0.0.1", waiting=None):
+            serving = Serving(Shelf(*map(FolderSource, folders)), host, 0, waiting)
             serving.start()
             ends.callback(serving.close)
             base = f"http://127.0.0.1:{serving.port}/"

@@ -1,4 +1,7 @@
-"""The server in a process: a port that is free, a token, an address to open. Imports server."""
+"""The server in a process: a port that is free, a token, an address to open.
+
+Imports server, waiting.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from hookline.views.page.extras import load
 from hookline.views.page.guard import Rules, is_loopback
 from hookline.views.page.server import make_app
 from hookline.views.page.sources import Shelf
+from hookline.views.page.waiting import Waiting, protocol
 
 _PORTS = 20  # how many are tried, one after the other
 
@@ -31,13 +35,20 @@ class Serving:
         shelf: what is shown.
         host: the address to bind to. Others than loopback ones ask for a token.
         port: the port; if it is taken, the next that is free. 0 is any.
+        waiting: how long clients are waited for, and how many; None is 10 seconds, and 100.
 
     Raises:
         InputError: no port is free, or there is no such host.
         HooklineError: starlette, uvicorn, jinja2 or pillow is not installed.
     """
 
-    def __init__(self, shelf: Shelf, host: str = "127.0.0.1", port: int = 8765) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        host: str = "127.0.0.1",
+        port: int = 8765,
+        waiting: Waiting | None = None,
+    ) -> None:
         uvicorn = load("uvicorn")
         token = "" if is_loopback(host) else secrets.token_urlsafe(24)
         app = make_app(shelf, Rules(host, token))
@@ -48,7 +59,8 @@ class Serving:
         shown = f"[{shown}]" if ":" in shown else shown
         self.address = f"http://{shown}:{self.port}/" + (f"?token={token}" if token else "")
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off",
-                                server_header=False, timeout_graceful_shutdown=1)  # fmt: skip
+                                server_header=False, timeout_graceful_shutdown=1, ws="none",
+                                http=protocol(waiting or Waiting()))  # fmt: skip
         self._server: Any = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
