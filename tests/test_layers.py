@@ -17,7 +17,7 @@ ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 ENGINE = [
     "words", "errors", "locks", "weak", "regime_internals", "torch_internals", "compile_internals",
     "compile_marks", "identity", "checkpoint_internals", "distributed_internals", "regime",
-    "meeting", "tree", "local", "site", "modules", "globs", "no_match", "select", "calls",
+    "meeting", "tree", "local", "globs", "site", "modules", "no_match", "select", "calls",
     "passes", "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",
     "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps", "saved_taps",
     "fast_paths", "placing", "compile_notes", "compiled", "everywhere", "ending", "report",

@@ -31,6 +31,15 @@ def paths(model, selector, **options):
         ("h.{1*,2}", ["h.1", "h.12", "h.2"], ["h.21"]),
         ("fc*", ["fc", "fc2"], ["fc.1", "xfc"]),
         ("a.b+", ["a.b+"], ["a.bb"]),
+        ("h.?", ["h.1", "h.x"], ["h.", "h.12", "h.1.a", "h1"]),
+        ("?.b", ["a.b"], [".b", "a.c"]),
+        ("h.[0-9]", ["h.0", "h.9"], ["h.a", "h.10", "h.[0-9]"]),
+        ("h.[0-9][!0].q", ["h.11.q", "h.1a.q"], ["h.10.q", "h.1.q", "h.1..q"]),
+        ("h.[1^]", ["h.1", "h.^"], ["h.2"]),
+        ("[!a]b", ["cb"], ["ab", ".b"]),
+        ("a[[]0[]]", ["a[0]"], ["a0"]),
+        ("a[?*]", ["a?", "a*"], ["ab"]),
+        ("{a,h?}.[xy]", ["a.x", "h1.y"], ["h.x", "a.z"]),
     ],
 )
 def test_globs(pattern, matches, refuses):
@@ -52,6 +61,14 @@ def test_a_path_matches_itself_with_any_segment_starred(segments, data):
     assert glob("**." + segments[-1]).fullmatch(path)
     assert glob(path + ".**").fullmatch(path) is None
     assert glob(path + ".**").fullmatch(path + ".x.y")
+
+
+@given(st.text("ab.[]?*!-^1\\", min_size=1, max_size=6), st.text("ab[]?*!-^1\\", max_size=6))
+def test_a_name_whose_signs_are_quoted_matches_itself_alone(name, other):
+    quoted = "".join(f"[{sign}]" if sign in "[]?*" else sign for sign in name)
+    regex = glob(quoted)
+    assert regex.fullmatch(name)
+    assert bool(regex.fullmatch(other)) == (name == other)
 
 
 def test_every_kind_of_selector(net):
@@ -122,6 +139,50 @@ def test_paths_with_signs_of_the_grammar_can_be_selected_as_they_stand():
     model = nn.ModuleDict({"a:b": nn.Linear(1, 1), "c#1": nn.Linear(1, 1)})
     assert [site.path for site in hl.select(model, "a:b")] == ["a:b"]
     assert [site.path for site in hl.select(model, "c#1")] == ["c#1"]
+    model = nn.ModuleDict(
+        {"a[0]": nn.Linear(1, 1), "a0": nn.ReLU(), "b?": nn.ReLU(), "bc": nn.ReLU()}
+    )
+    assert paths(model, "a[0]") == ["a[0]"]
+    assert [site.path for site in hl.select(model, "b?:input")] == ["b?"]
+    assert [site.path for site in hl.select(model, "a[[]0[]]:input")] == ["a[0]"]
+
+
+def test_a_bracket_of_a_path_and_one_of_a_leaf_are_told_apart(net):
+    def parts(text):
+        return [(site.path, site.leaf) for site in hl.select(net, text)]
+
+    assert parts("layer[12]:output") == [("layer1", ()), ("layer2", ())]
+    assert parts("layer[1-2]") == [("layer1", ()), ("layer2", ())]
+    assert parts("layer[1-2].[0]") == [("layer1.0", ()), ("layer2.0", ())]
+    assert parts("layer[12].[01]:input") == parts("layer*.*:input")
+    assert parts("layer?.[0-9].conv") == parts("layer*.*.conv")
+    assert parts("layer[12].*") == parts("layer*.*")
+    assert parts("layer[12].**.conv") == parts("layer*.**.conv")
+    assert parts("layer1[0]") == parts("layer1:output[0]") == [("layer1", (0,))]
+    assert parts("layer?[0]") == [("layer1", (0,)), ("layer2", (0,))]
+    assert parts("layer[1-2]:output[0]") == [("layer1", (0,)), ("layer2", (0,))]
+    assert parts('layer[1-2]["a"].b') == [("layer1", ("a", "b")), ("layer2", ("a", "b"))]
+
+
+def test_an_error_in_a_function_that_selects_is_its_own_and_says_what_it_is_called_with(net):
+    def count(path, module):
+        return len(module) + len(3)
+
+    with pytest.raises(TypeError, match="len") as caught:
+        hl.select(net, count)
+    assert "called with (path, module), here ('', SmallNet)" in caught.value.__notes__[0]
+
+
+def test_leaf_modules_and_biases_alone_can_be_selected(net):
+    leaves = [site.path for site in hl.select(net, lambda path, m: not list(m.children()))]
+    assert leaves == [name for name, m in net.named_modules() if not list(m.children())]
+    biases = [name for name, _ in net.named_parameters() if name.endswith(".bias")]
+    assert [site.path for site in hl.select(net, "**.bias", ports="grad")] == biases
+    assert paths(net, "**.bias:grad") == [f"{name}:grad" for name in biases]
+    assert paths(net, "layer?.**.conv.weight:grad") == [
+        f"{name}:grad" for name, _ in net.named_parameters()
+        if name.startswith("layer") and name.endswith("conv.weight")
+    ]  # fmt: skip
 
 
 def test_mere_holders_are_left_out_of_wide_selections():
@@ -145,9 +206,13 @@ def test_mere_holders_are_left_out_of_wide_selections():
         (nn.Linear(1, 1), "this Linear matches no module"),
         (["fc", "zzz"], "'zzz' matches no module"),
         ([], "empty"),
-        (3, "int is no selector"),
+        (3, "a selector must be of a known kind, got 3"),
+        (torch.softmax, "must take (path, module), got softmax"),
+        (lambda module: True, "must take (path, module), got <lambda>"),
+        ("layer[9-0].0", "must run upwards"),
+        ("layer1[0:2]", "'[0:2]' is not a leaf"),
         (torch.zeros(1), "is no parameter of"),
-        (int, "int is not a module type"),
+        (int, "must be a subclass of nn.Module, got int"),
         ("fc:outptu", "unknown port 'outptu'"),
         ("{fc", "are closed"),
         ("{a,{b}}", "do not nest"),

@@ -6,16 +6,21 @@ import re
 
 from hookline.engine.errors import SelectionError
 
-_GLOB = re.compile(r"\*\*\.|\.\*\*|\*\*|\*|\{[^{}]*\}|[{}]|[^*{}.]+|\.")
+# One of several characters, `[0-9]`; `[[]` and `[]]` are the brackets themselves. No colons, dots,
+# commas and blanks: these are meant for a slice.
+CLASS = r"""\[!?[\[\]]?[^\s\[\]'":.,]*\]"""
+_GLOB = re.compile(rf"\*\*\.|\.\*\*|\*\*|\*|\?|{CLASS}|\{{[^{{}}]*\}}|[{{}}]|[^*?{{}}.\[]+|\.|\[")
 
 
 def glob(pattern: str) -> re.Pattern[str]:
-    """A path glob as a regex: `*` within a segment, `**` across segments, `{a,b}` for either.
+    """Translate a path glob to a regex.
 
-    `a.**` is everything below `a`; `**.b` is every `b` at any depth; `**` alone is every path.
+    `*` is any text within a segment, `?` one character, `[0-9]` one of several, `[!0]` any other;
+    `**` goes across segments; `{a,b}` is either. `a.**` is everything below `a`; `**.b` is every
+    `b` at any depth; `**` alone is every path.
 
     Raises:
-        SelectionError: a brace is not closed.
+        SelectionError: a brace is not closed, or a range of characters is upside down.
     """
     out = []
     position = 0
@@ -35,9 +40,27 @@ def glob(pattern: str) -> re.Pattern[str]:
             out.append(".*" + re.escape(token[2:]))
         elif token == "*":
             out.append(r"[^.]*")
+        elif token == "?":
+            out.append("[^.]")
+        elif token[0] == "[" and len(token) > 2:
+            out.append(_one_of(token, pattern))
         elif token[0] == "{":
             options = token[1:-1].split(",")
             out.append("(?:" + "|".join(glob(option).pattern for option in options) + ")")
         else:
             out.append(re.escape(token))
     return re.compile("".join(out))
+
+
+def _one_of(token: str, pattern: str) -> str:
+    """Translate `[0-9]` or `[!0-9]`; a segment's end is never meant."""
+    is_other = token[1] == "!" and len(token) > 3
+    characters = re.sub(r"[\\^\[\]&~|]", r"\\\g<0>", token[1 + is_other : -1])
+    regex = f"(?!\\.)[{'^' * is_other}{characters}]"
+    try:
+        re.compile(regex)
+    except re.error:
+        raise SelectionError(
+            f"malformed glob {pattern!r}: a range in {token} must run upwards, as in [0-9]."
+        ) from None
+    return regex

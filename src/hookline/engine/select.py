@@ -8,6 +8,7 @@ A selector is a glob on paths, a compiled regex, a module type, a module, a para
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.no_match import nothing
 from hookline.engine.site import PORTS, Site, SiteText, parse
 from hookline.engine.torch_internals import has_forward, unwrap
+from hookline.engine.tree import describe
 from hookline.engine.words import plural
 
 Selector = (
@@ -140,10 +142,11 @@ def select(
 
     Args:
         model: the model to look in. It is not run, and not changed.
-        selector: a glob on paths (`*` within a segment, `**` across segments, `{a,b}`; `:port`,
-            `[leaf]` and `#call` may follow), a compiled regex (searched anywhere in the path), a
-            module type, a module, a parameter, a predicate `(path, module) -> bool`, a selection,
-            or a list of these. None is every module that can be called, the root included.
+        selector: a glob on paths (`*`, `?` and `[0-9]` within a segment, `**` across segments,
+            `{a,b}`; `:port`, `[leaf]` and `#call` may follow), a compiled regex (searched anywhere
+            in the path), a module type, a module, a parameter, a predicate
+            `(path, module) -> bool`, a selection, or a list of these. None is every module that
+            can be called, the root included.
         ports: one or several of "input", "output", "grad_input", "grad_output" and "grad", for
             selectors that name no port themselves. "grad" is of parameters: those that the
             selector matches by their own path, and all those of the modules that it matches.
@@ -295,6 +298,9 @@ def _match_text(layout: Layout, selector: str) -> tuple[SiteText, list[Node]]:
     if exact:
         return SiteText(selector, None, (), None), exact
     text = parse(selector)
+    exact = [node for node in nodes if text.path in node.paths] if text.path else []
+    if exact:  # a name may hold signs of the grammar
+        return text, exact
     matches = glob(text.path).fullmatch
     # `*` is one segment, and the root's path has none.
     below = nodes if text.path in ("", "**") else nodes[1:]
@@ -310,12 +316,15 @@ def _matcher(selector: Selector) -> Callable[[Node], bool]:
         return lambda node: True
     if isinstance(selector, re.Pattern):
         if isinstance(selector.pattern, bytes):
-            raise SelectionError("paths are text: compile the regex from a str, not from bytes.")
+            raise SelectionError(
+                "a regex as a selector must be compiled from a str, not from bytes."
+            )
         return lambda node: any(selector.search(path) for path in node.paths)
     if isinstance(selector, type):
         if not issubclass(selector, nn.Module):
             raise SelectionError(
-                f"{selector.__name__} is not a module type; select by a subclass of nn.Module."
+                f"a type as a selector must be a subclass of nn.Module, got {selector.__name__}."
+                f"\n{_KINDS}"
             )
         return lambda node: (
             isinstance(node.module, selector)
@@ -325,8 +334,42 @@ def _matcher(selector: Selector) -> Callable[[Node], bool]:
         wanted = unwrap(selector)
         return lambda node: node.module is wanted
     if callable(selector):
-        return lambda node: bool(selector(node.path, node.module))
-    raise SelectionError(
-        f"{type(selector).__name__} is no selector: give a glob such as 'layer4.*', a compiled"
-        " regex, a module type, a module, a predicate (path, module) -> bool, or a list of these."
-    )
+        return _predicate(selector)
+    raise SelectionError(f"a selector must be of a known kind, got {describe(selector)}.\n{_KINDS}")
+
+
+_KINDS = (
+    "Give a glob such as 'layer4.*', a compiled regex, a module type, a module, a parameter, a"
+    " function (path, module) -> bool, or a list of these."
+)
+
+
+def _predicate(function: Callable[..., Any]) -> Callable[[Node], bool]:
+    """Call a function as a selector.
+
+    Raises:
+        SelectionError: it does not take a path and a module.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    refusal = f"a function as a selector must take (path, module), got {name}.\n{_KINDS}"
+    try:
+        inspect.signature(function).bind("", None)
+    except TypeError:
+        raise SelectionError(refusal) from None
+    except ValueError:  # it is written in C, and does not say what it takes
+        pass
+
+    def matches(node: Node) -> bool:
+        try:
+            return bool(function(node.path, node.module))
+        except Exception as error:
+            frame = error.__traceback__
+            if isinstance(error, TypeError) and frame is not None and frame.tb_next is None:
+                raise SelectionError(refusal) from error  # it refused the arguments themselves
+            error.add_note(
+                f"hookline: raised by {name}, which as a selector is called with (path, module),"
+                f" here ({node.path!r}, {node.type_name}), and returns a bool."
+            )
+            raise
+
+    return matches

@@ -1,4 +1,4 @@
-"""Site: one place where a value flows, and how it is written. Imports tree and errors.
+"""Site: one place where a value flows, and how it is written. Imports globs, tree, errors.
 
 The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
 `block:output.last_hidden_state`, `block#2`. A path alone means the module's output.
@@ -12,13 +12,18 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hookline.engine.errors import SelectionError
+from hookline.engine.globs import CLASS
 from hookline.engine.tree import Key, Leaf, leaf_text
 
 # What flows through a module, and back; `grad` is a parameter's, or a tensor's.
 PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
 
+# A number in brackets is a leaf: `h.3[0]`. Where it cannot be one, it is of the path: right behind
+# a dot, `h.[12]`, or before a port or another sign of globs, `layer[12]:input`, `layer[34].*`.
+_IN_PATH = rf"(?!\[-?\d+\]){CLASS} | (?<=\.){CLASS} | {CLASS}(?=[^'\"]*[:*?])"
 _GRAMMAR = re.compile(
-    r"""(?P<path>[^:#\[\]]*)
+    rf"(?P<path> (?: [^:#\[\]] | {_IN_PATH} )* )"
+    r"""
         (?: : (?P<port>[^.:#\[\]]*) )?
         (?P<leaf> (?: \[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"]*)\] | \.[^.:#\[\]]+ )* )
         (?: \# (?P<call>[^#]*) )?""",
