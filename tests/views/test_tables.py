@@ -184,3 +184,17 @@ def test_what_is_made_to_be_read_reads_so_at_a_prompt():
     for shown in (run.report(), hl.inventory(model), flow, clips, found, hl.summary(model, x)):
         assert repr(shown) == str(shown)
         assert "Linear" in repr(shown) or "weight" in repr(shown) or "1 module" in repr(shown)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_folds_long_names_and_keeps_the_numbers(width):
+    name = "the_projection_of_the_attention_" * 2
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(8, 64))
+    lines = render(summary_table(hl.summary(model, torch.zeros(2, 8))), width=width).splitlines()
+    first = next(number for number, line in enumerate(lines) if "Linear" in line)
+    for word in ("[2,8]", "[2,64]", "576", "2.05 k", "512 B"):
+        assert word in lines[first]
+    last = next(number for number, line in enumerate(lines) if line.startswith("Parameters"))
+    folded = [lines[first].partition("Linear")[0], *lines[first + 1 : last]]
+    assert "".join(line.strip() for line in folded) == name

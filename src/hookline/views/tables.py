@@ -205,7 +205,8 @@ def _with_totals(summary: SummaryLike, modules: Table, failure: bool = True) -> 
 
 def _modules(summary: SummaryLike, rule: box.Box) -> Table:
     has_dtypes = len(_dtypes(summary)) > 1
-    names = ["module", "type"]
+    # Where a terminal is narrow, names are folded sooner than the numbers beside them are lost.
+    names = ["^module", "^type"]
     if summary.ran:
         names += ["~input", "~output", *["dtype"] * has_dtypes]
     names += [">parameters"]
@@ -284,14 +285,15 @@ def _totals(summary: SummaryLike) -> Table:
 
 
 def table_of(rule: box.Box, *names: str) -> Table:
-    """An empty table; `>` before a name sets its column right, `~` lets long cells wrap."""
+    """An empty table; `>` before a name sets its column right, `~` and `^` let long cells wrap,
+    `~` also where the terminal is wide enough."""
     table = Table(box=rule, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in names:
-        kind, text = (name[0], name[1:]) if name[0] in "~>" else ("", name)
+        kind, text = (name[0], name[1:]) if name[0] in "~^>" else ("", name)
         table.add_column(
             text,
             justify="right" if kind == ">" else "left",
-            no_wrap=kind != "~",
+            no_wrap=kind not in ("~", "^"),
             overflow="fold",
             max_width=_STRUCTURE_WIDTH if kind == "~" else None,
         )
