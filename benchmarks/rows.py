@@ -96,7 +96,32 @@ ROWS = (
         "tiny-each",
         200,
         20,
-        _each(models.tiny, "the same, attached and detached each call", "bare", 2.6, calls=2),
+        _each(
+            models.tiny, "the same, attached and detached each call", "hand-written", 1.15, calls=2
+        ),
+    ),
+    Row(
+        "identities",
+        200,
+        20,
+        _steady(
+            models.tiny_identities,
+            "record 100 tiny layers and 100 identities, attached once",
+            1.08,
+            calls=10,
+        ),
+    ),
+    Row(
+        "identities-each",
+        200,
+        20,
+        _each(
+            models.tiny_identities,
+            "the same, attached and detached each call",
+            "hand-written",
+            1.15,
+            calls=2,
+        ),
     ),
     Row(
         "resnet34",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.locks import lock
-from hookline.engine.torch_internals import children, has_own_hooks
+from hookline.engine.torch_internals import children, has_own_hooks, holds_compiled_call
 from hookline.engine.weak import WeakByIdentity
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
@@ -207,7 +207,7 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
         if module is None or id(module) in found:
             continue
         found.add(id(module))
-        if module.__dict__.get("_compiled_call_impl") is not None:
+        if holds_compiled_call(module):
             compiled.append(module)
         if inner := children(module):
             waiting += inner.values()

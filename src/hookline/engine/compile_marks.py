@@ -62,11 +62,13 @@ def mark(module: nn.Module, owner: object) -> None:
 
 
 def follow(module: nn.Module) -> None:
-    """The hooks on a module are others now: if it is marked, have its mark say so."""
-    if "forward" in module.__dict__:
-        with _lock:
-            if module in _owners:
-                _put(module)
+    """The hooks on a module are others now: if it is marked, have its mark say so.
+
+    A module without a forward of its own is not marked, and need not be asked about.
+    """
+    with _lock:
+        if module in _owners:
+            _put(module)
 
 
 def unmark(module: nn.Module, owner: object) -> None:

@@ -37,7 +37,7 @@ from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
-from hookline.engine.site import Site
+from hookline.engine.site import GRADIENT_PORTS, Site
 from hookline.engine.taps import RootTap, Tap
 from hookline.engine.traced import Run, keep_settled, stop_settling
 from hookline.engine.weak import WeakByIdentity
@@ -107,7 +107,7 @@ class Compiled:
         # The switch is one for all threads, so compiled code runs in one of them at a time.
         self._lock = lock()
         self._here = _Here()
-        self._members: set[int] = set()  # the modules of the model, by id
+        self._members: set[int] | None = None  # the modules of the model, by id, once asked for
         self._around_root: WeakByIdentity[bool] = WeakByIdentity()
         self._parts: dict[int, list[Tap]] = {}
         self._of_one_call: list[Tap] = []
@@ -119,10 +119,13 @@ class Compiled:
 
     # -- the beginning ---------------------------------------------------------------------------
 
-    def look_around(self) -> None:
+    def look_around(self, compiled: list[nn.Module] | None = None) -> None:
         """Unless it is done: if dynamo is loaded by now, have it look at hooks.
 
         As long as it is not, nothing can be compiled.
+
+        Args:
+            compiled: the modules that hold their compiled call; None is to look for them.
         """
         if self.is_on or self._root is None or dynamo_config() is None:
             return
@@ -131,21 +134,23 @@ class Compiled:
         _keep_hooks_whole(RootTap)
         self._borders = Borders(self)
         self._borders.open()
-        self._find_borders()
+        self._find_borders(compiled)
         self.hooked(self._taps)
 
-    def _find_borders(self) -> None:
-        if self._borders is not None and self._root is not None:
+    def _find_borders(self, compiled: list[nn.Module] | None = None) -> None:
+        if self._borders is None or self._root is None:
+            return
+        if compiled is None:
             self._members, compiled = compiled_within(self._root)
-            for module in compiled:
-                self._borders.watch(module)
+        for module in compiled:
+            self._borders.watch(module)
 
     def hooked(self, taps: list[Tap]) -> None:
         """Modules have got hooks."""
         self._parts.clear()
         self._new += taps
         self._of_one_call += [tap for tap in taps if tap.site.call is not None]
-        gradients = [tap for tap in taps if tap.site.is_gradient]
+        gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
         self._has_gradients = self._has_gradients or bool(gradients)
         if has_compiled():
             self._make_ready()
@@ -231,7 +236,9 @@ class Compiled:
 
     def covers(self, module: nn.Module) -> bool:
         """Whether the line has to do with a compiled module."""
-        return self._holds_root(module) or id(module) in self._members
+        if self._members is None and self._root is not None:
+            self._members, _ = compiled_within(self._root)
+        return self._holds_root(module) or id(module) in (self._members or ())
 
     def _holds_root(self, module: nn.Module) -> bool:
         """Whether a pass is a run of this compiled module: the model, or what it is a part of."""

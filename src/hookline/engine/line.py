@@ -229,7 +229,7 @@ class Line:
             self._placements.place(self.root, "forward_pre", begin.begin, Rank.BEGIN)
             self._placements.place(self.root, "forward", end.end, Rank.END, always_call=True)
             self.passes.compiler = self._compiled
-            self._compiled.look_around()
+            self._compiled.look_around(self.layout.compiled)
 
     def _refuse_elsewhere(self) -> None:
         if not self.passes.is_here():
@@ -297,6 +297,7 @@ class Line:
         if self._last is not None:
             return self._last
         why = self._explain() if self._why is None else self._why
+        silent = [tap for tap in self.taps if not tap.fired]
         report = Report(
             name=self.name,
             model_type=self.layout.name,
@@ -304,9 +305,9 @@ class Line:
             elsewhere=self.passes.elsewhere,
             beside=self.passes.beside,
             ended=self.passes.closed,
-            fired=tuple((tap.site, tap.fired) for tap in self.taps),
+            fired=tuple([(tap.site, tap.fired) for tap in self.taps]),
             why=why,
-            excused=frozenset(tap.site for tap in self.taps if not tap.fired and is_excused(tap)),
+            excused=frozenset([tap.site for tap in silent if is_excused(tap)]),
             notes=self._notes(),
         )
         if self.passes.closed:

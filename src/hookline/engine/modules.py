@@ -7,13 +7,18 @@ and a module that holds itself does not hang the walk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor, nn
 
 from hookline.engine.distributed_internals import sharded_parameters
-from hookline.engine.torch_internals import children, parameters, unwrap
+from hookline.engine.torch_internals import (
+    children,
+    holds_compiled_call,
+    parameters,
+    unwrapping,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +28,7 @@ class Node:
     path: str
     module: nn.Module
     index: int
-    aliases: list[str] = field(default_factory=list)
+    aliases: tuple[str, ...] = ()
     parent: Node | None = None
 
     @property
@@ -53,7 +58,7 @@ class TensorNode:
     tensor: Tensor
     position: tuple[int, int]
     type_name: str
-    aliases: list[str] = field(default_factory=list)
+    aliases: tuple[str, ...] = ()
     is_sharded: bool = False
 
     @property
@@ -66,7 +71,7 @@ class TensorNode:
 class Layout:
     """What a line can select from: the modules of a model, and its parameters when asked for."""
 
-    __slots__ = ("_tensors", "kinds", "name", "nodes")
+    __slots__ = ("_tensors", "compiled", "kinds", "name", "nodes")
 
     def __init__(
         self,
@@ -74,10 +79,12 @@ class Layout:
         nodes: list[Node],
         tensors: list[TensorNode] | None = None,
         kinds: frozenset[type] = frozenset(),
+        compiled: list[nn.Module] | None = None,
     ) -> None:
         self.name = name
         self.nodes = nodes
         self.kinds = kinds  # the types of the modules
+        self.compiled = compiled or []  # those that hold their compiled call
         self._tensors = tensors
 
     @property
@@ -90,9 +97,9 @@ class Layout:
 
 def layout(model: nn.Module) -> Layout:
     """The layout of a model: every module is looked at once."""
-    kinds: set[type] = set()
-    nodes = walk(model, kinds)
-    return Layout(type(model).__name__, nodes, None, frozenset(kinds))
+    met = _Met()
+    nodes = walk(model, met)
+    return Layout(type(model).__name__, nodes, None, frozenset(met.kinds), met.compiled)
 
 
 def layout_of_tensors(named: Mapping[str, Tensor]) -> Layout:
@@ -100,24 +107,35 @@ def layout_of_tensors(named: Mapping[str, Tensor]) -> Layout:
     nodes: dict[int, TensorNode] = {}
     for number, (name, tensor) in enumerate(named.items()):
         if id(tensor) in nodes:
-            nodes[id(tensor)].aliases.append(name)
+            nodes[id(tensor)].aliases += (name,)
         else:
             nodes[id(tensor)] = TensorNode(name, tensor, (0, number), type(tensor).__name__)
     return Layout("tensors", [], list(nodes.values()))
 
 
-def walk(model: nn.Module, kinds: set[type] | None = None) -> list[Node]:
-    """Every module of a model, in registration order, the root first; their types into `kinds`."""
+def walk(model: nn.Module, met: _Met | None = None) -> list[Node]:
+    """List every module of a model, in registration order, the root first."""
     nodes: dict[int, Node] = {}  # by id: a module may define == and lose its hash
-    _visit(model, "", None, nodes, set(), _Kinds(set(), set() if kinds is None else kinds))
+    _visit(model, "", None, nodes, set(), _Met() if met is None else met)
     return list(nodes.values())
 
 
-class _Kinds(NamedTuple):
-    """The types known not to be wrappers: asking each type once halves the walk; and all types."""
+@final
+class _Met:
+    """What a walk has met.
 
-    bare: set[type]
-    met: set[type]
+    Attributes:
+        bare: the types that are not wrappers: asking each type once halves the walk.
+        kinds: the types of the modules.
+        compiled: the modules that hold their compiled call, wrappers included.
+    """
+
+    __slots__ = ("bare", "compiled", "kinds")
+
+    def __init__(self) -> None:
+        self.bare: set[type] = set()
+        self.kinds: set[type] = set()
+        self.compiled: list[nn.Module] = []
 
 
 def _visit(
@@ -126,23 +144,26 @@ def _visit(
     parent: Node | None,
     nodes: dict[int, Node],
     above: set[int],
-    kinds: _Kinds,
+    met: _Met,
 ) -> None:
     kind = type(module)
-    if kind not in kinds.bare:
-        inner_module = unwrap(module)
-        kinds.met.add(type(inner_module))
-        if inner_module is module:
-            kinds.bare.add(kind)
+    if kind not in met.bare:
+        *wrappers, inner_module = unwrapping(module)
+        met.compiled += filter(holds_compiled_call, wrappers)
+        met.kinds.add(type(inner_module))
+        if not wrappers:
+            met.bare.add(kind)
         module = inner_module
     key = id(module)
     node = nodes.get(key)
     if node is None:
         node = nodes[key] = Node(path, module, len(nodes), parent=parent)
+        if holds_compiled_call(module):
+            met.compiled.append(module)
     elif key in above:
         return
     else:
-        node.aliases.append(path)
+        node.aliases += (path,)
     inner = children(module)
     if inner:
         above.add(key)
@@ -151,10 +172,15 @@ def _visit(
             if child is None:
                 continue
             # Most modules are leaves that are met once: a call of a function less for each.
-            if type(child) in kinds.bare and not children(child) and id(child) not in nodes:
+            if (
+                type(child) in met.bare
+                and id(child) not in nodes
+                and not children(child)
+                and not holds_compiled_call(child)
+            ):
                 nodes[id(child)] = Node(prefix + name, child, len(nodes), parent=node)
             else:
-                _visit(child, prefix + name, node, nodes, above, kinds)
+                _visit(child, prefix + name, node, nodes, above, met)
         above.discard(key)
 
 
@@ -171,7 +197,7 @@ def _parameters(nodes: list[Node]) -> list[TensorNode]:
             if held is None:
                 continue
             tensor = shards.get(id(held), held)
-            paths = [f"{path}.{name}" if path else name for path in node.paths]
+            paths = tuple([f"{path}.{name}" if path else name for path in node.paths])
             if id(tensor) in found:
                 found[id(tensor)].aliases += paths
                 continue

@@ -93,7 +93,8 @@ class Placements:
             hooks[key] = hook
             if later:
                 _move_to_end(hooks, later)
-            follow(module)
+            if "forward" in module.__dict__:
+                follow(module)
 
     def place_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
         """Register each tap's `fire` on its module, under one lock.
@@ -104,15 +105,20 @@ class Placements:
             AttachError: torch would accept a hook and never call it.
         """
         key = own_hook_id(0)
+        plain: set[type] = set()  # the classes whose hooks torch calls
         with _lock:
             for module, tap in taps:
                 if tap.site.port not in ("output", "grad_output"):
                     self.place(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
-                elif is_scripted(module) or (hooks := hook_dict(module, "forward")):
+                    continue
+                if type(module) not in plain and not is_scripted(module):
+                    plain.add(type(module))
+                if type(module) not in plain or (hooks := hook_dict(module, "forward")):
                     self.place(module, "forward", tap.fire, tap.rank)
-                else:
-                    self._placed.append(((hooks,), key, module))
-                    hooks[key] = tap.fire
+                    continue
+                self._placed.append(((hooks,), key, module))
+                hooks[key] = tap.fire
+                if "forward" in module.__dict__:
                     follow(module)
 
     def place_on_tensor(
@@ -188,7 +194,7 @@ class Placements:
                     for hooks in dicts:
                         hooks.pop(key, None)
                     try:
-                        if module is not None:
+                        if module is not None and "forward" in module.__dict__:
                             follow(module)
                     finally:
                         placed.pop()

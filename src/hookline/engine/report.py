@@ -80,6 +80,8 @@ class Report:
 
     def warning(self) -> str | None:
         """What a person should be told at the end of the line; None if all went as asked."""
+        if not self.why:  # all have fired, as mostly
+            return None
         silent = [site for site in self.silent if site not in self.excused]
         if not silent:
             return None

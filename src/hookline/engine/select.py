@@ -21,7 +21,7 @@ from hookline.engine.globs import glob
 from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.no_match import nothing
 from hookline.engine.site import PORTS, Site, SiteText, parse
-from hookline.engine.torch_internals import has_forward, unwrap
+from hookline.engine.torch_internals import has_forward, is_holder, unwrap
 from hookline.engine.tree import describe
 from hookline.engine.words import plural
 
@@ -204,17 +204,12 @@ def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterab
     found: list[Place] = []
     module_ports = [port for port in wanted if port != "grad"]
     if module_ports:
-        found += [
-            (_site(node, port, text), node)
-            for node in matched
-            for port in module_ports
-            if port not in PORTS or has_forward(node.module)
-        ]
+        # What is not of a forward, such as a state dict, holders have, too.
+        nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
+        found += [(_site(node, port, text), node) for node in nodes for port in module_ports]
     if "grad" in wanted:
-        found += [
-            (_site(node, "grad", text), node)
-            for node in _match_tensors(layout, selector, text, matched)
-        ]
+        tensors = _match_tensors(layout, selector, text, matched)
+        found += [(_gradient_site(node, text), node) for node in tensors]
     if not found:
         raise SelectionError(nothing(layout, selector, text, matched, wanted))
     return found
@@ -246,14 +241,25 @@ def _again(layout: Layout, selection: Selection) -> Iterable[Place]:
     return selection.places()
 
 
-def _site(node: Node | TensorNode, port: str, text: SiteText) -> Site:
-    if port == "grad" and (text.leaf or text.call is not None):
+def _callable(nodes: list[Node]) -> list[Node]:
+    """Leave out what can not be called, such as a `ModuleList`; each class is asked once."""
+    holders = set(filter(is_holder, {type(node.module) for node in nodes}))
+    if not holders:
+        return nodes
+    return [n for n in nodes if type(n.module) not in holders or has_forward(n.module)]
+
+
+def _gradient_site(node: TensorNode, text: SiteText) -> Site:
+    if text.leaf or text.call is not None:
         raise SelectionError(
             f"{node.path}:grad has no leaves and no calls: a parameter's gradient is one tensor,"
             f" the sum over all its uses.\nWrite '{node.path}:grad'."
         )
-    aliases = tuple(node.aliases) if node.aliases else ()
-    return _same_site(node.path, port, text.leaf, text.call, aliases, node.type_name)
+    return _site(node, "grad", text)
+
+
+def _site(node: Node | TensorNode, port: str, text: SiteText) -> Site:
+    return _same_site(node.path, port, text.leaf, text.call, node.aliases, node.type_name)
 
 
 # A frozen dataclass takes 0.7 µs to make, and a loop that attaches in each step asks for the same.

@@ -17,6 +17,7 @@ from hookline.engine.tree import Key, Leaf, leaf_text
 
 # What flows through a module, and back; `grad` is a parameter's, or a tensor's.
 PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
+GRADIENT_PORTS: Final = frozenset(port for port in PORTS if port.startswith("grad"))
 
 # A number in brackets is a leaf: `h.3[0]`. Where it cannot be one, it is of the path: right behind
 # a dot, `h.[12]`, or before a port or another sign of globs, `layer[12]:input`, `layer[34].*`.
@@ -63,7 +64,7 @@ class Site:
     @property
     def is_gradient(self) -> bool:
         """Whether what flows here flows backward."""
-        return self.port.startswith("grad")
+        return self.port in GRADIENT_PORTS
 
     def __str__(self) -> str:
         port = "" if self.port == "output" and self.path and not self.leaf else f":{self.port}"

@@ -333,6 +333,12 @@ def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside torch's wrappers: compiled, parallel, averaged, checkpointed, sharded."""
+    return unwrapping(module)[-1]
+
+
+def unwrapping(module: nn.Module) -> list[nn.Module]:
+    """List torch's wrappers around a module, the outermost first, and the module itself."""
+    found = [module]
     while True:
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPER_NAMES:
@@ -340,11 +346,16 @@ def unwrap(module: nn.Module) -> nn.Module:
                 if attribute is not None:
                     break
         else:
-            return module
+            return found
         inner = children(module).get(attribute)
         if inner is None:
-            return module
-        module = inner
+            return found
+        found.append(module := inner)
+
+
+def holds_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called: then the module itself holds its compiled call."""
+    return module.__dict__.get("_compiled_call_impl") is not None
 
 
 def is_scripted(module: nn.Module) -> bool:
@@ -388,8 +399,9 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called at all: `ModuleList` and other mere holders can not."""
-    try:
-        inherited = type(module).forward is nn.Module.forward
-    except AttributeError:  # a scripted module's forward belongs to its instances
-        return True
-    return not inherited or "forward" in module.__dict__
+    return not is_holder(type(module)) or "forward" in module.__dict__
+
+
+def is_holder(kind: type) -> bool:
+    """Whether a class has no forward. A scripted module's belongs to its instances."""
+    return getattr(kind, "forward", None) is nn.Module.forward

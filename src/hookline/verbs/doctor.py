@@ -107,7 +107,7 @@ def _places(
         kind = holder.type_name
         holds_modules = any(True for _ in holder.module.children())
         inside = f"'{holder.path}.*'" if holds_modules else f"'{holder.path}:grad'"
-        site = Site(holder.path, "output", (), None, tuple(holder.aliases), kind)
+        site = Site(holder.path, "output", (), None, holder.aliases, kind)
         what = f"{kind} only holds others: it has no forward, and is never called"
         holders.append(Finding(site, 0, what, f"select what it holds: {inside}"))
     return places, holders

@@ -150,14 +150,15 @@ def start_recording(
             f"hl.{name} only runs forward, and {back} flows backward.\nUse hl.record(model,"
             f" {str(back)!r}), and call backward() inside the block."
         )
-    modules = tuple([(node.path, node.type_name) for node in line.nodes])
+    modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
     detached = options.get("detach", True)
     recording = Recording(
         selection.sites, _report_of(line, selection.sites), modules, keeps_graph=not detached
     )
     line.passes.sink = recording
     numbers = itertools.count()  # `bind` is called once for each site, in their order
-    tensors = {site: getattr(node, "tensor", None) for site, node in selection.places()}
+    places = selection.places()
+    tensors = {site: getattr(node, "tensor", None) for site, node in places if site.port == "grad"}
     fast, kept, rest = is_plain(options), keeper(options), keeper({**options, "keep": None})
     inside = _inside(options)
 
@@ -169,7 +170,7 @@ def start_recording(
         if is_plain_output and site.port == "output" and is_whole:
             return _PlainTap(site, line.passes, number, kept)
         if site.is_gradient:
-            on = KeepGradient(number, kept, tensors[site], keeps_graph=not detached)
+            on = KeepGradient(number, kept, tensors.get(site), keeps_graph=not detached)
             if fast and site.port == "grad_output" and is_whole:
                 return PlainGradTap(site, line.passes, on, number)
             return on

@@ -209,7 +209,7 @@ def _describe(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:
     for node in line.nodes:
         own = [p for p in node.module.parameters(recurse=False) if not is_lazy(p)]
         depth = node.path.count(".") + 1 if node.path else 0
-        row = Row(node.path, depth, type(node.module).__name__, tuple(node.aliases))
+        row = Row(node.path, depth, type(node.module).__name__, node.aliases)
         row.own_parameters = sum(p.numel() for p in own)
         rows[node.path] = row
         table.rows.append(row)
