@@ -18,7 +18,7 @@ def test_a_shared_module_carries_all_its_paths_and_those_below_it():
     shared = nn.Sequential(nn.Linear(2, 2))
     model = nn.ModuleDict({"a": shared, "b": shared})
     by_path = {node.path: node.aliases for node in walk(model)}
-    assert by_path == {"": [], "a": ["b"], "a.0": ["b.0"]}
+    assert by_path == {"": (), "a": ("b",), "a.0": ("b.0",)}
     torchs = [path for path, _ in model.named_modules(remove_duplicate=False)]
     assert sorted([p for n in walk(model) for p in n.paths]) == sorted(torchs)
 
@@ -66,7 +66,7 @@ def test_a_shared_modules_and_a_tied_parameter_carry_all_their_paths():
     head.weight = shared.weight
     model = nn.ModuleDict({"a": shared, "b": shared, "head": head})
     by_path = {node.path: node.aliases for node in layout(model).tensors}
-    assert by_path == {"a.weight": ["b.weight", "head.weight"], "a.bias": ["b.bias"]}
+    assert by_path == {"a.weight": ("b.weight", "head.weight"), "a.bias": ("b.bias",)}
     torchs = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found = [path for node in layout(model).tensors for path in node.paths]
     assert sorted(found) == sorted(torchs)
@@ -75,4 +75,15 @@ def test_a_shared_modules_and_a_tied_parameter_carry_all_their_paths():
 def test_tensors_that_are_given_by_name_are_found_by_it():
     a, b = torch.ones(1), torch.ones(2)
     nodes = layout_of_tensors({"a": a, "b": b, "again": a}).tensors
-    assert [(node.path, node.aliases) for node in nodes] == [("a", ["again"]), ("b", [])]
+    assert [(node.path, node.aliases) for node in nodes] == [("a", ("again",)), ("b", ())]
+
+
+def test_the_layout_knows_what_holds_its_compiled_call_wrappers_too():
+    leaf, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(leaf, inner, nn.Tanh())
+    assert layout(model).compiled == []
+    leaf.compile(backend="eager")
+    inner.compile(backend="eager")
+    wrapper = nn.DataParallel(model)
+    wrapper.compile(backend="eager")
+    assert layout(wrapper).compiled == [wrapper, leaf, inner]
