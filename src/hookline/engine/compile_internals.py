@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.locks import lock
-from hookline.engine.torch_internals import children, has_own_hooks, holds_compiled_call
+from hookline.engine.torch_internals import children, has_own_hooks
 from hookline.engine.weak import WeakByIdentity
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
@@ -194,6 +194,11 @@ def is_compiled(module: nn.Module) -> bool:
         (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
         for kind in type(module).__mro__
     )
+
+
+def holds_compiled_call(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called: then the module itself holds its compiled call."""
+    return module.__dict__.get("_compiled_call_impl") is not None
 
 
 def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:

@@ -12,10 +12,10 @@ from typing import final
 
 from torch import Tensor, nn
 
+from hookline.engine.compile_internals import holds_compiled_call
 from hookline.engine.distributed_internals import sharded_parameters
 from hookline.engine.torch_internals import (
     children,
-    holds_compiled_call,
     parameters,
     unwrapping,
 )

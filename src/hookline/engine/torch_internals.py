@@ -353,11 +353,6 @@ def unwrapping(module: nn.Module) -> list[nn.Module]:
         found.append(module := inner)
 
 
-def holds_compiled_call(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called: then the module itself holds its compiled call."""
-    return module.__dict__.get("_compiled_call_impl") is not None
-
-
 def is_scripted(module: nn.Module) -> bool:
     """Whether torch would take hooks on this module and never call them."""
     return isinstance(module, torch.jit.ScriptModule)
