@@ -129,11 +129,10 @@ def test_there_is_no_cycle():
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_global_and_no_file_or_function_is_long(path):
-    text = path.read_text()
-    tree = ast.parse(text)
+def test_nothing_is_global_and_no_function_is_long(path):
+    # A file has no cap: one idea a file is the rule, and a cap splits them in the midst of one.
+    tree = ast.parse(path.read_text())
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    assert len(text.splitlines()) <= 400
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             doc = ast.get_docstring(node, clean=False) or ""
