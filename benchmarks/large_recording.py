@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hookline.recordings.manifest import FORMAT, MANIFEST, VERSION, checksum, sealed
+
 
 def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Path:
     """Write a recording of outputs of convolutions, one pass, as `run.save` would lay it out.
@@ -19,7 +21,8 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
     shape = [8, 64, int((site_bytes / 4 / 8 / 64) ** 0.5)]
     shape.append(site_bytes // (4 * 8 * 64 * shape[2]))
     size = 4 * shape[0] * shape[1] * shape[2] * shape[3]
-    values = []
+    of_zeros = checksum(bytes(size))
+    values, sums = [], {}
     for start in range(0, n_sites, per_file):
         numbers = range(start, min(start + per_file, n_sites))
         name = f"values-0-{start // per_file:05}.safetensors"
@@ -28,9 +31,11 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
             for k in range(len(numbers))
         }).encode()  # fmt: skip
         head += b" " * (-len(head) % 8)
+        head = len(head).to_bytes(8, "little") + head
         with (folder / name).open("wb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            file.truncate(8 + len(head) + len(numbers) * size)
+            file.write(head)
+            file.truncate(len(head) + len(numbers) * size)
+        sums[name] = [checksum(head), *[of_zeros] * len(numbers)]
         values += [[number, {"tensor": f"{name}/{number - start}"}] for number in numbers]
     paths = [f"layer{k // 100}.block{k // 10 % 10}.conv{k % 10}" for k in range(n_sites)]
     holders = {path.rpartition(".")[0]: "Block" for path in paths}
@@ -39,7 +44,7 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
         for path in paths
     ]
     manifest = {
-        "format": "hookline-recording", "version": 1, "hookline": "0", "torch": "0",
+        "format": FORMAT, "version": VERSION, "checksum": "0" * 16, "hookline": "0", "torch": "0",
         "model": "Large", "sites": sites,
         "modules": [[path, kind] for path, kind in holders.items()]
         + [[path, "Conv2d"] for path in paths],
@@ -48,7 +53,8 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
             "excused": [],
         },
         "lost": [],
+        "checksums": sums,
         "passes": [{"number": 0, "failed": False, "values": values}],
     }  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_bytes(sealed(manifest))
     return folder

@@ -14,6 +14,7 @@ from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
+from benchmarks.saving import look_up_row, saving_row
 from benchmarks.scaling import select_row
 from benchmarks.timing import Plan, Result, Step, run_rounds
 
@@ -224,6 +225,20 @@ ROWS = (
     Row("import", 20, 4, import_row),
     Row("select", 15, 3, select_row),
     Row("plots", 20, 5, drawing_row),
+    Row("save", 40, 6, saving_row(10_000, 64, "save 10,000 small values, a value", 1.10)),
+    Row("save-large", 20, 4, saving_row(32, 2**20, "save 32 values of 4 MiB, a value", 1.10)),
+    Row(
+        "look-up",
+        40,
+        6,
+        look_up_row(10_000, 64, "look up and sum 10,000 small values, a value", 1.20),
+    ),
+    Row(
+        "look-up-large",
+        40,
+        6,
+        look_up_row(32, 2**20, "look up and sum 32 values of 4 MiB, a value", 1.50),
+    ),
 )
 
 

@@ -27,7 +27,7 @@ SIGNATURES = {
     "edit": "(model, selector, change, *, ports='output', every_thread=False)",
     "features": "(model, inputs, selector, **options)",
     "inventory": "(model)",
-    "open": "(folder)",
+    "open": "(folder, *, verify=False)",
     "record": "(model, selector=None, *, ports='output', every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",

@@ -133,7 +133,7 @@ def test_a_folder_that_is_not_there_yet_can_be_waited_for(tmp_path, at_once):
 def test_another_version_says_what_to_do(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "run")
     path = copy / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 7'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 7'))
     done = run("view", "run", "--no-open", cwd=tmp_path)
     assert done.returncode == 2
     assert "Open it with the hookline that wrote it" in done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import hookline as hl
 from hookline.engine import tree
@@ -42,5 +43,114 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_does_not_hang(net, image, tmp_p
     (file,) = folder.glob("*.safetensors")
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(hl.FolderError, match="is no file"):
+    with pytest.raises(hl.FolderError, match="must be a regular file, got a pipe"):
         hl.open(folder)["fc"]
+
+
+def opened_of(values, folder):
+    """Record values at the sites v0, v1, …, save them and open the folder."""
+    model = nn.ModuleDict({f"v{k}": nn.Identity() for k in range(len(values))})
+    with hl.record(model, "v*", copy=True) as run:
+        for module, value in zip(model.values(), values, strict=True):
+            module(value)
+    return hl.open(run.save(folder))
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_value_changed_in_place_is_noticed_as_in_memory(tmp_path, is_inference):
+    value = {"a": torch.ones(2), "b": torch.ones(2)}
+    opened = opened_of([value, torch.zeros(2)], tmp_path / "run")
+    with torch.inference_mode(is_inference):
+        opened["v0"]["b"].mul_(100)
+        for key in ("v0", "v0:output.b"):
+            with pytest.raises(hl.OverwrittenError) as caught:
+                opened[key]
+        assert str(caught.value).startswith("v0 was changed in place after it was looked up.")
+        assert "run['v0'].clone()" in str(caught.value)
+        assert opened["v1"].tolist() == [0, 0]
+    with pytest.raises(hl.OverwrittenError):
+        opened.save(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    opened.release()
+    assert opened["v0"]["b"].tolist() == [1, 1]
+    assert hl.open(tmp_path / "run")["v0"]["b"].tolist() == [1, 1]
+
+
+def test_a_value_is_the_same_tensor_every_time_as_in_memory(tmp_path):
+    opened = opened_of([torch.ones(2)], tmp_path / "run")
+    assert opened["v0"] is opened["v0"]
+    kept = opened["v0"]
+    opened.release()
+    assert opened["v0"] is not kept
+    assert kept.tolist() == [1, 1]
+
+
+def test_a_tensor_that_two_sites_share_is_noticed_at_both(tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with hl.record(model, ["0", "1"]) as run:
+        model(torch.ones(2))
+    opened = hl.open(run.save(tmp_path / "run"))
+    opened["0"].zero_()
+    for key in "01":
+        with pytest.raises(hl.OverwrittenError, match=f"^{key} was changed in place"):
+            opened[key]
+
+
+@pytest.mark.parametrize("way", ["cut off", "written to", "replaced"])
+def test_a_file_that_changes_after_a_look_up_is_noticed_at_the_next(tmp_path, way):
+    opened = opened_of([torch.ones(4096), torch.ones(4096)], tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    first, data = opened["v1"], file.read_bytes()
+    assert first.sum() == 4096
+    if way == "cut off":
+        os.truncate(file, len(data) - 100)
+    elif way == "written to":
+        with file.open("r+b") as handle:
+            handle.seek(len(data) - 4)
+            handle.write(b"abcd")
+    else:
+        (tmp_path / "other").write_bytes(data[:-4] + b"abcd")
+        (tmp_path / "other").replace(file)
+    os.utime(file, ns=(0, 0))  # whatever the disk's clock can tell apart
+    with pytest.raises(hl.FolderError, match=r"'v1' cannot be read: .*values-.*safetensors"):
+        opened["v1"]
+    assert opened["v0"].sum() == 4096
+
+
+def test_a_file_that_was_copied_back_whole_is_read_on(tmp_path):
+    opened = opened_of([torch.ones(8)], tmp_path / "run")
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    assert opened["v0"].sum() == 8
+    (tmp_path / "copy").write_bytes(file.read_bytes())
+    (tmp_path / "copy").replace(file)
+    assert opened["v0"].sum() == 8
+
+
+def test_a_folder_that_was_moved_is_read_on_where_it_was_opened(tmp_path):
+    opened = opened_of([torch.ones(8), torch.zeros(8)], tmp_path / "run")
+    assert opened["v0"].sum() == 8
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert opened["v1"].sum() == 0
+    (file,) = (tmp_path / "moved").glob("*.safetensors")
+    os.truncate(file, 8)
+    with pytest.raises(hl.FolderError, match="gone, or replaced since it was opened"):
+        opened["v0"]
+
+
+def test_bytes_are_compared_again_only_when_the_file_has_changed(tmp_path, monkeypatch):
+    from hookline.recordings import tensor_file
+
+    opened = opened_of([torch.ones(64)], tmp_path / "run")
+    seen = []
+    count = tensor_file.checksum
+    monkeypatch.setattr(
+        tensor_file, "checksum", lambda data: (seen.append(len(data)), count(data))[1]
+    )
+    for _ in range(3):
+        assert opened["v0"].sum() == 64
+        opened.release()
+    assert seen.count(256) == 1
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    os.utime(file, ns=(0, 0))
+    assert opened["v0"].sum() == 64
+    assert seen.count(256) == 2

@@ -17,7 +17,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.recordings import Fields, Lost
-from hookline.recordings.folder import MANIFEST
+from hookline.recordings.manifest import MANIFEST, sealed
 
 
 def test_a_recording_comes_back_the_same(net, image, tmp_path):
@@ -200,12 +200,16 @@ def test_what_was_lost_or_made_into_fields_survives_a_second_saving(holder, tmp_
     once = hl.open(run.save(tmp_path / "one"))
     twice = hl.open(once.save(tmp_path / "two"))
     assert twice["inner"]["out"].hidden.tolist() == [0.0, 0.0]
-    value = (torch.eye(2).to_sparse(), torch.Size([2, 3]), torch.float16, {1.5: 1})
+    key = frozenset({1})
+    value = (torch.eye(2).to_sparse(), torch.Size([2, 3]), torch.float16, {1.5: 1, key: 2})
     once = hl.open(record_value(value).save(tmp_path / "three"))
     twice = hl.open(once.save(tmp_path / "four"))
     assert repr(twice["0"][0]) == repr(once["0"][0])
     assert twice["0"][1:3] == (torch.Size([2, 3]), torch.float16)
-    assert any("the key 1.5" in line for line in twice.lost + once.lost)
+    assert twice["0"][3] == {1.5: 1, "frozenset({1})": 2}
+    assert [line for line in once.lost if "the key" in line] == [
+        "0: the key frozenset({1}), which became the text 'frozenset({1})'"
+    ]
 
 
 DAMAGES = [
@@ -263,38 +267,88 @@ SAVE = """
 """
 
 
-def test_a_crash_at_any_moment_leaves_no_recording_or_a_whole_one(tmp_path):
-    """The process kills itself at the n-th system call that could leave something behind."""
-    script = textwrap.dedent(SAVE) + textwrap.dedent("""
-        import pathlib, shutil
-        from hookline.recordings import folder
-        folder._FILE_BYTES = 200_000
-        left = int(sys.argv[2])
-        def dying(function):
-            def run(*args, **kwargs):
-                global left
-                left -= 1
-                if left == 0:
-                    os._exit(9)
-                return function(*args, **kwargs)
-            return run
-        folder.save_file = dying(folder.save_file)
-        folder.os.fsync = dying(os.fsync)
-        pathlib.Path.replace = dying(pathlib.Path.replace)
-        pathlib.Path.write_text = dying(pathlib.Path.write_text)
-        pathlib.Path.mkdir = dying(pathlib.Path.mkdir)
-        run.save(sys.argv[1])
-    """)
-    for step in range(1, 40):
-        target = tmp_path / str(step) / "run"
-        done = subprocess.run([sys.executable, "-c", script, target, str(step)], check=False)
-        if target.exists():
-            assert len(hl.open(target).passes) == 20
-            assert hl.open(target).passes[19]["0"][0] == 19
-        if done.returncode == 0:
+CRASHES = """
+    import json, shutil, signal
+    from pathlib import Path
+    from hookline.recordings import folder, place, tensor_file
+
+    folder._FILE_BYTES = 200_000
+    tensor_file._BUFFER_BYTES = 1000
+    left = None
+
+    def tick():
+        global left
+        if left is not None:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def ticking(function):
+        def run(*args, **kwargs):
+            tick()
+            return function(*args, **kwargs)
+        return run
+
+    # Whatever touches the disk: what Python audits, and what it does not.
+    sys.addaudithook(lambda event, _: event.startswith(("open", "os.", "shutil.")) and tick())
+    os.fsync = ticking(os.fsync)
+    tensor_file.checksum = ticking(tensor_file.checksum)  # between two tensors of a file
+    place._exchange = ticking(place._exchange if sys.argv[2] == "at once" else lambda *_: False)
+
+    with hl.record(model, "0") as older:
+        model(torch.full((10000,), -1.0))
+
+    def whole(target):
+        found = hl.open(target, verify=True)
+        if len(found.passes) == 1:
+            assert found["0"][0] == -1
+            return "older"
+        assert [one["0"][9999].item() for one in found.passes] == list(range(20))
+        return "newer"
+
+    seen = {"none": 0, "older": 0, "newer": 0, "left over": 0}
+    for step in range(1, 1000):
+        target = Path(sys.argv[1]) / str(step) / "run"
+        if sys.argv[3] == "older":
+            older.save(target)
+            (target / "report.html").write_text("a page")
+        child = os.fork()
+        if child == 0:
+            left = step
+            run.save(target)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        is_there = sys.argv[3] == "older" or target.exists()
+        found = whole(target) if is_there else "none"
+        seen[found] += 1
+        assert (target / "report.html").exists() == (found == "older")
+        seen["left over"] += any(target.parent.glob(".*"))
+        run.save(target)  # what was left over goes
+        assert whole(target) == "newer"
+        assert os.listdir(target.parent) == ["run"], os.listdir(target.parent)
+        shutil.rmtree(target.parent)
+        if status == 0:
             break
-        assert done.returncode == 9
-    assert 8 < step < 40
+        assert status == signal.SIGKILL
+    print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "before"), [("at once", "none"), ("at once", "older"), ("in two steps", "older")]
+)
+def test_a_crash_at_any_moment_leaves_no_recording_or_a_whole_one(tmp_path, way, before):
+    """A process is killed at the n-th thing that it does on the disk, for every n."""
+    script = textwrap.dedent(SAVE) + textwrap.dedent(CRASHES)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path, way, before],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen[before] > 30
+    assert seen["newer"] > 0
+    assert seen["left over"] > 30
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
@@ -324,7 +378,7 @@ def test_a_folder_that_may_not_be_written_to_is_said():
 def damage(manifest, **changes):
     data = json.loads(manifest.read_text())
     data.update(changes)
-    manifest.write_text(json.dumps(data))
+    manifest.write_bytes(sealed(data))
 
 
 def test_what_is_no_recording_is_refused(tmp_path):
@@ -337,7 +391,7 @@ def test_what_is_no_recording_is_refused(tmp_path):
     damage(folder / MANIFEST, version=99)
     with pytest.raises(hl.FolderError, match="recording of version 99; this hookline reads"):
         hl.open(folder)
-    damage(folder / MANIFEST, version=1, sites=[{"path": 3}])
+    damage(folder / MANIFEST, version=2, sites=[{"path": 3}])
     with pytest.raises(hl.FolderError, match="is damaged"):
         hl.open(folder)
     (folder / MANIFEST).write_text("{")
@@ -355,13 +409,13 @@ def test_a_hostile_manifest_reads_nothing_outside_its_folder_and_runs_nothing(tm
     for name in (f"../other/{file.name}/0", f"{file}/0"):
         manifest = json.loads((folder / MANIFEST).read_text())
         manifest["passes"][0]["values"][0][1] = {"tensor": name}
-        (folder / MANIFEST).write_text(json.dumps(manifest))
+        (folder / MANIFEST).write_bytes(sealed(manifest))
         with pytest.raises(hl.FolderError):
             hl.open(folder)["0"]
     manifest["passes"][0]["values"][0][1] = {
         "namedtuple": [["class", 1], ["def", 2]], "type": "os.system",
     }  # fmt: skip
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_bytes(sealed(manifest))
     value = hl.open(folder)["0"]
     assert tuple(value) == (1, 2)
     assert not isinstance(value, type(os.system))

@@ -6,6 +6,7 @@ dataclasses and `ModelOutput` as `Fields`; their classes are not imported from w
 
 from __future__ import annotations
 
+import functools
 import keyword
 from collections import namedtuple
 from collections.abc import Callable, Mapping
@@ -16,15 +17,18 @@ from torch import Tensor
 
 from hookline.engine import local_part, tree
 
-# What the safetensors format can hold.
+# What the safetensors format can hold; complex128 as pairs of float64.
 # fmt: off
 STORABLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.complex128,
 })
 # fmt: on
+
+# Of a named tuple: Python takes minutes to make a class of very many.
+MOST_FIELDS = 1000
 
 
 @final
@@ -85,11 +89,44 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
     else:
         lost(type_name)
         return {"lost": type_name}
-    for key, _ in parts or []:
-        if not isinstance(key, str | int):
-            lost(f"the key {key!r}, which became text")
-    encoded = [[_key(key), encode(part, put, lost)] for key, part in parts or []]
+    if kind == "namedtuple" and len(parts or ()) > MOST_FIELDS:
+        kind = "fields"
+        lost(f"the named tuple {type_name} of {len(parts or ())} fields, which became Fields")
+    keys = _keys([key for key, _ in parts or ()], lost)
+    encoded = [
+        [key, encode(part, put, lost)] for key, (_, part) in zip(keys, parts or (), strict=True)
+    ]
     return {kind: encoded, "type": type_name}
+
+
+def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
+    """The keys of a value as JSON, each another; `lost` hears which became text."""
+    encoded = []
+    texts = {key for key in keys if isinstance(key, str)}
+    for key in keys:
+        if _is_plain_key(key):
+            encoded.append(key if isinstance(key, str | int) else encode(key, _no_tensor, lost))
+            continue
+        text = repr(key)
+        while text in texts:  # another key reads the same
+            text += "'"
+        texts.add(text)
+        lost(f"the key {key!r}, which became the text {text!r}")
+        encoded.append(text)
+    return encoded
+
+
+def _is_plain_key(key: Any) -> bool:
+    """Whether a key of a dict comes back as it was."""
+    if type(key) is tuple:
+        return all(map(_is_plain_key, key))
+    return key is None or isinstance(
+        key, str | int | float | torch.dtype | torch.device | torch.Size
+    )
+
+
+def _no_tensor(tensor: Any) -> Any:
+    raise TypeError("a tensor cannot be part of a key")
 
 
 def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
@@ -98,19 +135,22 @@ def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[
         what = f"{tree.full(value)}, {value.layout}"
         lost(what)
         return {"lost": what}
-    # Conjugated and negated views share memory with what they are not equal to.
-    tensor = value.detach().resolve_conj().resolve_neg()
+    tensor = value.detach()
+    if tensor.is_conj() or tensor.is_neg():  # these share memory with what they are not equal to
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype is torch.complex128:
         return {"complex": put(torch.view_as_real(tensor))}
     return {"tensor": put(tensor)}
 
 
 def _is_storable(tensor: Tensor) -> bool:
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.dtype not in STORABLE or tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    if tensor.is_nested or tensor.dtype not in STORABLE | {torch.complex128}:
+    if tensor.is_nested or tensor.is_quantized:
         return False
-    if any(kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__):
+    if type(tensor) is not Tensor and any(
+        kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__
+    ):
         return False  # shapes without numbers
     try:
         tensor.untyped_storage().data_ptr()
@@ -147,28 +187,33 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
         return found
     if kind == "lost":
         return Lost(str(data[kind]))
-    pairs = [(key, decode(part, get)) for key, part in data[kind]]
-    values = [part for _, part in pairs]
+    values = [decode(part, get) for _, part in data[kind]]
     if kind == "tuple":
         return tuple(values)
     if kind == "list":
         return values
+    keys = [decode(key, _no_tensor) for key, _ in data[kind]]
     if kind == "dict":
-        return dict(pairs)
+        return _distinct(dict(zip(keys, values, strict=True)), keys)
     name = str(data.get("type", "Fields")).rpartition(".")[2]
     if kind == "namedtuple":
-        return _named_tuple(name, [str(key) for key, _ in pairs])(*values)
+        if len(keys) > MOST_FIELDS:
+            raise ValueError(f"a named tuple must have at most {MOST_FIELDS} fields")
+        return _named_tuple(name, tuple(map(str, keys)))(*values)
     if kind == "fields":
-        fields = Fields(pairs)
+        fields = Fields(zip(map(str, keys), values, strict=True))
         fields.type_name = name
-        return fields
+        return _distinct(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
 
 
-def _key(key: Any) -> Any:
-    return key if isinstance(key, str | int) else repr(key)
+def _distinct(value: Any, keys: list[Any]) -> Any:
+    if len(value) != len(keys):
+        raise ValueError("a value must have each key once")
+    return value
 
 
-def _named_tuple(name: str, fields: list[str]) -> Callable[..., Any]:
+@functools.lru_cache(maxsize=256)
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     legal = name.isidentifier() and not keyword.iskeyword(name)
     return namedtuple(name if legal else "Saved", fields, rename=True)

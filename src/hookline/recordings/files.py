@@ -1,98 +1,112 @@
-"""The tensor files of a recording's folder, and the values in them. Imports encoding, place.
+"""The tensor files of a recording's folder, and the values in them. Imports encoding, tensor_file.
 
 Tensors are memory-mapped when they are looked up; their shapes and dtypes are in the files' heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hookline.engine.errors import FolderError
+from hookline.engine import Site
+from hookline.engine.errors import FolderError, OverwrittenError
 from hookline.recordings.encoding import decode
-from hookline.recordings.place import first_line
-
-# What reading a manifest that nobody should trust can raise.
-DAMAGE = (
-    KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
-    RuntimeError, UnicodeError,
-)  # fmt: skip
-
-# As the head of a safetensors file writes them.
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+from hookline.recordings.manifest import DAMAGE, REMEDY, first_line
+from hookline.recordings.tensor_file import TensorFile
 
 
 @final
 class Files:
-    """The tensor files of one folder, each opened once, when first needed."""
+    """The tensor files of one folder, each opened once, when first needed.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the folder.
+        sums: for each file the checksums that the manifest notes: its head's, its tensors'.
+    """
+
+    def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]]) -> None:
         self.folder = folder
-        self._opened: dict[str, Any] = {}
+        self._sums = sums
+        self._opened: dict[str, TensorFile] = {}
+        # What was compared with its checksum stays so while the file is the same.
+        self._verified: dict[str, tuple[tuple[int, ...], set[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Files, (self.folder,)
+        return Files, (self.folder, self._sums)
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor by the name that the manifest gives it."""
+        """Read a tensor by the name that the manifest gives it; the same one every time."""
         file, key = self._place(name)
-        tensor: Tensor = file.get_tensor(key)
-        return tensor
+        return file.tensor(key)
 
     def outline(self, name: str) -> Tensor:
         """A tensor on the meta device, of the shape and dtype that the file's head says."""
         file, key = self._place(name)
-        head = file.get_slice(key)
-        dtype = _DTYPES.get(str(head.get_dtype()).upper())
-        if dtype is None:
-            raise ValueError(f"a dtype that this hookline does not know: {head.get_dtype()}")
-        return torch.empty(head.get_shape(), dtype=dtype, device="meta")
+        return file.outline(key)
+
+    def verified(self, name: str) -> Tensor:
+        """The same, after the tensor's bytes were compared with their checksum."""
+        file, key = self._place(name)
+        file.verify(key)
+        return file.outline(key)
 
     def release(self) -> None:
         """Close the files; the next look-up opens them again. Tensors that were read stay whole."""
         self._opened.clear()
 
-    def _place(self, name: str) -> tuple[Any, str]:
+    def _place(self, name: str) -> tuple[TensorFile, str]:
         file, _, key = str(name).partition("/")
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"a tensor's file is outside the folder: {file!r}")
         opened = self._opened.get(file)
-        if opened is None:
-            path = self.folder / file
-            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-                raise ValueError(f"{file} is no file")
-            opened = self._opened[file] = safe_open(path, framework="pt")
+        if opened is None or not opened.is_current():
+            opened = self._opened[file] = self._open(file)
         return opened, key
+
+    def _open(self, file: str) -> TensorFile:
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"a tensor's file must lie in the folder, got {file!r}")
+        opened = TensorFile(self.folder / file, self._sums[file])
+        state, verified = self._verified.get(file, (None, opened.verified))
+        if state == opened.state:
+            opened.verified = verified
+        self._verified[file] = opened.state, opened.verified
+        return opened
 
 
 @final
 class Stored:
-    """A value that lies in a folder; `load()` reads it, memory-mapped."""
+    """A value that lies in a folder; `load()` reads it, memory-mapped.
 
-    __slots__ = ("_data", "_files")
+    Args:
+        files: the folder's files.
+        data: the value, as the manifest has it.
+        site: where it was seen, for errors.
+    """
 
-    def __init__(self, files: Files, data: Any) -> None:
+    __slots__ = ("_data", "_files", "_site")
+
+    def __init__(self, files: Files, data: Any, site: Site) -> None:
         self._files = files
         self._data = data
+        self._site = site
 
     def load(self) -> Any:
-        """Read the value.
+        """Read the value. Its tensors are the same ones every time, as in memory.
 
         Raises:
             FolderError: the folder is gone or damaged.
+            OverwrittenError: one of its tensors was changed in place since it was read.
         """
-        return self._decode(self._files.tensor)
+        try:
+            return self._decode(self._files.tensor)
+        except OverwrittenError:
+            raise OverwrittenError(
+                f"{self._site} was changed in place after it was looked up."
+                f"\nChange a copy, run[{str(self._site)!r}].clone(); run.release() reads all values"
+                " from the folder again."
+            ) from None
 
     def outline(self) -> Any:
         """The value with its tensors on the meta device; none of their data is read.
@@ -102,15 +116,26 @@ class Stored:
         """
         return self._decode(self._files.outline)
 
+    def verify(self) -> None:
+        """Compare the value's bytes with their checksums.
+
+        Raises:
+            FolderError: the folder is gone or damaged.
+        """
+        self._decode(self._files.verified)
+
     def release(self) -> None:
         """Close the folder's files."""
         self._files.release()
 
-    def _decode(self, get: Any) -> Any:
+    def _decode(self, get: Callable[[str], Tensor]) -> Any:
         try:
             return decode(self._data, get)
-        except (*DAMAGE, OSError, SafetensorError) as error:
+        except OverwrittenError:
+            raise
+        except (*DAMAGE, OSError) as error:
             raise FolderError(
-                f"{self._files.folder} is damaged, gone, or replaced since it was opened:"
-                f" {first_line(error)}.\nOpen it again, or record it again."
+                f"{str(self._site)!r} cannot be read: {self._files.folder} is damaged, gone, or"
+                f" replaced since it was opened: {first_line(error)}."
+                f"\n{REMEDY} If it was replaced, open it again."
             ) from error

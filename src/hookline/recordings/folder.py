@@ -4,12 +4,12 @@
     values-*.safetensors     the tensors, in files of about 2 GiB
 
 The folder is written beside its place and renamed into it, so that a crash at any moment leaves
-either no recording or a whole one. Nothing is pickled, and nothing in a folder is executed.
+either no recording or a whole one. The manifest has a checksum of itself, of each file's head and
+of each tensor. Nothing is pickled, and nothing in a folder is executed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -18,28 +18,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.engine import PORTS, Report, Site
 from hookline.engine.errors import FolderError
 from hookline.recordings.encoding import encode
 from hookline.recordings.entries import Contents, Entry, Gathered
-from hookline.recordings.files import DAMAGE, Files, Stored
-from hookline.recordings.place import (
-    FORMAT,
+from hookline.recordings.files import Files, Stored
+from hookline.recordings.manifest import (
+    DAMAGE,
     MANIFEST,
-    VERSION,
-    check_target,
+    REMEDY,
     first_line,
-    head_of,
-    move_into_place,
     sync,
     write_manifest,
 )
+from hookline.recordings.place import check_target, move_into_place, name_of_part, part
+from hookline.recordings.tensor_file import write_tensors
 
 _FILE_BYTES = 2 * 1024**3
+_FILE_TENSORS = 100_000  # a head of about 8 MB
 
 
 @final
@@ -48,48 +46,41 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pending: dict[str, Tensor] = {}
+        self._pending: list[Tensor] = []
         self._bytes = 0
-        self._files = 0
+        self.sums: dict[str, list[str]] = {}
         # Every recording names its files anew: one that was opened here before must not find them.
         self._token = secrets.token_hex(4)
+        self._file = self._file_name()
         self._known: dict[tuple[Any, ...], str] = {}
-        self._storages: set[int] = set()
         self._alive: list[Tensor] = []  # or an address could be given to another tensor meanwhile
 
     def put(self, tensor: Tensor) -> str:
         """Store a tensor; one that was stored before, under the same memory, only once."""
         identity = (
-            tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+            tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device,
         )  # fmt: skip
-        if tensor.numel() and identity in self._known:
-            return self._known[identity]
+        name = self._known.get(identity)
+        if name is not None and tensor.numel():
+            return name
+        name = self._known[identity] = f"{self._file}/{len(self._pending)}"
         self._alive.append(tensor)
-        name = f"{self._file_name()}/{len(self._pending)}"
-        data = tensor.to("cpu").contiguous()
-        storage = data.untyped_storage()
-        if storage.nbytes() != data.nbytes or storage.data_ptr() in self._storages:
-            data = data.clone()  # safetensors refuses tensors that share memory
-        self._storages.add(data.untyped_storage().data_ptr())
-        self._pending[name.partition("/")[2]] = data
-        self._known[identity] = name
+        data = tensor.cpu().contiguous()
+        self._pending.append(data)
         self._bytes += data.nbytes
-        if self._bytes >= _FILE_BYTES:
+        if self._bytes >= _FILE_BYTES or len(self._pending) >= _FILE_TENSORS:
             self.flush()
         return name
 
     def _file_name(self) -> str:
-        return f"values-{self._token}-{self._files:05}.safetensors"
+        return f"values-{self._token}-{len(self.sums):05}.safetensors"
 
     def flush(self) -> None:
         """Write what has come together."""
         if self._pending:
-            path = self._folder / self._file_name()
-            save_file(self._pending, path)
-            sync(path)
-            self._files += 1
-        self._pending, self._bytes, self._known, self._alive = {}, 0, {}, []
-        self._storages = set()
+            self.sums[self._file] = write_tensors(self._folder / self._file, self._pending)
+            self._file = self._file_name()
+        self._pending, self._bytes, self._known, self._alive = [], 0, {}, []
 
 
 def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
@@ -105,51 +96,21 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
     check_target(folder)
     # Resolved, so that "." has a name, and a link leads to its folder.
     target = Path(os.path.realpath(folder))
-    building = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building.mkdir()
-        lost = _write_contents(building, contents)
-        if lost:
-            contents.lost[:] = lost
-        sync(building)
-        move_into_place(building, target)
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        with part(target, name_of_part(target)) as building:
+            try:
+                write_contents(building, contents)
+                move_into_place(building, target)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+    except FolderError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise FolderError(
             f"cannot write the recording {target}: {first_line(error)}."
             "\nNothing was left behind; choose a folder on a disk with room that you may write to."
         ) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return target
-
-
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a recording's manifest.
-
-    Raises:
-        FolderError: there is no recording, it is of a newer version, or its manifest is damaged.
-    """
-    path = Path(folder)
-    try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        there = "there is no such folder" if not path.exists() else f"it has no {MANIFEST}"
-        there = "it is a file" if path.is_file() else there
-        raise FolderError(
-            f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
-        ) from None
-    except (*DAMAGE, OSError) as error:
-        raise FolderError(f"{path / MANIFEST} cannot be read: {first_line(error)}.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise FolderError(f"{path} is not a recording: its {MANIFEST} is something else's.")
-    if manifest.get("version") != VERSION:
-        raise FolderError(
-            f"{path} is a recording of version {manifest.get('version')}; this hookline reads"
-            f" version {VERSION}.\nOpen it with the hookline that wrote it"
-            f" ({manifest.get('hookline', 'unknown')}), or record it again."
-        )
-    return manifest
 
 
 def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Contents:
@@ -163,12 +124,19 @@ def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Content
         return _read_contents(path, manifest)
     except DAMAGE as error:
         raise FolderError(
-            f"{path / MANIFEST} is damaged: {type(error).__name__} {first_line(error)}."
-            "\nRecord it again."
+            f"{path / MANIFEST} is damaged: {type(error).__name__} {first_line(error)}.\n{REMEDY}"
         ) from error
 
 
-def _write_contents(folder: Path, contents: Contents) -> list[str]:
+def write_contents(folder: Path, contents: Contents) -> str:
+    """Write a recording into a folder that nobody reads yet, down to the disk.
+
+    Returns:
+        The manifest's checksum.
+
+    Raises:
+        OSError, ValueError, RecursionError: it cannot be written.
+    """
     writer = _Writer(folder)
     lost: list[str] = list(contents.lost)
     passes = []
@@ -185,10 +153,9 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
             encoded.append([entry.site, encode(value, writer.put, note), *origin])
         passes.append({"number": number, "failed": failed, "values": encoded})
     writer.flush()
-    lost = list(dict.fromkeys(lost))  # one that was opened and saved again says it once
+    contents.lost[:] = dict.fromkeys(lost)  # one that was opened and saved again says it once
     report = contents.report
     manifest = {
-        **head_of(),
         "model": report.model_type,
         "sites": [
             {
@@ -204,13 +171,13 @@ def _write_contents(folder: Path, contents: Contents) -> list[str]:
             "why": {str(site): text for site, text in report.why.items()},
             "excused": [str(site) for site in report.excused],
         },
-        "lost": lost,
+        "lost": contents.lost,
+        "checksums": writer.sums,
         "passes": passes,
     }  # fmt: skip
-    path = write_manifest(folder, manifest)
-    for file in folder.iterdir():
-        shutil.copymode(path, file)  # safetensors makes files that only their owner may read
-    return lost
+    found = write_manifest(folder, manifest)
+    sync(folder)
+    return found
 
 
 def _note(lost: list[str], site: str, what: str) -> None:
@@ -218,17 +185,20 @@ def _note(lost: list[str], site: str, what: str) -> None:
 
 
 def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
-    sites = tuple(map(_read_site, manifest["sites"]))
-    files = Files(folder)
+    by_text: dict[str, Site] = {}
+    for site in map(_read_site, manifest["sites"]):
+        text = str(site)
+        if text in by_text:
+            raise ValueError(f"each site must be listed once, got {text!r} twice")
+        by_text[text] = site
+    sites = tuple(by_text.values())
+    files = Files(folder, manifest["checksums"])
     passes = []
     for row in manifest["passes"]:
         if row["failed"] not in (None, True, False):
             raise ValueError("a pass that neither failed nor did not")
-        entries = [_read_entry(files, *value) for value in row["values"]]
-        if any(not 0 <= entry.site < len(sites) for entry in entries):
-            raise ValueError("a value of a site that is not listed")
+        entries = [_read_entry(files, sites, *value) for value in row["values"]]
         passes.append((int(row["number"]), row["failed"], entries))
-    by_text = {str(site): site for site in sites}
     kept = manifest["report"]
     report = Report(
         name=str(kept["name"]),
@@ -244,11 +214,15 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
     return Contents(report, sites, passes, [str(item) for item in manifest["lost"]], modules)
 
 
-def _read_entry(files: Files, site: int, data: Any, *origin: Any) -> Entry:
+def _read_entry(
+    files: Files, sites: tuple[Site, ...], number: int, data: Any, *origin: Any
+) -> Entry:
     call, backward, weight = origin or (None, None, None)
+    if number < 0:
+        raise ValueError("a value must be of a site that is listed")
     return Entry(
-        int(site),
-        Stored(files, data),
+        int(number),
+        Stored(files, data, sites[number]),
         None,
         None if call is None else int(call),
         None if backward is None else int(backward),

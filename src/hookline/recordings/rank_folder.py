@@ -1,6 +1,6 @@
 """The recordings of all ranks as one folder. Imports folder, ranks, engine.
 
-    manifest.json       names the ranks' folders
+    manifest.json       names the ranks' folders, each with its manifest's checksum
     rank0/, rank1/, …   a recording each, as `folder` writes it
 
 All ranks write beside the place, and rank 0 renames it when all have done so: there is the whole,
@@ -12,18 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch.distributed as dist
 
 from hookline.engine import Site, is_grouped, meet, ranks_of, say_by_rank
 from hookline.engine.errors import FolderError, HooklineError, RanksError
 from hookline.recordings.entries import Contents
-from hookline.recordings.folder import write
-from hookline.recordings.place import check_target, head_of, move_into_place, sync, write_manifest
+from hookline.recordings.folder import write_contents
+from hookline.recordings.manifest import sync, write_manifest
+from hookline.recordings.place import RANK, check_target, move_into_place, name_of_part, part
 
 
 def is_one_of_many(group: Any) -> bool:
@@ -48,7 +50,7 @@ def write_ranks(
         FolderError: a rank could not write. Nothing is left.
     """
     question = f"run.save({os.fspath(folder)!r})"
-    ranks = ranks_of(group, question)
+    meeting = _Meeting(question, ranks_of(group, question), timeout)
     me, target = dist.get_rank(), Path(os.path.realpath(folder))
     contents, error = None, None
     try:
@@ -58,74 +60,94 @@ def write_ranks(
     except (HooklineError, OSError) as caught:
         error = caught
     said = {
-        "error": None if error is None else _line(error),
         "sites": [str(site) for site in sites],
         "model": "" if contents is None else _digest(contents),
-        "name": f".{target.name}.{secrets.token_hex(4)}.part",
+        "name": name_of_part(target),
     }
-    everyone = meet(question, said, ranks, timeout)
-    _raise_for_any(question, ranks, everyone, error)
-    _check_sites(question, ranks, everyone)
-    building = target.with_name(everyone[0]["name"])
-    try:
-        _write_one(building, me, contents, ranks, question, timeout)
-        _move(building, target, me == ranks[0], ranks, question, timeout)
-    finally:
-        if me == ranks[0]:
-            shutil.rmtree(building, ignore_errors=True)
+    everyone = meeting.share(said, error)
+    _check_sites(meeting, everyone)
     assert contents is not None
+    building = target.with_name(everyone[0]["name"])
+    with ExitStack() as held:
+        try:
+            sums = _write_one(meeting, held, building, target, contents)
+            _move(meeting, building, target, sums)
+        finally:
+            if me == meeting.ranks[0]:
+                shutil.rmtree(building, ignore_errors=True)
     return target, contents
 
 
+@final
+@dataclass(frozen=True)
+class _Meeting:
+    """The ranks that save together.
+
+    Args:
+        question: the call, as a person would write it.
+        ranks: their numbers.
+        timeout: how long they wait for one another, in seconds.
+    """
+
+    question: str
+    ranks: list[int]
+    timeout: float
+
+    def share(self, said: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
+        """Tell all ranks what this one has to say, and hear the others.
+
+        Raises:
+            FolderError: on every rank: one of them met with an error.
+        """
+        said = {**said, "error": None if error is None else _line(error)}
+        everyone = meet(self.question, said, self.ranks, self.timeout)
+        if any(one["error"] for one in everyone):
+            texts = [one["error"] or "is ready" for one in everyone]
+            raise FolderError(
+                f"{self.question}: nothing was written. {say_by_rank(self.ranks, texts)}."
+                "\nMend what is said there; for one rank's recording by itself: alone=True."
+            ) from error
+        return everyone
+
+
 def _write_one(
-    building: Path, me: int, contents: Any, ranks: list[int], question: str, timeout: float
-) -> None:
-    """Write this rank's part, and wait for the others'."""
+    meeting: _Meeting, held: ExitStack, building: Path, target: Path, contents: Contents
+) -> list[str]:
+    """Write this rank's part, wait for the others', and return the checksums of all manifests."""
     error: Exception | None = None
+    found = ""
     try:
-        building.mkdir(exist_ok=True)
-        write(building / f"rank{me}", contents)
-    except (HooklineError, OSError) as caught:
+        held.enter_context(part(target, building.name))
+        mine = building / f"rank{dist.get_rank()}"
+        mine.mkdir()
+        found = write_contents(mine, contents)
+    except (HooklineError, OSError, ValueError, RecursionError) as caught:
         error = caught
-    everyone = meet(question, {"error": None if error is None else _line(error)}, ranks, timeout)
-    _raise_for_any(question, ranks, everyone, error)
+    return [one["sum"] for one in meeting.share({"sum": found}, error)]
 
 
-def _move(
-    building: Path, target: Path, is_first: bool, ranks: list[int], question: str, timeout: float
-) -> None:
+def _move(meeting: _Meeting, building: Path, target: Path, sums: list[str]) -> None:
     """Rename what all have written, and tell all of them whether that went well."""
     error: Exception | None = None
-    if is_first:
-        names = [f"rank{rank}" for rank in ranks]
+    first = meeting.ranks[0]
+    if dist.get_rank() == first:
+        names = [f"rank{rank}" for rank in meeting.ranks]
         unseen = [name for name in names if not (building / name).is_dir()]
         try:
             if unseen:
                 raise FolderError(
-                    f"rank {ranks[0]} does not see what others wrote ({', '.join(unseen[:4])}): the"
+                    f"rank {first} does not see what others wrote ({', '.join(unseen[:4])}): the"
                     " folder has to lie on a disk that all ranks share"
                 )
-            write_manifest(building, {**head_of(), "ranks": names})
+            write_manifest(building, {"ranks": dict(zip(names, sums, strict=True))})
             sync(building)
             move_into_place(building, target)
         except (HooklineError, OSError) as caught:
             error = caught
-    everyone = meet(question, {"error": None if error is None else _line(error)}, ranks, timeout)
-    _raise_for_any(question, ranks, everyone, error)
+    meeting.share({}, error)
 
 
-def _raise_for_any(
-    question: str, ranks: list[int], everyone: list[dict[str, Any]], error: Exception | None
-) -> None:
-    if any(one["error"] for one in everyone):
-        texts = [one["error"] or "is ready" for one in everyone]
-        raise FolderError(
-            f"{question}: nothing was written. {say_by_rank(ranks, texts)}."
-            "\nMend what is said there; for one rank's recording by itself: alone=True."
-        ) from error
-
-
-def _check_sites(question: str, ranks: list[int], everyone: list[dict[str, Any]]) -> None:
+def _check_sites(meeting: _Meeting, everyone: list[dict[str, Any]]) -> None:
     """Ranks that hold the same model must have selected the same; stages of a pipeline need not."""
     if (
         len({one["model"] for one in everyone}) == 1
@@ -133,18 +155,22 @@ def _check_sites(question: str, ranks: list[int], everyone: list[dict[str, Any]]
     ):
         texts = [", ".join(one["sites"][:8]) for one in everyone]
         raise RanksError(
-            f"{question}: the ranks selected different sites of the same model:"
-            f" {say_by_rank(ranks, texts)}.\nSelect the same on every rank; for one rank's"
+            f"{meeting.question}: the ranks selected different sites of the same model:"
+            f" {say_by_rank(meeting.ranks, texts)}.\nSelect the same on every rank; for one rank's"
             " recording by itself: alone=True."
         )
 
 
-def read_rank_names(manifest: Any) -> list[str]:
-    """The folders of a folder of ranks, by its manifest."""
-    names = manifest["ranks"]
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ValueError("a rank's folder is outside the folder")
-    return list(names)
+def read_ranks(manifest: Any) -> dict[str, str]:
+    """The folders of a folder of ranks, each with its manifest's checksum.
+
+    Raises:
+        ValueError: they are not what `write_ranks` writes.
+    """
+    ranks = manifest["ranks"]
+    if not isinstance(ranks, dict) or not ranks or not all(map(RANK.fullmatch, ranks)):
+        raise ValueError(f"ranks must be the folders of one rank or more, got {ranks!r:.80}")
+    return ranks
 
 
 def _digest(contents: Contents) -> str:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.recordings.manifest import checksum, sealed
 
 
 def manifest_of(folder, change):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(sealed(manifest))
 
 
 def test_a_recording_of_another_version_says_what_to_do(served, runs, tmp_path):
@@ -36,7 +37,8 @@ def test_a_damaged_file_is_a_line_that_says_so_and_not_a_crash(served, runs, tmp
     folder = shutil.copytree(runs / "a", tmp_path / "run")
     (file,) = folder.glob("*.safetensors")
     if damage == "truncated":
-        os.truncate(file, file.stat().st_size // 2)
+        (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+        os.truncate(file, 8 + length + 4)  # in the first value: what lies before a cut is whole
     elif damage == "random":
         file.write_bytes(os.urandom(4096))
     elif damage == "pickle":
@@ -65,6 +67,7 @@ def test_a_damaged_file_is_a_line_that_says_so_and_not_a_crash(served, runs, tmp
 
 def test_a_file_that_claims_a_dtype_that_torch_cannot_read_is_no_crash(served, runs, tmp_path):
     folder = shutil.copytree(runs / "a", tmp_path / "run")
+    heads = {}
     for file in folder.glob("*.safetensors"):
         raw = file.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
@@ -73,13 +76,16 @@ def test_a_file_that_claims_a_dtype_that_torch_cannot_read_is_no_crash(served, r
             if name != "__metadata__":
                 one.update(dtype="F4", shape=[*one["shape"][:-1], one["shape"][-1] * 8])
         text = json.dumps(header).encode()
-        file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+        head = struct.pack("<Q", len(text)) + text
+        file.write_bytes(head + raw[8 + length :])
+        heads[file.name] = checksum(head)
+    manifest_of(folder, lambda m: [m["checksums"][k].__setitem__(0, v) for k, v in heads.items()])
     server = served(folder)
     assert server.get("site?at=first").status == 200
     assert server.get("strip?at=first").status in (404, 503)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "hookline-recording", "version": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": "hookline-recording", "version": 2}'])
 def test_a_damaged_manifest_gives_a_page_that_says_so(served, tmp_path, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").write_text(text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hookline.engine.errors import FolderError
 from hookline.recordings import Recording
-from hookline.recordings.place import MANIFEST
+from hookline.recordings.manifest import MANIFEST
 from hookline.views.page.columns import columns
 from hookline.views.page.extras import load
 from hookline.views.page.rows import Row, tree_rows

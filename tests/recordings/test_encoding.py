@@ -1,0 +1,110 @@
+"""Values as JSON: exact, each key kept, and nothing that takes for ever."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookline.recordings.encoding import MOST_FIELDS, Fields, decode, encode
+
+
+def there_and_back(value):
+    """The value, and what was said to be lost."""
+    lost, tensors = [], []
+
+    def put(tensor):
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
+
+    data = json.loads(json.dumps(encode(value, put, lost.append)))
+    return decode(data, lambda name: tensors[int(name)]), lost
+
+
+@given(st.floats())
+def test_every_float_comes_back_to_the_last_bit(number):
+    back, lost = there_and_back({"x": number})
+    assert math.isnan(back["x"]) if math.isnan(number) else back["x"].hex() == number.hex()
+    assert lost == []
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
+KEYS = st.recursive(PLAIN, lambda keys: st.lists(keys, max_size=3).map(tuple), max_leaves=4)
+
+
+@given(st.dictionaries(KEYS, st.integers()))
+def test_every_key_of_plain_parts_comes_back_as_it_was(value):
+    back, lost = there_and_back(value)
+    assert back == value
+    assert [*map(repr, back)] == [*map(repr, value)]
+    assert lost == []
+
+
+@given(st.dictionaries(KEYS, st.integers(), min_size=1))
+def test_a_dict_and_the_texts_of_its_keys_are_all_kept(value):
+    both = {**{repr(key): -1 for key in value}, **value}
+    assert there_and_back(both)[0] == both
+
+
+class Odd:
+    """A key that can only be written as text, and reads as another does."""
+
+    def __repr__(self):
+        return "(0, 1)"
+
+
+def test_keys_that_become_text_stay_apart_and_are_named():
+    value = {(0, 1): "a", "(0, 1)": "b", Odd(): "c", Odd(): "d", "(0, 1)'": "e"}
+    back, lost = there_and_back(value)
+    assert list(back.values()) == list("abcde")
+    assert list(back)[:2] == [(0, 1), "(0, 1)"]
+    assert len(lost) == 2
+    assert all(
+        f"which became the text {key!r}" in line
+        for key, line in zip([*back][2:4], lost, strict=True)
+    )
+
+
+def test_a_named_tuple_of_very_many_fields_comes_back_as_fields():
+    names = [f"f{k}" for k in range(MOST_FIELDS + 1)]
+    most = namedtuple("Most", names[:-1])(*range(MOST_FIELDS))
+    back, lost = there_and_back(most)
+    assert back == most
+    assert type(back).__name__ == "Most"
+    assert lost == []
+    back, lost = there_and_back(namedtuple("Wide", names)(*range(MOST_FIELDS + 1)))
+    assert isinstance(back, Fields)
+    assert back.f1000 == 1000
+    assert lost == [f"the named tuple {__name__}.Wide of 1001 fields, which became Fields"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"namedtuple": [[f"f{k}", 0] for k in range(100_000)], "type": "Wide"},
+        {"dict": [["a", 1], ["a", 2]]},
+        {"dict": [[{"list": []}, 1]]},
+        {"dict": [[{"tensor": "0"}, 1]]},
+        {"fields": [["a", 1], ["a", 2]]},
+        {"tuple": 3},
+        {"other": []},
+        {},
+        [],
+    ],
+    ids=lambda data: str(data)[:20],
+)
+def test_what_encode_does_not_write_is_refused(data):
+    with pytest.raises((ValueError, TypeError)):
+        decode(data, lambda _: torch.zeros(1))
+
+
+def test_one_class_is_made_for_a_named_tuple_however_often_it_is_read():
+    pair = namedtuple("Pair", ["x", "y"])
+    back, _ = there_and_back([pair(1, 2), pair(3, 4)])
+    assert type(back[0]) is type(back[1])
+    assert type(there_and_back(pair(5, 6))[0]) is type(back[0])

@@ -1,0 +1,46 @@
+"""The log of a pass: looked up also while it grows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+def test_a_look_up_during_a_pass_sees_what_has_fired_until_then():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    seen = []
+
+    def look(module, args, output):
+        found = {key: run[key] for key in ("0", "1", "2") if key in run}
+        seen.append((list(found), run.passes[0].order, len(run)))
+
+    for layer in model:
+        layer.register_forward_hook(look)
+    with hl.record(model, "*") as run:
+        model(torch.ones(1, 2))
+    # A value is recorded after the hooks that were there before.
+    assert seen == [([], [], 0), (["0"], ["0"], 1), (["0", "1"], ["0", "1"], 2)]
+    assert run.passes[0].order == ["0", "1", "2"]
+
+
+def test_calls_that_come_after_a_look_up_are_counted_on():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Linear(2, 2)
+
+        def forward(self, x):
+            for k in range(3):
+                x = self.block(x)
+                assert len(run.calls("block")) == k + 1
+                assert torch.equal(run[f"block#{k}"], x)
+            return x
+
+    model = Loop()
+    with hl.record(model, "block") as run:
+        model(torch.ones(1, 2))
+    with pytest.raises(hl.AmbiguousError, match="ran 3 times"):
+        run["block"]

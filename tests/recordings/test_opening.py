@@ -1,0 +1,274 @@
+"""Opening a folder: damage anywhere is an error, and never a wrong number."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline as hl
+from hookline.engine import tree
+from hookline.recordings import folder as folder_module
+from hookline.recordings.manifest import MANIFEST, sealed
+
+
+class Many(nn.Module):
+    """A value of every kind that a folder holds."""
+
+    def forward(self, x):
+        return {
+            "floats": x, "halves": x.half(), "whole": x.long(), "pair": (x[0], 0.1), 3: None,
+            "complex": torch.complex(x.double(), x.double()), "text": "é", "none": x[:0],
+        }  # fmt: skip
+
+
+def recorded(scale=1.0):
+    model = nn.Sequential(nn.Linear(2, 3), Many())
+    with hl.record(model, ports=("input", "output", "grad_output"), copy=True) as run:
+        for k in range(2):
+            model(torch.arange(4.0).reshape(2, 2) * scale + k)["floats"].sum().backward()
+    return run
+
+
+def folder_of_ranks(folder, runs):
+    """Lay out what the ranks of a distributed job save."""
+    folder.mkdir(parents=True)
+    sums = {}
+    for rank, run in enumerate(runs):
+        one = run.save(folder / f"rank{rank}")
+        sums[one.name] = json.loads((one / MANIFEST).read_text())["checksum"]
+    manifest = json.loads((one / MANIFEST).read_text())
+    head = {key: manifest[key] for key in ("format", "version", "checksum", "hookline", "torch")}
+    (folder / MANIFEST).write_bytes(sealed({**head, "ranks": sums}))
+    return folder
+
+
+def everything(opened):
+    """All that a recording says, as plain data."""
+    if opened.ranks:
+        return [everything(one) for one in opened.ranks], str(opened.report()), opened.sites
+    values = [
+        [(key, facts(one.calls(key))) for key in one] + [one.number, one.failed, one.order]
+        for one in opened.passes
+    ]
+    return values, str(opened.report()), opened.sites, opened.modules, opened.lost
+
+
+def facts(value):
+    """A value with its tensors as what they hold, to be compared with ==."""
+    return repr(tree.map_tensors(lambda one: (one.dtype, one.shape, one.tolist()), value))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two folders and what is in them: of one process, and of two ranks."""
+    base = tmp_path_factory.mktemp("whole")
+    one = recorded().save(base / "one")
+    two = folder_of_ranks(base / "two", [recorded(), recorded(3.0)])
+    return {folder: everything(hl.open(folder)) for folder in (one, two)}
+
+
+def files_of(folder):
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def check_damaged(folder, expected):
+    """Either all is right, or an error says that it is not."""
+    try:
+        found = everything(hl.open(folder))
+    except hl.FolderError:
+        with pytest.raises(hl.FolderError) as caught:
+            hl.open(folder, verify=True)
+        assert len(str(caught.value).splitlines()) <= 3
+    else:
+        assert found == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    which=st.integers(0, 1),
+    changes=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 2**20), st.integers(1, 255)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_flipped_bytes_anywhere_give_the_right_values_or_an_error(whole, which, changes):
+    folder = list(whole)[which]
+    paths = files_of(folder)
+    before = {path: (folder / path).read_bytes() for path in paths}
+    try:
+        for number, position, mask in changes:
+            path = folder / paths[number % len(paths)]
+            data = bytearray(path.read_bytes())
+            data[position % len(data)] ^= mask
+            path.write_bytes(data)
+        check_damaged(folder, whole[folder])
+    finally:
+        for path, data in before.items():
+            (folder / path).write_bytes(data)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_flip_in_each_stretch_of_each_file_is_an_error(whole, which):
+    """Of a small folder no byte is unguarded, but for those that nobody reads."""
+    folder = list(whole)[which]
+    for path in files_of(folder):
+        data = (folder / path).read_bytes()
+        for position in range(0, len(data), 41):
+            (folder / path).write_bytes(
+                data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+            )
+            with pytest.raises(hl.FolderError):
+                hl.open(folder, verify=True)
+        (folder / path).write_bytes(data)
+    assert everything(hl.open(folder, verify=True)) == whole[folder]
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "zeros", "other", "gone"])
+def test_a_file_that_is_another_is_an_error_or_right(whole, tmp_path, change):
+    for folder, expected in whole.items():
+        for path in files_of(folder):
+            copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+            data = (copy / path).read_bytes()
+            if change == "gone":
+                (copy / path).unlink()
+            else:
+                (copy / path).write_bytes({
+                    "cut": data[:-7], "longer": data + b" ", "zeros": bytes(len(data)),
+                    "other": data[::-1],
+                }[change])  # fmt: skip
+            check_damaged(copy, expected)
+            shutil.rmtree(copy)
+
+
+def test_a_damaged_value_names_its_file_and_site_and_says_what_to_do(tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with hl.record(model, copy=True) as run:
+        model(torch.full((8,), 7.0))
+    folder = run.save(tmp_path / "run")
+    (file,) = folder.glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 64]))  # the last value's last byte
+    opened = hl.open(folder)
+    right = [key for key in ("0", "1", ":output") if is_readable(opened, key)]
+    assert len(right) == 2
+    ((wrong,)) = {"0", "1", ":output"} - set(right)
+    for ask in (lambda: opened[wrong], lambda: hl.open(folder, verify=True)):
+        with pytest.raises(hl.FolderError) as caught:
+            ask()
+        assert repr(wrong) in str(caught.value)
+        assert file.name in str(caught.value)
+        assert str(folder) in str(caught.value)
+        assert "Copy the folder again from a whole one, or record it again." in str(caught.value)
+    assert opened.passes[0].outline(wrong).shape == (8,)
+
+
+def is_readable(opened, key):
+    try:
+        return opened[key].tolist() == [7.0] * 8
+    except hl.FolderError:
+        return False
+
+
+def test_verifying_reads_all_and_opening_reads_nothing(tmp_path, monkeypatch):
+    from hookline.recordings.tensor_file import TensorFile
+
+    folder = recorded().save(tmp_path / "run")
+    seen = []
+    verify = TensorFile.verify
+    monkeypatch.setattr(
+        TensorFile, "verify", lambda self, name: (seen.append(name), verify(self, name))
+    )
+    hl.open(folder)
+    assert seen == []
+    hl.open(folder, verify=True)
+    (sums,) = json.loads((folder / MANIFEST).read_text())["checksums"].values()
+    assert set(seen) == {str(number) for number in range(len(sums) - 1)}
+
+
+def test_an_older_format_is_refused_with_what_to_do(tmp_path):
+    folder = recorded().save(tmp_path / "run")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["version"] = 1
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(hl.FolderError, match=r"of version 1; this hookline reads version 2") as got:
+        hl.open(folder)
+    assert "Open it with the hookline that wrote it" in str(got.value)
+
+
+def changed(folder, **changes):
+    """Write a manifest that is whole, and says something else."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest.update(changes)
+    (folder / MANIFEST).write_bytes(sealed(manifest))
+
+
+RANKS = [
+    [], {}, None, 3, "rank0", ["rank0"], {"..": ""}, {".": ""}, {"rank0/../..": ""},
+    {"elsewhere": ""}, {"rank9": ""}, {"rank0": "0" * 16}, {"rank0": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+def test_ranks_that_are_not_what_was_written_are_refused(tmp_path, ranks):
+    folder = folder_of_ranks(tmp_path / "run", [recorded()])
+    changed(folder, ranks=ranks)
+    with pytest.raises(hl.FolderError, match=r"is damaged"):
+        hl.open(folder)
+
+
+def test_a_rank_that_leads_back_to_its_own_folder_is_refused(tmp_path):
+    folder = folder_of_ranks(tmp_path / "run", [recorded()])
+    shutil.rmtree(folder / "rank0")
+    (folder / "rank0").symlink_to(folder)
+    with pytest.raises(hl.FolderError, match="is damaged"):
+        hl.open(folder)
+
+
+def test_ranks_of_two_savings_are_never_mixed(tmp_path):
+    one = folder_of_ranks(tmp_path / "one", [recorded(), recorded()])
+    two = folder_of_ranks(tmp_path / "two", [recorded(5.0), recorded(5.0)])
+    shutil.rmtree(one / "rank1")
+    (two / "rank1").rename(one / "rank1")
+    with pytest.raises(hl.FolderError, match=r"rank1 must be of the same recording"):
+        hl.open(one)
+
+
+def test_a_site_that_is_listed_twice_is_refused_at_once(tmp_path, monkeypatch):
+    """However many are listed: hundreds of thousands of one site took 38 seconds."""
+    folder = recorded().save(tmp_path / "run")
+    sites = json.loads((folder / MANIFEST).read_text())["sites"]
+    changed(folder, sites=[*sites, sites[0]])
+    with pytest.raises(hl.FolderError, match="each site must be listed once, got ':input' twice"):
+        hl.open(folder)
+    changed(folder, sites=[sites[0]] * 1000)
+    read = []
+    one = folder_module._read_site
+    monkeypatch.setattr(folder_module, "_read_site", lambda row: (read.append(row), one(row))[1])
+    with pytest.raises(hl.FolderError, match="each site must be listed once"):
+        hl.open(folder)
+    assert len(read) == 2
+
+
+def test_a_pipe_in_place_of_a_manifest_does_not_hang(tmp_path):
+    folder = recorded().save(tmp_path / "run")
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+    with pytest.raises(hl.FolderError, match=r"manifest\.json must be a regular file, got a pipe"):
+        hl.open(folder)
+    with pytest.raises(hl.FolderError, match=r"holds something else \(manifest.json\)"):
+        recorded().save(folder)
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).symlink_to("/dev/zero")
+    with pytest.raises(
+        hl.FolderError, match=r"manifest\.json must be a regular file, got a device"
+    ):
+        hl.open(folder)
