@@ -379,3 +379,91 @@ def test_a_signals_handler_may_attach_while_a_line_is_being_attached():
     with DISPATCHER._lock, hl.attach(hl.EVERYWHERE) as line:
         line.forward(nn.Linear, lambda *_: None)
         nn.Linear(1, 1)(torch.ones(1))
+
+
+# -- in torch's order, and interrupted anywhere ----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+@pytest.mark.parametrize("n_lines", [1, 2])
+def test_each_hook_gets_what_the_one_before_it_made(kind, n_lines):
+    seen = []
+
+    def add_one(module, args, *output):
+        value = output[0] if output else args[0]
+        seen.append(value.item())
+        return value + 1
+
+    with ExitStack() as stack:
+        lines = [stack.enter_context(hl.attach(hl.EVERYWHERE)) for _ in range(n_lines)]
+        for number in range(3):
+            getattr(lines[number % n_lines], kind)(nn.Identity, add_one)
+        assert nn.Identity()(torch.zeros(1)).item() == 3
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("first", ["backward_pre", "backward"])
+@pytest.mark.parametrize("needs_input", [True, False])
+@pytest.mark.parametrize("n_lines", [1, 2])
+def test_the_hooks_before_backward_come_before_it_as_in_torch(first, needs_input, n_lines):
+    model, log = nn.Linear(2, 1), []
+
+    def before(module, grad_output):
+        log.append(("before", grad_output[0].item()))
+        return grad_output[0] * 2
+
+    def after(module, grad_input, grad_output):
+        log.append(("after", grad_output[0].item()))
+
+    kinds = (
+        ["backward_pre", "backward"] if first == "backward_pre" else ["backward", "backward_pre"]
+    )
+    with ExitStack() as stack:
+        lines = [stack.enter_context(hl.attach(hl.EVERYWHERE)) for _ in range(n_lines)]
+        for line, kind in zip(lines * 2, kinds, strict=False):
+            getattr(line, kind)(nn.Linear, before if kind == "backward_pre" else after)
+        model(torch.ones(1, 2, requires_grad=needs_input)).sum().backward()
+    assert log == [("before", 1.0), ("after", 2.0)]
+
+
+def test_backward_hooks_are_on_what_the_forward_hooks_made_of_the_output():
+    grads = []
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.backward_pre(
+            nn.Linear, lambda module, grad_output: grads.append(grad_output[0].item())
+        )
+        line.forward(nn.Linear, lambda module, args, output: output * 3)
+        (nn.Linear(2, 1)(torch.ones(1, 2)) * 5).sum().backward()
+    assert grads == [5.0]
+
+
+def test_a_hook_may_be_removed_while_torch_calls_those_on_a_module():
+    model, line = nn.Identity(), hl.attach(hl.EVERYWHERE)
+    line.forward(None, lambda *_: None)
+    # By now torch has listed the hooks; of the next one it has yet to see that it wants kwargs.
+    handle = tables.register_module_forward_hook(lambda *_: line.remove())
+    tables._global_forward_hooks.move_to_end(handle.id, last=False)
+    assert model(torch.zeros(1)) == 0
+    handle.remove()
+    assert nothing_is_left(model)
+
+
+@pytest.mark.filterwarnings("ignore:an hl.attach line was dropped")
+def test_an_interrupt_at_any_line_leaves_nothing_on_torch(interrupted):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def action():
+        with hl.attach(hl.EVERYWHERE) as line:
+            line.forward_pre(None, lambda *_: None)
+            line.backward(None, lambda *_: None)
+            line.registered("buffer", lambda *_: None)
+            line.step_pre(None, lambda *_: None)
+            model(x).sum().backward()
+            optimizer.step()
+
+    step = 1
+    while interrupted(step, ("hookline.",), action):
+        assert nothing_is_left(model), step
+        step += 1
+    assert step > 500

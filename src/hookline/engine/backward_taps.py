@@ -163,12 +163,6 @@ class BackwardPreTap(_RawBackwardTap):
         meeting.subscribe(self._rank(Rank.GRAD_HOOK), hook)
         return output
 
-    def leave_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """Both hooks in one, where there is but one place for them."""
-        joined = self.join_at(module, output, key)
-        alone = self.fire(module, (), output if joined is None else joined)
-        return joined if alone is None else alone
-
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook in its own place: a lone output's gradient is hooked as it is."""
         current = self.lane.current or self._outside(module)
@@ -272,12 +266,6 @@ class BackwardTap(_RawBackwardTap):
 
         meeting.subscribe(self._rank(Rank.GRAD_READ), hook)
         return output
-
-    def leave_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """Both hooks in one, where there is but one place for them."""
-        joined = self.join_at(module, output, key)
-        read = self.read_at(module, output if joined is None else joined, key)
-        return joined if read is None else read
 
     def read(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook behind all that change gradients: the outputs' are noted."""

@@ -8,7 +8,9 @@ hook: what a line puts on the values of its context in forward belongs to it in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch import nn
@@ -17,10 +19,10 @@ from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import SelectionError
 from hookline.engine.locks import lock
 from hookline.engine.passes import Passes
-from hookline.engine.placing import register_everywhere
+from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap, RawTap
 from hookline.engine.select import Selector
-from hookline.engine.torch_internals import forget_global_hook, hook_dict, runs_fused
+from hookline.engine.torch_internals import hook_dict, runs_fused
 
 
 @final
@@ -75,6 +77,16 @@ class Catch:
         self.taps.insert(0 if prepend else len(self.taps), _Caught(kind, matches, tap, with_kwargs))
         self.groups |= _groups(kind)
 
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Add what the block adds, or if it raises, nothing of it."""
+        before = list(self.taps)
+        try:
+            yield
+        except BaseException:
+            self.taps[:] = before
+            raise
+
 
 # Which of torch's process-wide hooks come and go together; "after" stands behind "modules".
 _GROUPS = {
@@ -121,7 +133,7 @@ class _Dispatcher:
         # One that its own thread may take again: a handler of a signal may attach a line, too.
         self._lock = lock()
         self._lines: tuple[Catch, ...] = ()
-        self._handles: dict[str, list[Any]] = {}
+        self._placed: dict[str, Placements] = {}
 
     def here(self) -> list[Catch]:
         """The lines that see the present thread and task."""
@@ -132,15 +144,15 @@ class _Dispatcher:
         with self._lock:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
-            for group in _GROUPS:
-                if group not in line.groups or group in self._handles:
+            for group in _GROUPS:  # in their order
+                if group not in line.groups or group in self._placed:
                     continue
-                handles: list[Any] = []
                 try:
-                    register_everywhere(group, self._hooks(group), handles)
-                    self._handles[group] = handles
+                    placements = self._placed[group] = Placements()
+                    for name, hook in self._hooks(group).items():
+                        placements.place_everywhere(name, hook)
                 except BaseException:  # Ctrl-C
-                    _forget(handles)
+                    self._take_off(group)
                     raise
 
     def discard(self, line: Catch) -> None:
@@ -148,9 +160,17 @@ class _Dispatcher:
         with self._lock:
             self._lines = tuple(other for other in self._lines if other is not line)
             wanted = {group for other in self._lines for group in other.groups}
-            for group in self._handles.keys() - wanted:
-                _forget(self._handles[group])
-                del self._handles[group]
+            for group in self._placed.keys() - wanted:
+                try:
+                    self._take_off(group)
+                except BaseException:  # Ctrl-C
+                    self._take_off(group)
+                    raise
+
+    def _take_off(self, group: str) -> None:
+        if group in self._placed:
+            self._placed[group].take_off()
+            self._placed.pop(group)
 
     def _hooks(self, group: str) -> dict[str, Callable[..., Any]]:
         names = _GROUPS[group]
@@ -183,18 +203,10 @@ class _Dispatcher:
         if isinstance(module, nn.TransformerEncoderLayer):
             _note_hidden(module, args, kwargs)
         changed = None
-        key = id(sys._getframe(1))
-        for line in DISPATCHER.here():
-            for kind, matches, tap, with_kwargs in tuple(line.taps):
-                if kind not in _AFTER or not matches(module):
-                    continue
-                if kind == "forward":
-                    values = (args, kwargs, output) if with_kwargs else (args, output)
-                    new = tap.fire(module, *values)
-                else:
-                    new = tap.leave_at(module, output, key)
-                if new is not None:
-                    changed = output = new
+        for see in _on_output(module, args, kwargs, id(sys._getframe(1))):
+            new = see(output)
+            if new is not None:
+                changed = output = new
         return changed
 
     @staticmethod
@@ -204,6 +216,28 @@ class _Dispatcher:
             for kind, matches, tap, _ in tuple(line.taps):
                 if kind == "backward" and matches(module):
                     tap.close_at(output, frame)
+
+
+def _on_output(
+    module: nn.Module, args: Any, kwargs: Any, key: int
+) -> Iterator[Callable[[Any], Any]]:
+    """What sees an output, of all lines, in torch's order: forward hooks, then those that backward
+    hooks need; of these, the hooks before backward come before those that read what they left."""
+    found: dict[str, list[_Caught]] = {kind: [] for kind in _AFTER}
+    for line in DISPATCHER.here():
+        for one in tuple(line.taps):
+            if one.kind in _AFTER and one.matches(module):
+                found[one.kind].append(one)
+    for one in found["forward"]:
+        given = (args, kwargs) if one.with_kwargs else (args,)
+        yield partial(one.tap.fire, module, *given)
+    before, around = found["backward_pre"], found["backward"]
+    for one in (*before, *around):
+        yield partial(one.tap.join_at, module, key=key)
+    for one in before:
+        yield partial(one.tap.fire, module, ())
+    for one in around:
+        yield partial(one.tap.read_at, module, key=key)
 
 
 def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -220,12 +254,7 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
             line.hidden = True
 
 
-def _forget(handles: list[Any]) -> None:
-    while handles:
-        forget_global_hook(handles.pop())
-
-
-_AFTER = frozenset({"forward", "backward_pre", "backward"})
+_AFTER = ("forward", "backward_pre", "backward")
 
 
 @final

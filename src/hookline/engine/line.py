@@ -195,7 +195,7 @@ class Line:
 
     def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> None:
         """Let a tap fire wherever in this context something of a kind matches."""
-        with self.all_or_nothing():
+        with self.all_or_nothing(), self._catch.all_or_nothing():
             self._catch.add(kind, matches, tap, **options)
             DISPATCHER.add(self._catch)
             self.keep(tap)

@@ -11,19 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile_marks import follow
@@ -32,9 +21,11 @@ from hookline.engine.locks import lock
 from hookline.engine.taps import Rank, RootTap, Tap
 from hookline.engine.torch_internals import (
     HookDict,
+    global_hook_dicts,
     hook_dict,
     hook_flags,
     is_scripted,
+    new_hook_id,
     own_hook_id,
     tensor_hook_dict,
 )
@@ -170,6 +161,19 @@ class Placements:
         """Put a hook before a module loads a state dict; torch adds the module to its arguments."""
         self._hold(module.register_load_state_dict_pre_hook, hook)
 
+    def place_everywhere(self, kind: str, hook: Hook) -> None:
+        """Put a process-wide hook on torch: "forward_pre", "forward" (which gets kwargs), "after"
+        (a forward hook that is always called), a registration's or a step's."""
+        hooks, *marks = global_hook_dicts(kind)
+        with _lock:
+            # Of its own: by its id torch takes a mark for one on any module's hook, too.
+            key = new_hook_id()
+            # First: an interrupt from here on takes it off, too.
+            self._placed.append(((hooks, *marks), key, None))
+            for flags in marks:
+                flags[key] = True
+            hooks[key] = hook
+
     def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> int:
         """Register a hook by torch's own function; if interrupted meanwhile, not at all."""
         handle = None
@@ -211,25 +215,6 @@ class Placements:
         while (key := own_hook_id(index)) in hooks:
             index += 1
         return key
-
-
-def register_everywhere(group: str, hooks: dict[str, Hook], handles: list[RemovableHandle]) -> None:
-    """Put hooks on everything in the process: "modules", "after", "registration", "optimizers".
-
-    The handles are added one by one, so that they are known whatever interrupts.
-    """
-    if group == "modules":
-        handles.append(register_module_forward_pre_hook(hooks["forward_pre"]))
-        handles.append(register_module_forward_hook(hooks["forward"], with_kwargs=True))
-    elif group == "after":
-        handles.append(register_module_forward_hook(hooks["after"], always_call=True))
-    elif group == "registration":
-        handles.append(register_module_parameter_registration_hook(hooks["parameter"]))
-        handles.append(register_module_buffer_registration_hook(hooks["buffer"]))
-        handles.append(register_module_module_registration_hook(hooks["module"]))
-    else:
-        handles.append(register_optimizer_step_pre_hook(hooks["step_pre"]))
-        handles.append(register_optimizer_step_post_hook(hooks["step_post"]))
 
 
 def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:

@@ -65,8 +65,14 @@ def own_hook_id(index: int) -> int:
     Torch's own counter hands them out, each once; one serves in many dictionaries.
     """
     while len(_own_ids) <= index:
-        _own_ids.append(RemovableHandle(OrderedDict()).id)
+        _own_ids.append(new_hook_id())
     return _own_ids[index]
+
+
+def new_hook_id() -> int:
+    """A number for a hook that no other has."""
+    number: int = RemovableHandle(OrderedDict()).id
+    return number
 
 
 def has_own_hooks(table: dict[Any, Any]) -> bool:
@@ -128,10 +134,28 @@ def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield kind, hook
 
 
-def forget_global_hook(handle: RemovableHandle) -> None:
-    """Remove a process-wide forward hook whole: torch leaves its with-kwargs mark behind."""
-    handle.remove()
-    torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+# Of each kind of process-wide hook, its dictionary and those of the marks on it.
+_GLOBAL_HOOKS = {
+    "forward_pre": ("_global_forward_pre_hooks",),
+    "forward": ("_global_forward_hooks", "_global_forward_hooks_with_kwargs"),
+    "after": ("_global_forward_hooks", "_global_forward_hooks_always_called"),
+    "parameter": ("_global_parameter_registration_hooks",),
+    "buffer": ("_global_buffer_registration_hooks",),
+    "module": ("_global_module_registration_hooks",),
+    "step_pre": ("_global_optimizer_pre_hooks",),
+    "step_post": ("_global_optimizer_post_hooks",),
+}
+
+
+def global_hook_dicts(kind: str) -> list[Any]:
+    """The dictionary of torch's process-wide hooks of a kind, then those of the marks on them.
+
+    Written to directly, since torch's own functions may be interrupted before they give a handle,
+    and leave the mark for kwargs behind.
+    """
+    name = "torch.optim.optimizer" if kind.startswith("step") else "torch.nn.modules.module"
+    place = sys.modules[name]
+    return [getattr(place, name) for name in _GLOBAL_HOOKS[kind]]
 
 
 # Keys for hooks that are never taken off one by one: (owner, number), where torch has a number.
