@@ -15,14 +15,14 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "words", "errors", "locks", "weak", "regime_internals", "torch_internals", "compile_internals",
-    "compile_marks", "identity", "checkpoint_internals", "distributed_internals", "regime",
-    "meeting", "tree", "local", "globs", "site", "modules", "no_match", "select", "calls",
-    "passes", "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",
-    "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps", "saved_taps",
-    "fast_paths", "placing", "compile_notes", "compiled", "everywhere", "ending", "report",
-    "inventory", "blame", "line", "hooks_on_modules", "hooks_on_tensors", "hooks_on_events",
-    "attach", "__init__",
+    "words", "errors", "locks", "weak", "regime_internals", "torch_internals",
+    "everywhere_internals", "compile_internals", "compile_marks", "identity",
+    "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree", "local", "globs",
+    "site", "modules", "no_match", "select", "calls", "passes", "recompute", "arguments", "traced",
+    "taps", "raw_taps", "returns", "values", "flow", "graph_gradients", "gradient_tap",
+    "gradient_taps", "backward_taps", "saved_taps", "fast_paths", "placing", "compile_notes",
+    "compiled", "everywhere", "ending", "report", "inventory", "blame", "line", "hooks_on_modules",
+    "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.
 ENTRY_POINTS = {"__str__", "_repr_html_", "__getattr__", "main"}

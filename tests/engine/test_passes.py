@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -255,3 +256,69 @@ def test_runs_elsewhere_are_counted_as_runs(net, image):
         net(image)
         pool.submit(net, image).result()
     assert run.report().elsewhere == 1
+
+
+def test_a_line_that_ends_while_another_thread_runs_the_model_ends_its_pass(net, image):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(module, args):
+        reached.set()
+        assert go_on.wait(60)
+
+    line = hl.record(net, "stem", every_thread=True)
+    handle = net.layer2.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(net, image)
+        assert reached.wait(60)
+        line.remove()
+        go_on.set()
+        running.result()
+    handle.remove()
+    (only,) = line.recording.passes
+    assert only.failed is False
+    assert torch.equal(only["stem"], net.stem(image))
+
+
+class Stepped(nn.Module):
+    """Trains as a LightningModule does: `training_step` calls its parts, and nobody calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+        self.decoder = nn.Linear(3, 2)
+
+    def training_step(self, batch):
+        return (self.decoder(self.encoder(batch)) - batch).square().mean()
+
+
+@pytest.mark.parametrize("line", [
+    lambda model: hl.record(model, "**"), lambda model: hl.edit(model, "decoder#1", lambda t: t + 1)
+])  # fmt: skip
+def test_a_root_that_is_never_called_is_said_to_gather_its_batches(line):
+    model = Stepped()
+
+    def train():
+        for _ in range(3):
+            model.training_step(torch.ones(1, 2)).backward()
+
+    with pytest.warns(hl.HooklineWarning) as caught, line(model):
+        train()
+    (one,) = caught
+    text = str(one.message)
+    assert "Stepped itself was not called, only modules inside it" in text
+    assert "so all their runs are one pass.\nGive the module that is called" in text
+    named = re.search(r"model\.get_submodule\('(\w+)'\)", text)
+    with hl.record(model.get_submodule(named[1]), "") as run:
+        for _ in range(3):
+            model.training_step(torch.ones(1, 2))
+    assert len(run.passes) == 3
+
+
+def test_a_root_whose_parts_run_once_is_not_warned_of():
+    model = Stepped()
+    with hl.record(model) as run, hl.edit(model, "decoder", lambda t: t + 0):
+        model.training_step(torch.ones(1, 2))
+    assert len(run.passes) == 1
+    with hl.edit(model, "decoder", lambda t: t + 0):  # passes do not matter to it
+        for _ in range(3):
+            model.training_step(torch.ones(1, 2))

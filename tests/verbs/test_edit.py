@@ -180,3 +180,21 @@ def test_ready_made_edits_do_not_round_silently():
             model(torch.tensor([4, 6]))
     with hl.edit(model, "0", hl.edits.scale(2)):
         assert model(torch.tensor([4, 6])).tolist() == [8, 12]
+
+
+def test_only_a_hook_that_torch_prepends_later_comes_before_an_edit():
+    model, seen = nn.Sequential(nn.Identity()), []
+
+    def note(name):
+        return lambda module, args, output: seen.append((name, output.item()))
+
+    with hl.attach(model) as line:
+        line.forward("0", note("line"))
+        model[0].register_forward_hook(note("before"))
+        with hl.edit(model, "0", hl.edits.add(1)), hl.attach(model) as inner:
+            model[0].register_forward_hook(note("after"))
+            inner.forward("0", note("prepended line"), prepend=True)
+            model[0].register_forward_hook(note("prepended"), prepend=True)
+            model(torch.zeros(1))
+    assert seen[0] == ("prepended", 0)
+    assert sorted(seen[1:]) == [("after", 1), ("before", 1), ("line", 1), ("prepended line", 1)]

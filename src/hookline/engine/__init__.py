@@ -1,12 +1,12 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-words, errors, locks, weak, regime_internals, torch_internals, compile_internals, compile_marks,
-identity, checkpoint_internals, distributed_internals, regime, meeting, tree, local, globs, site,
-modules, no_match, select, calls, passes, recompute, arguments, traced, taps, raw_taps, returns,
-values, flow, graph_gradients, gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths,
-placing, compile_notes, compiled, everywhere, ending, report, inventory, blame, line,
-hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
+words, errors, locks, weak, regime_internals, torch_internals, everywhere_internals,
+compile_internals, compile_marks, identity, checkpoint_internals, distributed_internals, regime,
+meeting, tree, local, globs, site, modules, no_match, select, calls, passes, recompute, arguments,
+traced, taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps,
+backward_taps, saved_taps, fast_paths, placing, compile_notes, compiled, everywhere, ending,
+report, inventory, blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine

@@ -28,7 +28,7 @@ from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap
 from hookline.engine.recompute import forget_checkpoints, watch_checkpoints
-from hookline.engine.report import Report, explain, is_excused
+from hookline.engine.report import Report, explain, gathered, is_excused
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
 from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
@@ -79,6 +79,7 @@ class Line:
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self._catch = Catch(self.passes)
         self._why: dict[Site, str] | None = None
+        self._beside: str | None = None
         self._last: Report | None = None  # once the line has ended, nothing in it changes
         # A line that nobody holds could not be ended any more.
         parts = self._placements, self._catch, self._compiled, self.taps, self.passes
@@ -281,7 +282,7 @@ class Line:
         forget_checkpoints(self.passes)
         try:
             if self._why is None:
-                self._why = self._explain()
+                self._why, self._beside = self._explain(), self._gathered()
         finally:
             self.passes.leave()
             self._drop.detach()
@@ -322,9 +323,18 @@ class Line:
             if not tap.fired
         }
 
+    def _gathered(self) -> str | None:
+        """What to say where several runs of modules are one pass, and passes matter."""
+        keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)
+        nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
+        if not keeps_passes or self.passes.beside < self.passes.started:
+            return None
+        return gathered(self.name, self.layout.name, [n for n in nodes if isinstance(n, Node)])
+
     def _notes(self) -> tuple[str, ...]:
         off, hidden = turned_off(self.name, list(self._fused.values())), self._catch.hidden
-        notes = off, _HIDDEN if hidden else None, self.remark and self.remark()
+        beside = self._gathered() if self._why is None else self._beside
+        notes = off, _HIDDEN if hidden else None, beside, self.remark and self.remark()
         return tuple(note for note in notes if note is not None)
 
     def _warn(self) -> None:

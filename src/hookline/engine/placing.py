@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile_marks import follow
 from hookline.engine.errors import AttachError
+from hookline.engine.everywhere_internals import global_hook_dicts
 from hookline.engine.locks import lock
 from hookline.engine.taps import Rank, RootTap, Tap
 from hookline.engine.torch_internals import (
     HookDict,
-    global_hook_dicts,
     hook_dict,
     hook_flags,
     is_scripted,

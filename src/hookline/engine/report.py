@@ -184,6 +184,25 @@ def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:
     return _BYPASSED
 
 
+def gathered(name: str, model_type: str, nodes: list[Node]) -> str | None:
+    """What to say where the model itself was never called, and modules in it ran several times."""
+    tops: dict[str, None] = {}
+    for node in nodes:
+        top = node
+        while top.parent is not None and top.parent.parent is not None:
+            top = top.parent
+        tops[top.path] = None
+    if not tops:
+        return None
+    shown = ", ".join(map(repr, list(tops)[:3])) + ", …" * (len(tops) > 3)
+    first = visible(next(iter(tops)))
+    return (
+        f"hl.{name}: {model_type} itself was not called, only modules inside it ({shown}), so all"
+        " their runs are one pass.\nGive the module that is called, such as"
+        f" model.get_submodule({first!r}), or call the model."
+    )
+
+
 def is_excused(tap: Tap) -> bool:
     """Whether it is no mistake that a tap has not fired: it was told that nothing would come."""
     return (

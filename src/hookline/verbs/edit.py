@@ -53,8 +53,10 @@ def edit(
         >>> weight.grad.abs().sum()
         tensor(0.)
 
-    Edits run before all other hooks of a module, in the order in which they were made, so that
-    recorders and hooks of libraries see what the next module sees.
+    Edits run before the hooks that a module has, and before those that are added later, in the
+    order in which they were made, so that recorders and hooks of libraries see what the next module
+    sees. Only what torch registers with `prepend=True` after the edit, and process-wide hooks, come
+    before it.
 
     Args:
         model: the model, or tensors by name, `{"b": b}`, whose gradients are changed.
