@@ -53,7 +53,7 @@ def test_a_site_that_was_never_selected(net, image):
     with hl.record(net, "fc") as run:
         net(image)
     assert said(lambda: run["fcc"]) == (
-        "'fcc' was never selected; recorded: 1 site, such as 'fc'."
+        "'fcc' was never selected. Did you mean 'fc'?"
         "\nLook up one that was, or select this one too when recording."
     )
 

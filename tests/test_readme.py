@@ -10,13 +10,22 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import hookline as hl
 from hookline.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def left_in(folder):
+    """What examples left in a folder, but for what git ignores."""
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    return {path.name for path in folder.iterdir()} - ignored
 
 
 def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
@@ -33,6 +42,7 @@ def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
                 assert out.getvalue() == BLOCKS[k + 1][1]
                 shown += 1
     assert shown == 1
+    assert not left_in(tmp_path)
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
@@ -48,6 +58,32 @@ def test_the_examples_in_the_docs_run_in_order_and_print_what_is_shown(page, tmp
                 exec(compile(code, f"{page.name} block {k}", "exec"), namespace)
             if k + 1 < len(blocks) and blocks[k + 1][0] == "text":
                 assert out.getvalue() == blocks[k + 1][1]
+
+
+class Parts(nn.Module):
+    """Gives structures; of its second part a tensor deep inside is not a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTM(2, 2), nn.LSTM(2, 2)
+        self.empty = nn.Identity()
+        nn.init.constant_(self.second.bias_ih_l0, float("nan"))
+
+    def forward(self, x):
+        x, _ = self.first(x)
+        self.empty(None)
+        return self.second(x)[1]
+
+
+def test_the_recipe_for_the_first_nan_works_for_any_structure():
+    (block,) = [code for language, code in BLOCKS if "first NaN" in code]
+    recipe = re.search(
+        r"with hl.record\(model, copy=True\) as run:  # where.*?first = .*?\n", block, re.S
+    )
+    for model, expected in ((Parts(), "second:output[0]"), (nn.LSTM(2, 2), None)):
+        found = {"hl": hl, "model": model, "x": torch.ones(3, 2)}
+        exec(recipe[0], found)
+        assert found["first"] == expected
 
 
 def test_the_commands_run(tmp_path):

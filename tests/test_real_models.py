@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +50,18 @@ def test_all_36_convolutions_of_resnet34_are_recorded_to_the_last_bit(resnet, ca
     assert len(run) == len(expected) == 36
     assert all(torch.equal(run[path], value) for path, value in expected.items())
     assert torch.equal(hooked, plain)
+
+
+def test_the_readme_counts_the_batch_norm_outputs_that_are_overwritten(resnet, cat):
+    with torch.no_grad(), hl.record(resnet.model, nn.BatchNorm2d) as run:
+        resnet.model(cat)
+    overwritten = 0
+    for path in run:
+        with contextlib.suppress(hl.OverwrittenError):
+            overwritten -= torch.is_tensor(run[path])
+        overwritten += 1
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"{overwritten} of ResNet-34's {len(run)} batch-norm outputs" in readme
 
 
 def test_the_outputs_before_in_place_relus_are_right_or_refused(resnet, cat):

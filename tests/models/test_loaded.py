@@ -4,9 +4,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from torch import nn
 
 from hookline.models import Batch
-from hookline.models.loaded import describe
+from hookline.models.loaded import Loaded, describe
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,19 @@ def test_a_batch_and_a_loaded_model_cannot_be_changed(linear):
     with pytest.raises(FrozenInstanceError):
         linear.name = "other"
     assert batch != Batch(batch.args)  # by identity: tensors have no single truth value
+
+
+def test_a_loaded_model_prints_on_one_line(linear):
+    labels = tuple(f"class {k}" for k in range(1000))
+    loaded = Loaded("file.py:make", nn.Linear(2, 3), preprocess=print, labels=labels)
+    assert repr(loaded) == (
+        "Loaded 'file.py:make': Linear of 9 parameters, takes pictures, 1,000 labels ('class 0',"
+        " 'class 1', 'class 2', …)"
+    )
+    assert repr(Loaded("a\u202eb", nn.Identity())) == (
+        "Loaded 'a\\u202eb': Identity of 0 parameters"
+    )
+
+
+def test_lazy_parameters_do_not_hinder_the_printing_of_a_loaded_model():
+    assert "LazyLinear" in repr(Loaded("lazy", nn.LazyLinear(2)))

@@ -19,6 +19,14 @@ def thrice(looped) -> Recording:
     return run
 
 
+def test_a_pass_tells_whether_a_site_has_values_also_several(thrice, net, image):
+    assert "block" in thrice.passes[0]
+    assert "block#3" not in thrice.passes[0]
+    with hl.record(net, "layer1.0.bn") as run:
+        net(image)
+    assert "layer1.0.bn" in run.passes[0]  # it has a value, though an overwritten one
+
+
 def test_several_calls_are_kept_apart(looped, thrice):
     x = torch.ones(1, 2)
     for call in range(3):
@@ -57,16 +65,8 @@ def test_several_passes_are_kept_apart(net, image):
     assert "run.stack('fc')" in str(caught.value)
     with pytest.raises(hl.AmbiguousError, match=r"\.calls\('fc'\)"):
         run.calls("fc")
-    assert list(run) == ["fc"]
+    assert list(run) == ["fc#pass0", "fc#pass1"]
     assert next(iter(run.passes[0])) == "fc"
-
-
-def test_batches_of_different_sizes_cannot_be_stacked_and_the_message_joins_them(net, image):
-    with hl.record(net, "fc") as run:
-        net(image)
-        net(image[:1])
-    with pytest.raises(ValueError, match=r"torch.cat\(\[one\['fc'\] for one in run.passes\]\)"):
-        run.stack("fc")
 
 
 def test_a_site_that_fired_in_one_of_several_passes_is_not_ambiguous(net, image):
@@ -81,8 +81,15 @@ def test_sites_that_were_never_selected_are_refused_with_close_ones(net, image):
         net(image)
     with pytest.raises(hl.NotRecordedError) as caught:
         run["layer1.0.cnv"]
-    assert "'layer1.0.cnv' was never selected" in str(caught.value)
-    assert "layer1.0.conv" in str(caught.value)
+    assert "'layer1.0.cnv' was never selected. Did you mean 'layer1.0.conv'" in str(caught.value)
+    with pytest.raises(hl.NotRecordedError, match=r"Did you mean 'layer1\.0\.conv', "):
+        run["0.conv"]
+    with pytest.raises(
+        hl.NotRecordedError, match=r"Did you mean 'layer1\.0\.bn', 'layer1\.1\.bn'\?"
+    ):
+        run["bn"]
+    with pytest.raises(hl.NotRecordedError, match=r"recorded: 8 sites, such as 'layer1\.0', "):
+        run["transformer"]
     with pytest.raises(hl.NotRecordedError, match=r"recorded there: 'layer1\.0'"):
         run["layer1.0:input"]
 
@@ -140,6 +147,108 @@ def test_every_key_that_iteration_gives_can_be_looked_up():
     assert len(dict(run.items())) == len(run) == 14
 
 
+def test_a_site_is_looked_up_by_its_number_through_the_sites(net, image):
+    with hl.record(net, ["stem", "fc"]) as run:
+        net(image)
+    assert torch.equal(run[run.sites[1]], run["fc"])
+    assert torch.equal(run.passes[0][run.sites[-1]], run["fc"])
+
+
+def test_every_value_of_several_passes_has_a_key(net, looped):
+    model = nn.ModuleDict({"looped": looped, "once": nn.Linear(2, 1)})
+    model.forward = lambda x, times: [model["looped"](x) for _ in range(times)]
+    x = torch.ones(1, 2)
+    with hl.record(model, ["looped.block", "looped.head", "once"]) as run:
+        model(x, 1)
+        model(x, 2)
+        model["once"](x)
+    expected = [f"looped.block#{call}#pass0" for call in range(3)] + ["looped.head#pass0"]
+    expected += [f"looped.block#{call}#pass1" for call in range(6)]
+    expected += ["looped.head#0#pass1", "looped.head#1#pass1", "once"]
+    assert list(run) == expected
+    assert len(run) == len(dict(run)) == len(expected)
+    for key, value in run.items():
+        name, *numbers = key.replace("pass", "").split("#")
+        if name == "once":
+            assert torch.equal(value, run["once"])
+            continue
+        *call, number = map(int, numbers)
+        assert torch.equal(value, run.passes[number].calls(name)[call[0] if call else 0])
+    assert run.cat("looped.block#pass1").shape == (6, 2)
+    assert torch.equal(run["looped.block#pass1#0"], run["looped.block#0#pass1"])
+
+
+def test_every_gradient_of_several_backward_passes_has_a_key(looped):
+    with hl.record(looped, ["head", "head:grad_output", "block:grad_output"]) as run:
+        for _ in range(2):
+            loss = looped(torch.ones(1, 2)).sum()
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+    assert len(dict(run.items())) == len(run) == 2 * (1 + 2 + 6)
+    first = run.passes[0]
+    assert len(dict(first.items())) == len(first) == 9
+    for key in first.order:
+        assert key in run
+        assert torch.equal(first[key], run[f"{key}#pass0"])
+    for number, one in enumerate(first.backwards):
+        for key, value in one.items():
+            if ":" in key:
+                assert torch.equal(first[f"{key}#backward{number}"], value)
+    assert torch.equal(run["head:grad_output#backward1#pass1"], torch.full((1, 1), 2.0))
+
+
+def test_an_ambiguous_gradient_names_a_key_that_works(looped):
+    with hl.record(looped, ["head:grad_output", "block:grad_output"]) as run:
+        for _ in range(2):
+            loss = looped(torch.ones(1, 2)).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    with pytest.raises(hl.AmbiguousError) as caught:
+        run["head:grad_output"]
+    assert str(caught.value) == (
+        "'head:grad_output' has a value in each of 2 passes."
+        "\nWrite run.passes[0]['head:grad_output#backward0'] for one of them."
+    )
+    assert run.passes[0]["head:grad_output#backward0"].item() == 1
+    with pytest.raises(hl.AmbiguousError, match=r"\[0\]\['block:grad_output#0#backward0'\]"):
+        run["block:grad_output"]
+
+
+def test_a_key_of_a_pass_or_backward_that_was_not_says_which_were(looped):
+    x = torch.ones(1, 2)
+    with hl.record(looped, ["head", "head:grad_output"]) as run:
+        looped(x).sum().backward()
+        looped(x)
+    with pytest.raises(hl.NotRecordedError, match=r"one of the 2 passes.*\n.*'head#pass1'"):
+        run["head#pass7"]
+    with pytest.raises(hl.NotRecordedError, match=r"this pass, which is pass 0.\n.*'head#pass1'"):
+        run.passes[0]["head#pass1"]
+    with pytest.raises(hl.NotRecordedError, match="backward 3 of 1"):
+        run["head:grad_output#backward3"]
+    assert "head#pass1" in run
+    assert "head#pass1" not in run.passes[0]
+    assert "head#pass2" not in run
+    assert "head:grad_output#backward1" not in run
+    assert torch.equal(run["head:grad_output#backward0"], run["head:grad_output"])
+
+
+def test_modules_whose_names_end_like_a_run_are_looked_up_as_they_stand():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": nn.Identity(), "a#pass1": nn.Identity()})
+
+        def forward(self, x):
+            return self.parts["a#pass1"](self.parts["a"](x) + 1)
+
+    model = Odd()
+    with hl.record(model, "parts.*") as run:
+        model(torch.zeros(1))
+        model(torch.ones(1))
+    assert [value.item() for value in run.cat("parts.a", dim=None)] == [0, 1]
+    assert [value.item() for value in run.cat("parts.a#pass1", dim=None)] == [1, 2]
+
+
 def test_a_recording_is_a_mapping_in_every_way(net, image):
     with hl.record(net) as run:
         net(image)
@@ -191,15 +300,15 @@ def test_the_order_is_that_of_running_not_of_registration():
     assert all(key in run for key in run.passes[0].order)
 
 
-def test_it_prints_as_what_it_holds(thrice):
-    assert repr(thrice) == "Recording of 2 sites: 1 pass, 4 values"
-
-
 def test_what_is_no_site_or_no_pass_says_how_to_look_up(net, image):
     with hl.record(net, "layer1") as run:
         net(image)
-    with pytest.raises(hl.NotRecordedError, match=r"0 is no site.\n.* run\['layer1'\]; passes by"):
-        run[0]
+    for key, remedy in (
+        (0, r"run.sites\[0\], which is 'layer1'"),
+        (7, "the site itself.*'layer1'"),
+    ):
+        with pytest.raises(hl.NotRecordedError, match=rf"must be a site, got {key}.\n.*{remedy}"):
+            run[key]
     with pytest.raises(IndexError, match="there is no pass 3; 1 pass ran, from 0 on"):
         run.passes[3]
     assert torch.equal(run.passes[-1]["layer1"], run.passes[0]["layer1"])

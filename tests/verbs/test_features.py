@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 
@@ -145,3 +147,124 @@ def test_a_gradient_is_no_feature_and_it_is_said(net, image, left_as_found):
         hl.features(net, image, ["stem", "fc:grad_output"])
     assert "hl.record(model, 'fc:grad_output')" in str(caught.value)
     assert left_as_found(net) == before
+
+
+class Dropping(nn.Module):
+    """Dropout, batch norm, a part that stays in eval mode, and a train() that does more."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(4)
+        self.frozen = nn.Dropout(0.5)
+        self.trained = 0
+
+    def forward(self, x):
+        return self.frozen(self.norm(self.drop(x)))
+
+    def train(self, mode=True):
+        self.trained += 1
+        return super().train(mode)
+
+
+@pytest.fixture
+def dropping() -> Dropping:
+    model = Dropping()
+    model.frozen.training = False
+    return model
+
+
+def test_the_model_runs_in_eval_mode_and_gets_its_own_back(dropping, left_as_found):
+    x = torch.randn(8, 4)
+    before = left_as_found(dropping)
+    feats = [hl.features(dropping, x, "norm")["norm"] for _ in range(2)]
+    assert left_as_found(dropping) == before
+    assert torch.equal(*feats)
+    expected = nn.BatchNorm1d(4).eval()(x)
+    assert torch.equal(feats[0], expected)
+
+
+def test_the_mode_is_put_back_when_the_model_raises(dropping, left_as_found):
+    before = left_as_found(dropping)
+    with pytest.raises(RuntimeError):
+        hl.features(dropping, torch.ones(8, 5), "frozen")
+    with pytest.raises(hl.NotRecordedError):
+        hl.features(dropping, lambda: None, "norm")
+    assert left_as_found(dropping) == before
+
+
+def test_the_models_own_mode_is_kept_when_asked_for(dropping):
+    x = torch.ones(64, 4)
+    feats = hl.features(dropping, x, "drop", eval=False)["drop"]
+    assert set(feats.unique().tolist()) == {0.0, 2.0}
+
+
+def test_a_loaders_batches_are_run_one_after_the_other(net):
+    images = torch.randn(5, 3, 8, 8)
+    counter = Counter(net)
+    feats = hl.features(net, DataLoader(images, batch_size=2), ["stem", "layer1"])
+    counter.take_off()
+    assert "layer2" not in counter.ran
+    assert counter.ran.count("stem") == len(feats.passes) == 3
+    for number, batch in enumerate(images.split(2)):
+        assert torch.equal(feats.passes[number]["stem"], net.stem(batch))
+    assert torch.equal(feats.cat("stem"), torch.cat([net.stem(one) for one in images.split(2)]))
+    assert feats.cat("layer1").shape == (5, 4, 8, 8)
+
+
+def test_an_iterators_batches_come_in_every_form(holder):
+    x = torch.ones(2)
+    for batch in (x, (x,), {"x": x}):
+        feats = hl.features(holder, iter([batch, batch]), "inner:output.pair.left")
+        assert feats.cat("inner:output.pair.left").tolist() == [2.0] * 4
+
+
+def test_batches_with_labels_say_how_to_give_the_inputs_alone(net):
+    data = TensorDataset(torch.randn(5, 3, 8, 8), torch.arange(5))
+    loader = DataLoader(data, batch_size=2)
+    with pytest.raises(
+        hl.InputError, match=r"got list\(Tensor\[2, 3, 8, 8\], Tensor\[2\]\)"
+    ) as caught:
+        hl.features(net, loader, "stem")
+    remedy = str(caught.value).split("each: ")[1].rstrip(".")
+    feats = eval(remedy.replace("...", "'stem'"), {"hl": hl, "model": net, "loader": loader})
+    assert feats.cat("stem").shape == (5, 4, 8, 8)
+    with pytest.raises(hl.InputError, match=r"got a data set \(TensorDataset\).\n.*DataLoader"):
+        hl.features(net, data, "stem")
+
+
+def test_a_loader_without_batches_is_refused(net):
+    for loader in (DataLoader(torch.zeros(0, 3, 8, 8)), iter(())):
+        with pytest.raises(hl.InputError, match="at least one batch, got none"):
+            hl.features(net, loader, "stem")
+
+
+def test_a_list_is_one_argument_and_an_error_says_so(net, image):
+    class TakesList(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, images):
+            return [self.net(one) for one in images]
+
+    feats = hl.features(TakesList(), [image, image], "net.stem#1")
+    assert torch.equal(feats["net.stem#1"], net.stem(image))
+    with pytest.raises(TypeError) as caught:
+        hl.features(net, [image, image], "stem")
+    assert "iter(batches)" in caught.value.__notes__[0]
+
+
+def test_a_batch_that_does_not_reach_a_site_is_named(net, image):
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.rare = net, nn.Identity()
+
+        def forward(self, x):
+            return self.rare(x) if x.shape[0] == 2 else x
+
+    batches = [image, image[:1]]
+    with pytest.raises(hl.NotRecordedError, match=r"rare must have a value .* none for batch 1"):
+        hl.features(Chooses(), iter(batches), "rare")
+    with pytest.raises(hl.NotRecordedError, match="rare was selected, but has no value"):
+        hl.features(Chooses(), iter(batches[::-1]), "rare")

@@ -39,7 +39,7 @@ class OverwrittenError(HooklineError, RuntimeError):
 
 
 class StructureError(HooklineError, TypeError):
-    """A hook returned a value that cannot stand where the old one stood."""
+    """A value has another structure, or another shape, than is needed where it is used."""
 
 
 class AttachError(HooklineError, RuntimeError):

@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.engine.words import plural, visible
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_N_LABELS_SHOWN = 3
 
 Preprocess = Callable[["Image"], Tensor]
 Tokenize = Callable[[list[str]], dict[str, Tensor]]
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
     """A model that was loaded by name, with what its library publishes about it.
 
@@ -40,6 +45,21 @@ class Loaded:
     tokenize: Tokenize | None = None
     labels: tuple[str, ...] | None = None
 
+    def __repr__(self) -> str:
+        """One line: the model alone would print hundreds, its labels a thousand words."""
+        n_parameters = sum(one.numel() for one in self.model.parameters() if not is_lazy(one))
+        takes = [
+            kind
+            for kind, function in (("pictures", self.preprocess), ("texts", self.tokenize))
+            if function is not None
+        ]
+        parts = [
+            f"{type(self.model).__name__} of {plural(n_parameters, 'parameter')}",
+            *([f"takes {' and '.join(takes)}"] if takes else []),
+            *([_labels(self.labels)] if self.labels else []),
+        ]
+        return visible(f"{type(self).__name__} {self.name!r}: {', '.join(parts)}")
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -61,6 +81,12 @@ class Batch:
     kwargs: dict[str, Any] = field(default_factory=dict)
     description: str = ""
     images: tuple[Image, ...] = ()
+
+
+def _labels(labels: tuple[str, ...]) -> str:
+    first = ", ".join(map(repr, labels[:_N_LABELS_SHOWN]))
+    more = ", …" * (len(labels) > _N_LABELS_SHOWN)
+    return f"{plural(len(labels), 'label')} ({first}{more})"
 
 
 def describe(value: Any) -> str:

@@ -132,9 +132,8 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
         )
     found: dict[int, list[Entry]] = {number: [] for number in numbers}
     for current in log.passes:
-        for number, entries in log.entries(current).items():
-            if number in found:
-                found[number] += [entry for entry in entries if entry.backward is not None]
+        for number, entries in found.items():
+            entries += [one for one in log.entries(current, number) if one.backward is not None]
     ran = any(found.values())
     rows = [_row(log, number, found[number], report, ran) for number in numbers]
     usual = {

@@ -6,8 +6,14 @@ Imports engine.
 from __future__ import annotations
 
 import difflib
+import heapq
+import itertools
+import operator
+import re
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, final
+from functools import partial
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -16,6 +22,49 @@ from hookline.engine.errors import NotRecordedError
 from hookline.engine.words import plural
 
 Key = str | Site
+
+# Which run of a site is meant. A selector knows calls only; passes and backwards are a recording's.
+_RUN = re.compile(r"(?P<rest>.*)#(?P<kind>pass|backward|)(?P<number>[0-9]{1,9})", re.DOTALL)
+_MOST_COMPARED = 200
+
+
+class Lookup(NamedTuple):
+    """A key, taken apart.
+
+    Args:
+        number: the number of the recorded site.
+        site: the site as it was asked for.
+        leaf: the keys from what was recorded to what is asked for.
+        call: the call that is asked for; None is every call that was recorded.
+        pass_number: the pass that is asked for, or None.
+        backward: the backward pass that is asked for, by its order in its pass, or None.
+    """
+
+    number: int
+    site: Site
+    leaf: tuple[str | int, ...] = ()
+    call: int | None = None
+    pass_number: int | None = None
+    backward: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.site}{run_text(self.backward, self.pass_number)}"
+
+    def at(self, leaf: tuple[str | int, ...]) -> str:
+        """The key of a part of the value."""
+        site = replace(self.site, leaf=self.site.leaf + leaf) if leaf else self.site
+        return f"{site}{run_text(self.backward, self.pass_number)}"
+
+    def of_call(self, call: int) -> Lookup:
+        """The key of one call."""
+        return self._replace(site=replace(self.site, call=call), call=call)
+
+
+def run_text(backward: int | None, pass_number: int | None) -> str:
+    """The end of a key that names a backward pass and a pass: `#backward1#pass0`."""
+    return ("" if backward is None else f"#backward{backward}") + (
+        "" if pass_number is None else f"#pass{pass_number}"
+    )
 
 
 @final
@@ -30,51 +79,107 @@ class Index:
             for path in (site.path, *site.aliases):
                 self._by_place.setdefault((path, site.port), []).append(index)
 
-    def find(self, key: Key) -> tuple[int, Site]:
-        """The number of the recorded site, and the asked site.
+    def find(self, key: Key) -> Lookup:
+        """Take a key apart: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, or a `Site`.
 
         Raises:
-            NotRecordedError: no such site was selected.
+            NotRecordedError: no such site was selected. SelectionError: the key is malformed.
         """
-        # First as it stands, whatever signs of the grammar a module's name may hold.
-        if isinstance(key, str):
-            head, sign, call = key.rpartition("#")
-            if key in self._by_text:
-                return self._by_text[key], self._sites[self._by_text[key]]
-            if sign and head in self._by_text and call.isdecimal() and len(call) < 10:
-                index = self._by_text[head]
-                return index, replace(self._sites[index], call=int(call))
         if not isinstance(key, str | Site):
-            raise NotRecordedError(
-                f"{key!r} is no site.\nValues are looked up by their sites, such as"
-                f" run[{next(iter(self._by_text), 'layer1')!r}]; passes by their numbers:"
-                " run.passes[0]."
-            )
-        site = parse_site(key) if isinstance(key, str) else key
+            raise NotRecordedError(self._not_a_site(key))
+        asked, runs = self._apart(key)
+        found = asked if isinstance(asked, int) else self._covering(asked, runs)
+        if found is None:
+            raise NotRecordedError(self._not_selected(str(key), asked))
+        return self._lookup(found, asked, runs)
+
+    def has(self, key: Key) -> bool:
+        """Whether a key asks for a site that was selected.
+
+        Raises:
+            SelectionError: the key is malformed.
+        """
+        asked, runs = self._apart(key)
+        return isinstance(asked, int) or self._covering(asked, runs) is not None
+
+    def _apart(self, key: Key) -> tuple[int | Site, dict[str, int]]:
+        """The number of a recorded site, or a site, and which runs of it are asked for."""
+        if isinstance(key, Site):
+            return key, {}
+        text, runs = key, dict[str, int]()
+        # Each time first as it stands, whatever signs of the grammar a module's name may hold.
+        while text not in self._by_text:
+            match = _RUN.fullmatch(text)
+            if match is None or match["kind"] in runs:
+                return parse_site(text), runs
+            text, runs[match["kind"]] = match["rest"], int(match["number"])
+        return self._by_text[text], runs
+
+    def _covering(self, site: Site, runs: dict[str, int]) -> int | None:
+        call = runs.get("", site.call)
         for index in self._by_place.get((site.path, site.port), ()):
             kept = self._sites[index]
             covers = site.leaf[: len(kept.leaf)] == kept.leaf
-            if covers and kept.call in (None, site.call):
-                return index, site
+            if covers and kept.call in (None, call):
+                return index
         # A tensor that was given by name has but one thing to record.
         at_grad = self._by_place.get((site.path, "grad"), ())
-        if at_grad and site == Site(site.path):
-            return at_grad[0], replace(site, port="grad")
-        raise NotRecordedError(self._not_selected(key, site))
+        return at_grad[0] if at_grad and site == Site(site.path) else None
 
-    def _not_selected(self, key: Key, site: Site) -> str:
-        same_path = [str(kept) for kept in self._sites if site.path in (kept.path, *kept.aliases)]
-        if same_path:
-            there = f"recorded there: {', '.join(map(repr, same_path[:4]))}"
-        else:
-            names = [str(kept) for kept in self._sites]
-            close = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or names[:4]
-            sites = plural(len(names), "site")
-            there = f"recorded: {sites}, such as {', '.join(map(repr, close))}"
+    def _lookup(self, index: int, asked: int | Site, runs: dict[str, int]) -> Lookup:
+        kept = self._sites[index]
+        site = kept if isinstance(asked, int) else asked
+        if "" in runs:
+            site = replace(site, call=runs[""])
+        if site.port != kept.port:  # a tensor that was given by name
+            site = replace(site, port=kept.port)
+        leaf = site.leaf[len(kept.leaf) :]
+        call = site.call if kept.call is None else None
+        return Lookup(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
+
+    def _not_a_site(self, key: Any) -> str:
+        site = f"the site itself, such as {next(iter(self._by_text), 'layer1')!r}"
+        if isinstance(key, int) and -len(self._sites) <= key < len(self._sites):
+            site = f"run.sites[{key}], which is {str(self._sites[key])!r}"
         return (
-            f"{str(key)!r} was never selected; {there}."
+            f"a key must be a site, got {key!r}.\nGive as the key {site}; passes are in run.passes."
+        )
+
+    def _not_selected(self, text: str, asked: int | Site) -> str:
+        path = asked.path if isinstance(asked, Site) else ""
+        same_path = [str(kept) for kept in self._sites if path in (kept.path, *kept.aliases)]
+        names = list(self._by_text)
+        if same_path:
+            there = f"; recorded there: {_listed(same_path)}."
+        elif close := _close(text, names):
+            there = f". Did you mean {_listed(close)}?"
+        else:
+            there = f"; recorded: {plural(len(names), 'site')}, such as {_listed(names)}."
+        return (
+            f"{text!r} was never selected{there}"
             "\nLook up one that was, or select this one too when recording."
         )
+
+
+def _close(text: str, names: list[str]) -> list[str]:
+    """The names that were probably meant, the likeliest first."""
+    # To compare all of 20,000 names by difflib would take seconds.
+    likely = heapq.nlargest(_MOST_COMPARED, names, key=partial(_shared, text))
+    ends = [name for name in names if name.endswith("." + text)]
+    return [*dict.fromkeys([*ends, *difflib.get_close_matches(text, likely, n=4, cutoff=0.5)])]
+
+
+def _shared(text: str, name: str) -> int:
+    """How many signs two texts share at their beginnings and at their ends."""
+
+    def first(a: Iterable[str], b: Iterable[str]) -> int:
+        return sum(1 for _ in itertools.takewhile(bool, map(operator.eq, a, b)))
+
+    return first(text, name) + first(reversed(text), reversed(name))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:4]))
 
 
 def stamp(value: Any) -> Any:

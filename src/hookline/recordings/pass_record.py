@@ -1,24 +1,29 @@
-"""One pass of a recording, or one backward over it: the same look-ups. Imports log, ranks."""
+"""One pass of a recording, or one backward over it: the same look-ups.
+
+Imports log, lookups, overview.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 
-from hookline.engine import TIMEOUT_S, Pass, Site
+from hookline.engine import Pass, Site
 from hookline.engine.errors import AmbiguousError
 from hookline.engine.words import plural
-from hookline.recordings.index import Key
+from hookline.recordings.index import Key, Lookup, run_text
 from hookline.recordings.log import Log
-from hookline.recordings.ranks import Ask, full, reduced
+from hookline.recordings.lookups import Lookups
+from hookline.recordings.overview import pass_text
 
 
 @final
-class PassRecord(Mapping[str, Any]):
+class PassRecord(Lookups):
     """One pass of a recording: the same look-ups, within that pass.
 
     Iterating gives the sites that fired, as registered, those with several calls once for each:
-    `block#0`. `order` gives them as they fired.
+    `block#0`. Gradients of several backward passes have keys of their own,
+    `fc:grad_output#backward0`. `order` gives the keys as they fired.
     """
 
     def __init__(self, log: Log, current: Pass, backward: int | None = None) -> None:
@@ -45,22 +50,28 @@ class PassRecord(Mapping[str, Any]):
     @property
     def order(self) -> list[str]:
         """The keys in the order in which they fired: what to search for the first NaN."""
-        return [self._text(index, call) for index, call in self._fired()]
+        return self._keys(self._fired())
 
     def fired(self) -> list[tuple[Site, int]]:
         """Each site that fired, with the number of the call, in the order in which they fired."""
-        return [(self._log.sites[index], call) for index, call in self._fired()]
+        return [(self._log.sites[index], call) for index, call, _ in self._fired()]
 
     def __getitem__(self, key: Key) -> Any:
-        return self.only(key)
+        return self.value(self._apart(key))
 
-    def only(self, key: Key, *, is_local: bool = True) -> Any:
+    def __contains__(self, key: object) -> bool:
+        """Whether the site has a value in this pass: one or several."""
+        return isinstance(key, str | Site) and bool(
+            self._log.has(key, [self._pass], self._backward)
+        )
+
+    def value(self, asked: Lookup, *, is_local: bool = True) -> Any:
         """The only value of a site; of a DTensor this rank's part, or unless `is_local` itself.
 
         Raises:
             NotRecordedError: it did not fire in this pass. AmbiguousError: it ran several times.
         """
-        return self._only(key, self._find(key, is_local=is_local))
+        return self._single(asked, self.find(asked, is_local=is_local))
 
     def outline(self, key: Key) -> Any:
         """A value's structure: of a folder, its tensors come on the meta device, without data.
@@ -71,15 +82,16 @@ class PassRecord(Mapping[str, Any]):
             NotRecordedError, AmbiguousError: as in a look-up. FolderError: the folder is gone or
                 damaged.
         """
-        return self._only(key, self._find(key, outline=True))
+        asked = self._apart(key)
+        return self._single(asked, self.find(asked, outline=True))
 
-    def _only(self, key: Key, found: list[tuple[int, Any]]) -> Any:
+    def _single(self, asked: Lookup, found: list[tuple[int, Any]]) -> Any:
         if len(found) > 1:
-            calls = [f"{key!s}#{call}" for call, _ in found]
+            key = str(asked)
+            calls = [str(asked.of_call(call)) for call, _ in found]
             raise AmbiguousError(
-                f"{str(key)!r} ran {len(found)} times in pass {self.number}."
-                f"\nWrite {calls[0]!r} to {calls[-1]!r} for one call, or .calls({str(key)!r}) for"
-                " all."
+                f"{key!r} ran {len(found)} times in pass {self.number}."
+                f"\nWrite {calls[0]!r} to {calls[-1]!r} for one call, or .calls({key!r}) for all."
             )
         return found[0][1]
 
@@ -89,46 +101,68 @@ class PassRecord(Mapping[str, Any]):
         Raises:
             NotRecordedError: it did not fire in this pass.
         """
-        return [value for _, value in self._find(key)]
-
-    def full(
-        self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
-    ) -> Any:
-        """As `Recording.full`, in this pass."""
-        question = f"run.passes[{self.number}].full({str(key)!r}, dim={dim})"
-        ask = Ask(question, self._log.sites, group, timeout)
-        return full(ask, lambda: self.only(key, is_local=False), dim)
-
-    def reduced(
-        self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
-    ) -> Any:
-        """As `Recording.reduced`, in this pass."""
-        question = f"run.passes[{self.number}].reduced({str(key)!r}, op={op!r})"
-        ask = Ask(question, self._log.sites, group, timeout)
-        return reduced(ask, lambda: self.only(key, is_local=False), op)
+        return [value for _, value in self.find(self._apart(key))]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(self._text(*one) for one in sorted(self._fired())))
+        fired = sorted(dict.fromkeys(self._fired()), key=lambda one: (one[0], one[1], one[2] or 0))
+        return iter(dict.fromkeys(self._keys(fired)))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _find(
-        self, key: Key, *, is_local: bool = True, outline: bool = False
+    def find(
+        self, asked: Lookup, *, is_local: bool = True, outline: bool = False
     ) -> list[tuple[int, Any]]:
-        found = self._log.find(self._pass, key, self._backward, is_local=is_local, outline=outline)
+        """The values of all calls of a site, each with its call.
+
+        Raises:
+            NotRecordedError: it did not fire in this pass.
+        """
+        found = self._log.find(
+            self._pass, asked, self._backward, is_local=is_local, outline=outline
+        )
         if not found:
-            raise self._log.never(key, self._pass)
+            raise self._log.never(asked, self._pass)
         return found
 
-    def _fired(self) -> list[tuple[int, int]]:
+    def __repr__(self) -> str:
+        return pass_text(self._log, self._pass, self._backward)
+
+    def _only(self, asked: Lookup, *, is_local: bool) -> Any:
+        return self.value(asked, is_local=is_local)
+
+    @property
+    def _name(self) -> str:
+        name = f"run.passes[{self.number}]"
+        if self._backward is None:
+            return name
+        return f"{name}.backwards[{self._log.backwards(self._pass).index(self._backward)}]"
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return self._log.sites
+
+    def _apart(self, key: Key) -> Lookup:
+        return self._log.index.find(key)
+
+    def _fired(self) -> list[tuple[int, int, int | None]]:
         return self._log.fired(self._pass, self._backward)
 
-    def _text(self, index: int, call: int) -> str:
-        entries = self._log.entries(self._pass)[index]
-        site = self._log.sites[index]
-        several = len({entry.call for entry in entries}) > 1
-        return f"{site}#{call}" if several else str(site)
+    def _keys(self, fired: list[tuple[int, int, int | None]]) -> list[str]:
+        """The shortest keys that name these: with the call and the backward pass where needed."""
+        calls: dict[int, set[int]] = {}
+        runs: dict[int, set[int | None]] = {}
+        for index, call, run in self._log.fired(self._pass, None):
+            calls.setdefault(index, set()).add(call)
+            runs.setdefault(index, set()).add(run)
+        numbers = {run: number for number, run in enumerate(self._log.backwards(self._pass))}
+        found = []
+        for index, call, run in fired:
+            text = str(self._log.sites[index]) + (f"#{call}" if len(calls[index]) > 1 else "")
+            if self._backward is None and run is not None and len(runs[index] - {None}) > 1:
+                text += run_text(numbers[run], None)
+            found.append(text)
+        return found
 
 
 @final

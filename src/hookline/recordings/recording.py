@@ -1,4 +1,6 @@
-"""Recording: what a line kept, as passes x sites x calls -> values. Imports log, files, folder.
+"""Recording: what a line kept, as passes x sites x calls -> values.
+
+Imports log, lookups, joining, overview, files, folder, ranks.
 
 Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
 are errors that say what to write instead.
@@ -7,30 +9,31 @@ are errors that say what to write instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, overload
 
-import torch
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed, tree
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed
 from hookline.engine.errors import AmbiguousError
-from hookline.engine.words import plural
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
 from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
-from hookline.recordings.index import Key
+from hookline.recordings.index import Key, Lookup
+from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, note_transformed
+from hookline.recordings.lookups import Lookups
+from hookline.recordings.overview import recording_text
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
 from hookline.recordings.rank_folder import is_one_of_many, write_ranks
-from hookline.recordings.ranks import Ask, combined, full, joined, reduced
 
 
 @final
-class Recording(Mapping[str, Any]):
+class Recording(Lookups):
     """What a line kept: a mapping from sites to values.
 
         >>> import hookline as hl
@@ -44,8 +47,11 @@ class Recording(Mapping[str, Any]):
     `run["h.3:output[0]"]`, `run["block#2"]`. Where a site has one value, that is what comes back.
 
     - Several calls in a pass: `run["block#2"]`, or `run.calls("block")`.
-    - Several passes: `run.passes[1]["block"]`, or `run.stack("block")`.
+    - Several passes: `run.passes[1]["block"]`; `run.cat("block")` or `run.stack("block")` for all.
     - Several backward passes over one: `run.passes[0].backwards[1]["block:grad_output"]`.
+
+    `run[run.sites[15]]` looks up by number. `run.items()` gives every value once, under the
+    shortest key that names it: where a site has values in several passes, `block#2#pass1`.
 
     Values are detached and share memory with the model's own, unless they were copied. In a
     distributed job they are this rank's; `full` and `reduced` ask the other ranks. Where all ranks
@@ -95,37 +101,43 @@ class Recording(Mapping[str, Any]):
         return PassList(self._log)
 
     def __getitem__(self, key: Key) -> Any:
-        return self._only(key) if not self.ranks else self._of_rank(key)[key]
+        if self.ranks:
+            return self._of_rank(key)[key]
+        return self._only(self._log.index.find(key), is_local=True)
 
-    def _only(self, key: Key, *, is_local: bool = True) -> Any:
-        found = self._with(key)
+    def _only(self, asked: Lookup, *, is_local: bool) -> Any:
+        found = self._log.passes_with(asked)
         if len(found) > 1:
             raise AmbiguousError(
-                f"{str(key)!r} has a value in each of {len(found)} passes."
-                f"\nWrite run.passes[{found[0].number}][{str(key)!r}] for one of them,"
-                f" or run.stack({str(key)!r}) for all."
+                f"{str(asked)!r} has a value in each of {len(found)} passes.\nWrite"
+                f" {self._in_pass(found[0], asked)} for one of them{self._or_joined(asked)}."
             )
-        return found[0].only(key, is_local=is_local)
+        return PassRecord(self._log, found[0]).value(asked, is_local=is_local)
 
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
             return iter(dict.fromkeys(key for one in self.ranks for key in one))
-        if len(self.passes) == 1:
-            return iter(self.passes[0])
-        fired = {index for current in self._log.passes for index in self._log.entries(current)}
-        return iter([str(self.sites[index]) for index in sorted(fired)])
+        passes = list(self.passes)
+        if len(passes) == 1:
+            return iter(passes[0])
+        keys = [list(one) for one in passes]
+        n_passes = Counter(
+            index for one in keys for index in {self._log.index.find(key).number for key in one}
+        )
+        return (
+            f"{key}#pass{one.number}" if n_passes[self._log.index.find(key).number] > 1 else key
+            for one, found in zip(passes, keys, strict=True)
+            for key in found
+        )
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
         """Whether the site has a value: one or several."""
-        try:
-            if self.ranks:
-                return any(key in one for one in self.ranks)
-            return isinstance(key, str | Site) and bool(self._with(key))
-        except LookupError:
-            return False
+        if self.ranks:
+            return any(key in one for one in self.ranks)
+        return isinstance(key, str | Site) and self._log.has(key, self._log.passes)
 
     def calls(self, key: Key) -> list[Any]:
         """The values of every call of a site, in order, in the only pass in which it ran.
@@ -135,13 +147,15 @@ class Recording(Mapping[str, Any]):
         """
         if self.ranks:
             return self._of_rank(key).calls(key)
-        found = self._with(key)
+        asked = self._log.index.find(key)
+        found = self._log.passes_with(asked)
         if len(found) > 1:
             raise AmbiguousError(
-                f"{str(key)!r} ran in {len(found)} passes."
-                f"\nWrite run.passes[{found[0].number}].calls({str(key)!r}) for one of them."
+                f"{str(asked)!r} ran in {len(found)} passes.\nWrite"
+                f" run.passes[{found[0].number}].calls({str(asked)!r}) for one of them, or"
+                f" run.cat({str(asked)!r}, dim=None) for a list of all values."
             )
-        return found[0].calls(key)
+        return [value for _, value in PassRecord(self._log, found[0]).find(asked)]
 
     def stack(self, key: Key) -> Tensor:
         """A site's values of all passes in which it ran, stacked along a new first dimension.
@@ -151,19 +165,48 @@ class Recording(Mapping[str, Any]):
 
         Raises:
             NotRecordedError: it did not fire. AmbiguousError: several calls in a pass.
-            ValueError: the values are not tensors of one shape.
+            StructureError: the values are not tensors of one shape.
         """
-        if self.ranks:
-            return self._of_rank(key).stack(key)
-        values = [one[key] for one in self._with(key)]
-        shapes = sorted({tree.describe(value) for value in values})
-        if len(shapes) > 1 or not isinstance(values[0], Tensor):
-            raise ValueError(
-                f"{str(key)!r} cannot be stacked: its values are {', '.join(shapes[:4])}."
-                f"\nBatches of different sizes can be joined:"
-                f" torch.cat([one[{str(key)!r}] for one in run.passes])."
-            )
-        return torch.stack(values)
+        log = self._log_with(key)
+        asked = log.index.find(key)
+        return stacked(asked, log.by_pass(asked))
+
+    @overload
+    def cat(self, key: Key, dim: int = 0) -> Tensor: ...
+    @overload
+    def cat(self, key: Key, dim: None) -> list[Any]: ...
+    def cat(self, key: Key, dim: int | None = 0) -> Tensor | list[Any]:
+        """Concatenate a site's values of all passes and calls: what batches gave, in one tensor.
+
+            >>> import hookline as hl
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     for rows in (4, 4, 1):
+            ...         _ = model(torch.zeros(rows, 2))
+            >>> run.cat("").shape
+            torch.Size([9, 3])
+
+        Values come in the order of the passes, and within a pass in that of the calls.
+
+        Args:
+            key: the site, as in a look-up.
+            dim: the dimension along which they are concatenated, and in which their sizes may
+                differ. Numbers, which have no dimension, become a row. None gives a list of the
+                values as they are, for what is ragged in other dimensions or holds no one tensor.
+
+        Returns:
+            One tensor; with `dim=None` a list.
+
+        Raises:
+            NotRecordedError: it did not fire.
+            StructureError: the values are not tensors, or differ in another dimension.
+        """
+        log = self._log_with(key)
+        asked = log.index.find(key)
+        passes = log.by_pass(asked)
+        if dim is None:
+            return [value for calls in passes for value in calls]
+        return concatenated(asked, passes, dim)
 
     def gradients(self) -> GradientFlow:
         """How the gradients flowed: each site's norm, its ratio to the weight, what is wrong.
@@ -187,84 +230,6 @@ class Recording(Mapping[str, Any]):
     def report(self) -> Report:
         """What was matched, how often each site fired, and why some never did."""
         return self._report if isinstance(self._report, Report) else self._report()
-
-    # -- other ranks ----------------------------------------------------------------------------
-
-    def full(
-        self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
-    ) -> Any:
-        """The whole of a value of which each rank of a distributed job has a part.
-
-        All ranks have to call it; each gets the whole. A DTensor knows how its parts lie. Of plain
-        tensors nobody knows, so `dim` says it: they are joined along it, in the order of the ranks.
-
-            >>> import hookline as hl
-            >>> model = nn.Linear(2, 3)
-            >>> with hl.record(model) as run:
-            ...     _ = model(torch.zeros(4, 2))
-            >>> try:
-            ...     run.full("", dim=0)
-            ... except hl.RanksError as error:
-            ...     print(str(error)[:60])
-            run.full('', dim=0) asks all ranks of a process group, and t
-
-        Args:
-            key: the site, as in a look-up.
-            dim: the dimension along which plain tensors are joined: 0 where each rank has a part of
-                the batch (DDP, FSDP), the one that tensor parallelism splits otherwise.
-            group: the process group that has the parts; None is all ranks.
-            timeout: how long ranks wait for one another, in seconds.
-
-        Returns:
-            The whole value, on this rank's device.
-
-        Raises:
-            RanksError: on every rank: one did not call it in time, has no such value, or one of
-                another kind; or there is no process group.
-            AmbiguousError: plain tensors and no `dim`; or several calls or passes.
-        """
-        question = f"run.full({str(key)!r}, dim={dim})"
-        if self.ranks:
-            return joined([one[key] for one in self.ranks], dim, question)
-        ask = Ask(question, self.sites, group, timeout)
-        return full(ask, lambda: self._only(key, is_local=False), dim)
-
-    def reduced(
-        self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
-    ) -> Any:
-        """A value reduced over the ranks of a distributed job, element by element.
-
-        For statistics (`keep=lambda t: t.float().mean()`), and for the gradients of parameters
-        under DDP, which are each rank's own. All ranks have to call it; each gets the same.
-
-            >>> import hookline as hl
-            >>> model = nn.Linear(2, 3)
-            >>> with hl.record(model, keep=lambda t: t.mean()) as run:
-            ...     _ = model(torch.zeros(4, 2))
-            >>> try:
-            ...     run.reduced("")
-            ... except hl.RanksError as error:
-            ...     print(str(error)[:26])
-            run.reduced('', op='mean')
-
-        Args:
-            key: the site, as in a look-up.
-            op: "mean", "sum", "max" or "min".
-            group: the process group; None is all ranks.
-            timeout: how long ranks wait for one another, in seconds.
-
-        Returns:
-            The value; sums and means in at least float32.
-
-        Raises:
-            RanksError: on every rank: one did not call it in time, has no such value, or one of
-                another shape; it is a DTensor; or there is no process group.
-            ValueError: op is none of the four.
-        """
-        if self.ranks:
-            return combined([one[key] for one in self.ranks], op)
-        ask = Ask(f"run.reduced({str(key)!r}, op={op!r})", self.sites, group, timeout)
-        return reduced(ask, lambda: self._only(key, is_local=False), op)
 
     # -- the folder -----------------------------------------------------------------------------
 
@@ -347,9 +312,7 @@ class Recording(Mapping[str, Any]):
     def __repr__(self) -> str:
         if self.ranks:
             return f"Recording of {len(self.ranks)} ranks: run.ranks[0] is {self.ranks[0]!r}"
-        n_values = sum(len(current.log) for current in self._log.passes)
-        sites, passes = plural(len(self.sites), "site"), plural(len(self.passes), "pass", "passes")
-        return f"Recording of {sites}: {passes}, {plural(n_values, 'value')}"
+        return recording_text(self._log)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -357,8 +320,39 @@ class Recording(Mapping[str, Any]):
 
         return recording_html(self)
 
-    def _with(self, key: Key) -> list[PassRecord]:
-        return [PassRecord(self._log, current) for current in self._log.passes_with(key)]
+    @property
+    def _name(self) -> str:
+        return "run"
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return self.sites
+
+    def _of_ranks(self) -> tuple[Recording, ...]:
+        return self.ranks
+
+    def _apart(self, key: Key) -> Lookup:
+        return self._log_with(key).index.find(key)
+
+    def _log_with(self, key: Key) -> Log:
+        return self._of_rank(key)._log if self.ranks else self._log
+
+    def _in_pass(self, current: Pass, asked: Lookup) -> str:
+        """The code that looks up a site's first value in a pass."""
+        try:
+            calls = [call for call, _ in self._log.find(current, asked, outline=True)]
+        except AmbiguousError:  # of several backward passes
+            asked = asked._replace(backward=0)
+            calls = [call for call, _ in self._log.find(current, asked, outline=True)]
+        key = asked.of_call(calls[0]) if len(calls) > 1 else asked
+        return f"run.passes[{current.number}][{str(key)!r}]"
+
+    def _or_joined(self, asked: Lookup) -> str:
+        try:
+            passes = self._log.by_pass(asked, outline=True)
+        except AmbiguousError:  # of several backward passes
+            return ""
+        return f", or {way_to_join(asked, passes)}"
 
     def _of_rank(self, key: Key) -> Recording:
         """The only rank's recording in which a site has a value."""

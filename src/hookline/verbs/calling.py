@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,11 +47,23 @@ def as_found(model: nn.Module) -> Iterator[None]:
             f"the parameter {name} is lazy: the first run of the model would create it for"
             " good.\nRun the model once yourself, then ask again."
         )
-    with put_back(model), torch.no_grad():
+    with put_back(model), torch.no_grad(), in_eval_mode(model.modules()):
+        yield
+
+
+@contextmanager
+def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules in eval mode for a while, and give each its own mode back."""
+    # A frozen ScriptModule has no such flag.
+    training = [module for module in modules if getattr(module, "training", False)]
+    try:
         # The flags alone: `train()` and `eval()` may be overridden, and merge or unpack weights.
-        for module in model.modules():
+        for module in training:
             module.training = False
         yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def lazy_name(model: nn.Module) -> str | None:

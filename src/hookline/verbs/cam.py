@@ -40,7 +40,7 @@ def cam(
     reshape: Reshape | None = None,
     batch_size: int = 32,
 ) -> ClassMaps:
-    """Map which places of each image speak for a class: from 0, nothing, to 1, the most.
+    """Map which places of each image speak for a class, from 0, its map's least, to 1, its largest.
 
         >>> images, labels = load_demo_digits()
         >>> found = hl.cam(loaded.model, images)
@@ -52,8 +52,9 @@ def cam(
     random state, are as before afterwards, and gradients need not be enabled, nor parameters be
     trainable.
 
-    Each layer's map is cut at zero, scaled to 0 to 1, and enlarged to the image; those of several
-    layers are averaged, and scaled again.
+    Each layer's map is cut at zero, scaled from its least value, 0, to its largest, 1, and enlarged
+    to the image; those of several layers are averaged, and scaled again. So a 0 need not be
+    nothing, and maps of two images are not on one scale: `raw` of the result holds the numbers.
 
     Args:
         model: a classifier of images, convolutional or a vision transformer.

@@ -50,8 +50,8 @@ class ClassMaps:
         (8, 8, 3)
 
     Args:
-        maps: from 0 to 1, float32, shape `(batch, height, width)`, of the images' size. A map that
-            is 0 all over was so before it was scaled.
+        maps: each from its own least value, 0, to its own largest, 1; float32, shape `(batch,
+            height, width)`, of the images' size. A map that is 0 all over had one value everywhere.
         layers: the layers, as written in `hl.select`, that they were made at.
         method: the name of the formula.
         targets: the class of each image; None where the target was a function, or no class.

@@ -1,0 +1,181 @@
+"""Lookups: what recordings and their passes share. Imports index, ranks, engine."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hookline.engine import TIMEOUT_S, Site, tree
+from hookline.engine.errors import StructureError
+from hookline.recordings.index import Key, Lookup
+from hookline.recordings.ranks import Ask, combined, full, joined, reduced
+
+_N_LEAVES_SHOWN = 3
+
+
+class Lookups(Mapping[str, Any]):
+    """A mapping from sites to values, with typed look-ups of tensors."""
+
+    @abstractmethod
+    def __getitem__(self, key: Key) -> Any:
+        """The only value of a site; an error where there is none, or several."""
+
+    @abstractmethod
+    def _apart(self, key: Key) -> Lookup:
+        """Take a key apart.
+
+        Raises:
+            NotRecordedError: no such site was selected.
+        """
+
+    @abstractmethod
+    def _only(self, asked: Lookup, *, is_local: bool) -> Any:
+        """The only value of a site; of a DTensor this rank's part, or unless `is_local` itself."""
+
+    @property
+    @abstractmethod
+    def _name(self) -> str:
+        """How these values are written in code: `run`, `run.passes[0]`."""
+
+    @property
+    @abstractmethod
+    def _sites(self) -> tuple[Site, ...]:
+        """What was selected."""
+
+    def _of_ranks(self) -> tuple[Lookups, ...]:
+        """The recordings of all ranks, where they were opened together."""
+        return ()
+
+    def tensor(self, key: Key) -> Tensor:
+        """Look up a value that is one tensor; type checkers know the result as a `Tensor`.
+
+            >>> import hookline as hl
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> run.tensor("").shape
+            torch.Size([4, 3])
+
+        Args:
+            key: the site, as in a look-up.
+
+        Returns:
+            The tensor that `[key]` gives.
+
+        Raises:
+            StructureError: the value is something else; the message names the tensors in it.
+            NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        """
+        value = self[key]
+        if isinstance(value, Tensor):
+            return value
+        asked = self._apart(key)
+        leaves = [asked.at(leaf) for leaf, _ in tree.tensors(value)]
+        shown = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
+        more = f" or {len(leaves) - _N_LEAVES_SHOWN} more" * (len(leaves) > _N_LEAVES_SHOWN)
+        raise StructureError(
+            f"the value at {str(asked)!r} must be one tensor, got {tree.describe(value)}."
+            f"\nWrite {shown + more if leaves else f'{self._name}[{str(asked)!r}]'}."
+        )
+
+    def leaves(self, key: Key) -> dict[str, Tensor]:
+        """Every tensor in the value at a site, whatever its structure, each under its own key.
+
+            >>> import hookline as hl
+            >>> model = nn.LSTM(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> list(run.leaves(""))
+            [':output[0]', ':output[1][0]', ':output[1][1]']
+
+        Args:
+            key: the site, as in a look-up.
+
+        Returns:
+            The tensors by their keys. A lone tensor has the key of its site.
+
+        Raises:
+            NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
+        """
+        value = self[key]
+        asked = self._apart(key)
+        return {asked.at(leaf): tensor for leaf, tensor in tree.tensors(value)}
+
+    def full(
+        self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
+    ) -> Any:
+        """The whole of a value of which each rank of a distributed job has a part.
+
+        All ranks have to call it; each gets the whole. A DTensor knows how its parts lie. Of plain
+        tensors nobody knows, so `dim` says it: they are joined along it, in the order of the ranks.
+
+            >>> import hookline as hl
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> try:
+            ...     run.full("", dim=0)
+            ... except hl.RanksError as error:
+            ...     print(str(error)[:60])
+            run.full('', dim=0) asks all ranks of a process group, and t
+
+        Args:
+            key: the site, as in a look-up.
+            dim: the dimension along which plain tensors are joined: 0 where each rank has a part of
+                the batch (DDP, FSDP), the one that tensor parallelism splits otherwise.
+            group: the process group that has the parts; None is all ranks.
+            timeout: how long ranks wait for one another, in seconds.
+
+        Returns:
+            The whole value, on this rank's device.
+
+        Raises:
+            RanksError: on every rank: one did not call it in time, has no such value, or one of
+                another kind; or there is no process group.
+            AmbiguousError: plain tensors and no `dim`; or several calls or passes.
+        """
+        question = f"{self._name}.full({str(key)!r}, dim={dim})"
+        if ranks := self._of_ranks():
+            return joined([one[key] for one in ranks], dim, question)
+        ask = Ask(question, self._sites, group, timeout)
+        return full(ask, lambda: self._only(self._apart(key), is_local=False), dim)
+
+    def reduced(
+        self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
+    ) -> Any:
+        """A value reduced over the ranks of a distributed job, element by element.
+
+        For statistics (`keep=lambda t: t.float().mean()`), and for the gradients of parameters
+        under DDP, which are each rank's own. All ranks have to call it; each gets the same.
+
+            >>> import hookline as hl
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model, keep=lambda t: t.mean()) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> try:
+            ...     run.reduced("")
+            ... except hl.RanksError as error:
+            ...     print(str(error)[:26])
+            run.reduced('', op='mean')
+
+        Args:
+            key: the site, as in a look-up.
+            op: "mean", "sum", "max" or "min".
+            group: the process group; None is all ranks.
+            timeout: how long ranks wait for one another, in seconds.
+
+        Returns:
+            The value; sums and means in at least float32.
+
+        Raises:
+            RanksError: on every rank: one did not call it in time, has no such value, or one of
+                another shape; it is a DTensor; or there is no process group.
+            ValueError: op is none of the four.
+        """
+        if ranks := self._of_ranks():
+            return combined([one[key] for one in ranks], op)
+        ask = Ask(f"{self._name}.reduced({str(key)!r}, op={op!r})", self._sites, group, timeout)
+        return reduced(ask, lambda: self._only(self._apart(key), is_local=False), op)

@@ -1,0 +1,119 @@
+"""Overview: what `print(run)` and `print(run.passes[0])` show. Imports log, entries, engine.
+
+A table of the sites, bounded in length and in what it costs: there may be 100,000 passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hookline.engine import Pass, local, tree
+from hookline.engine.errors import FolderError
+from hookline.engine.words import plural, visible
+from hookline.recordings.entries import Entry
+from hookline.recordings.log import Log, Noted
+
+_MOST_ROWS = 24
+_MOST_PASSES = 100  # whose shapes are looked at
+_N_FORMS_SHOWN = 2
+_MOST_SIGNS = 48
+
+_HEAD = ("site", "shape", "dtype", "calls", "passes")
+
+
+def recording_text(log: Log) -> str:
+    """What `print(run)` shows: each site's shapes and dtypes, and how often it ran."""
+    n_values = sum(len(current.log) for current in log.passes)
+    sites, passes = plural(len(log.sites), "site"), plural(len(log.passes), "pass", "passes")
+    head = f"Recording of {sites}: {passes}, {plural(n_values, 'value')}"
+    noted = [tuple(current.log) for current in log.passes]
+    return _text(log, head, range(len(log.sites)), noted, len(_HEAD))
+
+
+def pass_text(log: Log, current: Pass, backward: int | None = None) -> str:
+    """What `print(run.passes[0])` shows, or one backward over it: the sites that fired."""
+    noted = tuple(current.log)
+    name = f"Pass {current.number}"
+    if backward is not None:
+        noted = tuple(one for one in noted if Entry(*one).backward == backward)
+        name = f"Backward {log.backwards(current).index(backward)} over pass {current.number}"
+    numbers = sorted({one[0] for one in noted})
+    state = "; the model raised in it" if current.failed and backward is None else ""
+    values, sites = plural(len(noted), "value"), plural(len(numbers), "site")
+    return _text(log, f"{name}: {values} at {sites}{state}", numbers, [noted], len(_HEAD) - 1)
+
+
+def _text(
+    log: Log, head: str, numbers: Sequence[int], passes: Sequence[tuple[Noted, ...]], n_columns: int
+) -> str:
+    shown = numbers[:_MOST_ROWS]
+    if not (shown and passes):
+        return visible(head)
+    cells = [row[:n_columns] for row in [_HEAD, *_rows(log, shown, passes)]]
+    widths = [max(len(row[column]) for row in cells) for column in range(n_columns)]
+    lines = [head]
+    for row in cells:
+        texts = [
+            text.rjust(width) if column > 2 else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(f"  {'  '.join(texts)}".rstrip())
+    if len(numbers) > len(shown):
+        lines.append(f"  … and {plural(len(numbers) - len(shown), 'more site')}: run.sites")
+    if len(passes) > _MOST_PASSES:
+        lines.append(f"  shapes and dtypes: of the first {_MOST_PASSES} passes")
+    return visible("\n".join(lines))
+
+
+def _rows(
+    log: Log, shown: Sequence[int], passes: Sequence[tuple[Noted, ...]]
+) -> list[tuple[str, ...]]:
+    calls: dict[int, set[int]] = {number: set() for number in shown}
+    n_passes: Counter[int] = Counter()
+    back = {number for number, site in enumerate(log.sites) if site.is_gradient}
+    for noted in passes:
+        n_calls = Counter([one[0] for one in noted if one[0] not in back])
+        # Several backward passes bring several gradients of one call.
+        n_calls.update([number for number, _ in {one[0:4:3] for one in noted if one[0] in back}])
+        for number in n_calls.keys() & calls.keys():
+            calls[number].add(n_calls[number])
+            n_passes[number] += 1
+    forms = _forms(log, shown, passes[:_MOST_PASSES])
+    return [
+        (str(log.sites[number]), *forms[number], _span(calls[number]), f"{n_passes[number]:,}")
+        for number in shown
+    ]
+
+
+def _forms(
+    log: Log, shown: Sequence[int], passes: Sequence[tuple[Noted, ...]]
+) -> dict[int, tuple[str, str]]:
+    """The shapes, or structures, at sites, and the dtypes: the first that were seen."""
+    forms: dict[int, dict[str, None]] = {number: {} for number in shown}
+    dtypes: dict[int, dict[str, None]] = {number: {} for number in shown}
+    for noted in passes:
+        for one in noted:
+            if one[0] not in forms:
+                continue
+            try:
+                value = local(log.outline(Entry(*one)))
+            except FolderError:
+                forms[one[0]]["cannot be read"] = None
+                continue
+            forms[one[0]][tree.form(value)] = None
+            for _, tensor in tree.tensors(value):
+                dtypes[one[0]][str(tensor.dtype).removeprefix("torch.")] = None
+    return {number: (_listed([*forms[number]]), _listed([*dtypes[number]])) for number in shown}
+
+
+def _listed(texts: list[str]) -> str:
+    text = ", ".join(texts[:_N_FORMS_SHOWN]) + ", …" * (len(texts) > _N_FORMS_SHOWN)
+    return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS - 1]}…"
+
+
+def _span(counts: set[int]) -> str:
+    if not counts:
+        return "0"
+    least, most = min(counts), max(counts)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
