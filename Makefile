@@ -2,6 +2,7 @@
 #   make demo    the main job, on the network that is shipped in the package
 #   make test    checks, tests, the README's examples: what CI runs
 #   make check   ruff and mypy alone
+#   make mutants change the source in 60 places, and see whether a test notices
 #   make bench   the table of ratios, with rivals
 #   make clean   remove what the others made
 
@@ -11,7 +12,7 @@ BENCH_VENV := .venv-bench
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check mutants bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -55,6 +56,9 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest
+
+mutants: $(VENV)/.test
+	$(VENV)/bin/python tests/mutants.py
 
 bench: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks
