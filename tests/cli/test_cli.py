@@ -269,7 +269,7 @@ def test_hooks_lists_what_is_on_a_model(tmp_path):
     ("args", "said"),
     [
         (["demo:digits", "demo", "--at", "blok1"], "Did you mean 'block1'"),
-        (["demo:digits", "demo", "--at", "block1:outptu"], "unknown port 'outptu'"),
+        (["demo:digits", "demo", "--at", "block1:outptu"], "got 'outptu'"),
         (["torchvision:resnet99", "demo"], "resnet"),
         (["nothing", "demo"], "does not name a model"),
         (["torchvision:resnet18", "random:1x3x8x8"], "--weights none"),

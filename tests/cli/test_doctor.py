@@ -101,7 +101,7 @@ def test_a_forward_that_fails_exits_1_and_names_the_module(doctor):
     ("args", "said"),
     [
         (["demo:digits", "blok"], "Did you mean 'block"),
-        (["demo:digits", "--ports", "output,outptu"], "unknown port 'outptu'"),
+        (["demo:digits", "--ports", "output,outptu"], "got 'outptu'"),
         (["demo:digits", "--input", "no-such.png"], "no-such.png"),
         (["nothing"], "does not name a model"),
     ],

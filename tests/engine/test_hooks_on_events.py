@@ -162,9 +162,9 @@ def test_a_copied_optimizer_has_no_hooks(net):
         (lambda line, o: line.step_pre(o, print), "holds none of the 20 parameters of SmallNet"),
         (lambda line, o: line.step_post("sgd", print), "needs an optimizer, got str"),
         (lambda line, o: line.step_pre(None, print), "needs an optimizer, got NoneType"),
-        (lambda line, o: line.step_pre(o, 3), "needs a function"),
+        (lambda line, o: line.step_pre(o, 3), "must be a function"),
         (lambda line, o: line.state_dict(o, print), "holds none of"),
-        (lambda line, o: line.registered("tensor", print), "never registered"),
+        (lambda line, o: line.registered("tensor", print), "got .tensor."),
         (lambda line, o: hl.attach().registered("buffer", print), "happen in a model"),
     ],
 )
@@ -250,7 +250,7 @@ def test_state_dicts_of_modules_through_which_nothing_flows_are_seen(holder, kin
 def test_a_part_of_a_module_has_no_state_dict(net):
     with hl.attach(net) as line:
         for part in ("fc:input", "fc:output[0]", "fc#0", "fc.weight:grad"):
-            with pytest.raises(hl.SelectionError, match="hooks modules"):
+            with pytest.raises(hl.SelectionError, match="must be given modules"):
                 line.state_dict(part, print)
         line.state_dict("fc:output", lambda *_: None)
         net.state_dict()

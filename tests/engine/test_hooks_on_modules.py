@@ -325,11 +325,11 @@ def test_nothing_is_left_and_copies_are_inert(net, image, left_as_found):
 @pytest.mark.parametrize(
     ("attach", "says"),
     [
-        (lambda line: line.backward("fc:grad_output", print), "hooks modules"),
-        (lambda line: line.backward_pre("fc#1", print), "hooks modules"),
+        (lambda line: line.backward("fc:grad_output", print), "must be given modules"),
+        (lambda line: line.backward_pre("fc#1", print), "must be given modules"),
         (lambda line: line.backward("nothing", print), "matches no module"),
-        (lambda line: line.backward("fc", 3), "needs a function, got int"),
-        (lambda line: line.saved("fc", print, 3), "needs a function, got int"),
+        (lambda line: line.backward("fc", 3), "must be a function, got int"),
+        (lambda line: line.saved("fc", print, 3), "must be a function, got int"),
     ],
 )
 def test_what_cannot_be_hooked_is_refused_and_leaves_nothing(net, attach, says):

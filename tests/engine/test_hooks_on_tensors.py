@@ -118,7 +118,7 @@ def test_what_an_accumulated_hook_returns_would_be_ignored_and_is_refused(net, i
         (lambda line, net: line.grad("stem.weight", print), hl.AttachError, "is frozen"),
         (lambda line, net: line.grad("fc:grad_output", print), hl.SelectionError, "is a module's"),
         (lambda line, net: line.grad("fc.bais", print), hl.SelectionError, "fc.bias"),
-        (lambda line, net: line.grad("fc.bias", None), hl.AttachError, "needs a function"),
+        (lambda line, net: line.grad("fc.bias", None), hl.AttachError, "must be a function"),
         (lambda line, net: hl.attach().grad("fc", print), hl.AttachError, "no model to select"),
     ],
 )

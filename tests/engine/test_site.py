@@ -37,6 +37,8 @@ def test_what_is_written_reads_back_as_the_same_site(site):
         ("block:input.mask#0", Site("block", "input", ("mask",), 0)),
         ("", Site("")),
         (":output", Site("")),
+        ("(root)", Site("")),
+        ("(root):input[0]", Site("", "input", (0,))),
         (":input", Site("", "input")),
         ("h:output[-1]", Site("h", leaf=(-1,))),
         ("lstm:grad_output[0]#1", Site("lstm", "grad_output", (0,), 1)),
@@ -51,10 +53,10 @@ def test_the_grammar_of_the_docs(text, expected):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("conv:grad_outptu", "unknown port 'grad_outptu'"),
-        ("conv:", "unknown port ''"),
-        ("conv#x", "'x' is not a call number"),
-        ("conv[a b]", "not a leaf"),
+        ("conv:grad_outptu", "got 'grad_outptu'"),
+        ("conv:", "got ''"),
+        ("conv#x", "must be a number such as #0, got 'x'"),
+        ("conv[a b]", "a leaf must be"),
         ("conv[0", "cannot be read"),
         ("conv#1#2", "cannot be read"),
     ],

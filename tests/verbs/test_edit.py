@@ -198,3 +198,18 @@ def test_only_a_hook_that_torch_prepends_later_comes_before_an_edit():
             model(torch.zeros(1))
     assert seen[0] == ("prepended", 0)
     assert sorted(seen[1:]) == [("after", 1), ("before", 1), ("line", 1), ("prepended line", 1)]
+
+
+@pytest.mark.parametrize("name", ["replace", "scale", "add"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1, 5), (3, 5)])
+def test_a_tensor_that_does_not_broadcast_is_refused_by_name(net, image, name, shape):
+    change = getattr(hl.edits, name)(torch.ones(shape))
+    with hl.edit(net, "fc", change), pytest.raises(hl.StructureError) as caught:
+        net(image)
+    assert str(caught.value).startswith(
+        f"the tensor given to hl.edits.{name} must broadcast to the value's shape [2, 5],"
+        f" got {list(shape)}."
+    )
+    assert caught.value.__notes__ == ["hookline: raised by the hook at fc (Linear)"]
+    with hl.edit(net, "fc", getattr(hl.edits, name)(torch.ones(2, 1))):
+        net(image)

@@ -47,7 +47,9 @@ class EventHooks(ModuleHooks):
         check_callable("registered", hook)
         kinds = {"parameter": nn.Parameter, "buffer": Tensor, "module": nn.Module}
         if kind not in kinds:
-            raise AttachError(f"{kind!r} is never registered; {', '.join(map(repr, kinds))} are.")
+            raise AttachError(
+                f"what is registered must be one of {', '.join(map(repr, kinds))}, got {kind!r}."
+            )
         root = self.root
         if root is None and not self.is_everywhere:
             raise AttachError(

@@ -245,10 +245,14 @@ class ModuleHooks(Line):
             is_part = is_port or site.leaf or (site.call is not None and not calls)
             if is_part or not isinstance(node, Node):
                 raise SelectionError(
-                    f"line.{kind} hooks modules, and {site} is a part of one."
-                    f"\nSelect {site.path!r}, or use hl.record or hl.edit for ports and leaves."
+                    f"line.{kind} must be given modules, got {site}; a line hooks modules whole."
+                    f"\nSelect {_module_of(site, node)!r}, or use hl.record or hl.edit for parts."
                 )
             yield replace(site, port=kind), node
+
+
+def _module_of(site: Site, node: Any) -> str:
+    return site.path if isinstance(node, Node) else site.path.rpartition(".")[0]
 
 
 def _everywhere(kind: str) -> Site:
@@ -262,4 +266,4 @@ def check_callable(kind: str, hook: Any) -> None:
         AttachError: it is no function.
     """
     if not callable(hook):
-        raise AttachError(f"line.{kind} needs a function, got {type(hook).__name__}.")
+        raise AttachError(f"the hook of line.{kind} must be a function, got {type(hook).__name__}.")

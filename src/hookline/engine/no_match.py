@@ -34,7 +34,7 @@ def nothing(
         )
     if isinstance(selector, Tensor):
         return (
-            f"this {describe(selector)} is no parameter of {layout.name}"
+            f"a tensor as a selector must be a parameter of {layout.name}, got {describe(selector)}"
             f"{' (it was computed, as a parametrized weight is)' if selector.grad_fn else ''}."
             "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
             " module."

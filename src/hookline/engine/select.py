@@ -167,9 +167,9 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
     names = (ports,) if isinstance(ports, str) else tuple(ports)
     for name in names:
         if name not in PORTS:
-            raise SelectionError(f"unknown port {name!r}: the ports are {', '.join(PORTS)}.")
+            raise SelectionError(f"ports must be of {', '.join(PORTS)}, got {name!r}.")
     if not names:
-        raise SelectionError(f"no port given: the ports are {', '.join(PORTS)}.")
+        raise SelectionError(f"ports must name at least one of {', '.join(PORTS)}, got none.")
     return names
 
 
@@ -190,7 +190,9 @@ def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterab
         return _again(layout, selector)
     if isinstance(selector, list | tuple | set | frozenset):
         if not selector:
-            raise SelectionError("the list of selectors is empty; name at least one site.")
+            raise SelectionError(
+                "a list of selectors must name at least one site, got an empty one."
+            )
         return [pair for part in selector for pair in _match(layout, part, ports)]
     text = SiteText("", None, (), None)
     if isinstance(selector, Tensor):

@@ -97,24 +97,32 @@ def parse(text: str) -> SiteText:
     port, call = match["port"], match["call"]
     if port is not None and port not in PORTS:
         raise SelectionError(
-            f"unknown port {port!r} in {text!r}: the ports are {', '.join(PORTS)}."
+            f"the port in {text!r} must be one of {', '.join(PORTS)}, got {port!r}."
             f"\nWrite {match['path']}:output, or {match['path']} alone, for the output."
         )
     if call is not None and not (call.isdecimal() and len(call) < 10):
-        raise SelectionError(_malformed(text, f"{call!r} is not a call number such as #0"))
+        raise SelectionError(
+            _malformed(text, f"the call must be a number such as #0, got {call!r}")
+        )
     leaf: list[Key] = []
     position = 0
     while position < len(match["leaf"]):
         key = _LEAF_KEY.match(match["leaf"], position)
         if key is None:
-            raise SelectionError(_malformed(text, f"{match['leaf']!r} is not a leaf"))
+            raise SelectionError(
+                _malformed(
+                    text, f"a leaf must be a name, a number or a quoted key, got {match['leaf']!r}"
+                )
+            )
         if key["number"] is not None:
             leaf.append(int(key["number"]))
         else:
             # Quoted keys are written by repr, so they are read as Python reads them.
             leaf.append(key["name"] or str(ast.literal_eval(key["text"])))
         position = key.end()
-    return SiteText(match["path"], port, tuple(leaf), None if call is None else int(call))
+    # Tables show the root so, where the empty text could not be seen.
+    path = "" if match["path"] == "(root)" else match["path"]
+    return SiteText(path, port, tuple(leaf), None if call is None else int(call))
 
 
 def _malformed(text: str, why: str) -> str:

@@ -29,7 +29,7 @@ def scale(factor: float | Tensor) -> Edit:
     Args:
         factor: a number, or a tensor that broadcasts to the value's shape.
     """
-    given = _Given(factor)
+    given = _Given(factor, "scale")
     return _edit("scale", lambda value: given.like(value) * value)
 
 
@@ -42,7 +42,7 @@ def add(offset: float | Tensor) -> Edit:
     Args:
         offset: a number, or a tensor that broadcasts to the value's shape.
     """
-    given = _Given(offset)
+    given = _Given(offset, "add")
     return _edit("add", lambda value: given.like(value) + value)
 
 
@@ -55,7 +55,7 @@ def replace(new: float | Tensor) -> Edit:
     Args:
         new: a number, or a tensor that broadcasts to the value's shape.
     """
-    given = _Given(new)
+    given = _Given(new, "replace")
 
     def change(tensor: Tensor) -> Tensor:
         other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
@@ -77,7 +77,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         seed: makes the sequence of draws repeatable; None draws fresh ones.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    given = _Given(float(std))
+    given = _Given(float(std), "noise")
 
     def change(tensor: Tensor) -> Tensor:
         given.like(tensor)
@@ -161,9 +161,10 @@ class _Given:
     it takes as it comes, so that is what a number is there.
     """
 
-    __slots__ = ("_is_tensor", "_kind", "_number", "_tensor")
+    __slots__ = ("_is_tensor", "_kind", "_name", "_number", "_tensor")
 
-    def __init__(self, given: float | Tensor) -> None:
+    def __init__(self, given: float | Tensor, name: str) -> None:
+        self._name = name
         self._is_tensor = isinstance(given, Tensor)
         self._number = given
         if isinstance(given, Tensor):
@@ -178,7 +179,8 @@ class _Given:
         """It, on the value's device and in its dtype, or the value's dtype would change.
 
         Raises:
-            StructureError: the value's dtype cannot hold it.
+            StructureError: the value's dtype cannot hold it, or its shape does not broadcast to
+                the value's.
         """
         if not is_dynamo_compiling() and value.is_quantized:
             raise StructureError(
@@ -192,8 +194,23 @@ class _Given:
                 f"\nGive a number or tensor that {_short(value.dtype)} can hold."
             )
         if self._is_tensor:
+            if not is_dynamo_compiling() and not _broadcasts(self._tensor, value):
+                raise StructureError(
+                    f"the tensor given to hl.edits.{self._name} must broadcast to the value's shape"
+                    f" {tree.shape(value)}, got {tree.shape(self._tensor)}."
+                    "\nGive a number, or a tensor of the value's shape or with sizes of 1."
+                )
             return self._tensor.to(value.device, value.dtype)
         return self._tensor if is_dynamo_compiling() else self._number
+
+
+def _broadcasts(given: Tensor, value: Tensor) -> bool:
+    if given.is_nested or value.is_nested:
+        return True  # torch knows
+    missing = value.dim() - given.dim()
+    return missing >= 0 and all(
+        size in (1, wanted) for size, wanted in zip(given.shape, value.shape[missing:], strict=True)
+    )
 
 
 def _breadth(dtype: torch.dtype) -> int:
