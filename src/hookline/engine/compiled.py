@@ -11,6 +11,7 @@ taps is seen.
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import FrameType, FunctionType
 from typing import final
@@ -130,8 +131,8 @@ class Compiled:
         if self.is_on or self._root is None or dynamo_config() is None:
             return
         self.is_on = True
-        _keep_hooks_whole(Tap)
-        _keep_hooks_whole(RootTap)
+        for function in _hooks_of((Tap, RootTap)):
+            not_alone(function)
         self._borders = Borders(self)
         self._borders.open()
         self._find_borders(compiled)
@@ -389,12 +390,15 @@ def refuse_inside(name: str) -> None:
     )
 
 
-def _keep_hooks_whole(kind: type) -> None:
-    """Have hooks that are called outside of a graph, as those of a compiled model, run as ever."""
-    for name in ("fire", "leave", "begin", "end"):
-        function = vars(kind).get(name)
-        if isinstance(function, FunctionType):
-            not_alone(function)
-    below: list[type] = kind.__subclasses__()
-    for one in below:
-        _keep_hooks_whole(one)
+@functools.cache
+def _hooks_of(kinds: tuple[type, ...]) -> list[FunctionType]:
+    """Find the functions that torch calls as hooks, in classes and in all below them.
+
+    Outside of a graph, as on a compiled model, they are to run as ever. All classes are there when
+    hookline has been imported, so that they are found once and not for each line.
+    """
+    names = ("fire", "leave", "begin", "end")
+    found = [vars(kind).get(name) for kind in kinds for name in names]
+    below: list[tuple[type, ...]] = [tuple(kind.__subclasses__()) for kind in kinds]
+    functions = [function for function in found if isinstance(function, FunctionType)]
+    return functions + [function for one in below if one for function in _hooks_of(one)]

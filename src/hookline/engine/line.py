@@ -325,10 +325,12 @@ class Line:
 
     def _gathered(self) -> str | None:
         """What to say where several runs of modules are one pass, and passes matter."""
-        keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)
-        nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
-        if not keeps_passes or self.passes.beside < self.passes.started:
+        if self.passes.beside < self.passes.started:
             return None
+        keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)
+        if not keeps_passes:
+            return None
+        nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
         return gathered(self.name, self.layout.name, [n for n in nodes if isinstance(n, Node)])
 
     def _notes(self) -> tuple[str, ...]:
