@@ -9,21 +9,28 @@ from contextlib import contextmanager
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.testing import assert_close
 
 import hookline as hl
+
+VERBS = ("gradients", "edit gradients", "raw hooks", "clip")
 
 
 def clipped_by_torch(grads, *, norm=None, value=None, total_norm=None, norm_type=2.0):
     """Gradients, clipped by torch's own functions as `hl.clip` is to clip them."""
-    held = [torch.empty_like(grad) for grad in grads]
+    held = [torch.empty_like(grad, dtype=_wide(grad)) for grad in grads]
     for one, grad in zip(held, grads, strict=True):
-        one.grad = grad.clone()
+        one.grad = grad.to(one.dtype, copy=True)
     if value is not None:
         clip_grad_value_(held, value)
     for group in [held] if total_norm is not None else [[one] for one in held]:
         if value is None:
             clip_grad_norm_(group, norm if total_norm is None else total_norm, norm_type)
-    return [one.grad for one in held]
+    return [one.grad.to(grad.dtype) for one, grad in zip(held, grads, strict=True)]
+
+
+def _wide(grad):
+    return torch.float32 if grad.dtype in (torch.half, torch.bfloat16) else grad.dtype
 
 
 @contextmanager
@@ -50,63 +57,66 @@ def hooked_by_torch(model, site, change=None):
         yield came
 
 
-def raw_hook(line, site, fn):
-    """Put a raw backward hook of the line's at a site: `fn` of the first gradient there."""
+def triple(grad):
+    return grad * 3 + 1
+
+
+def raw_hook(line, site):
+    """Put a raw backward hook on a site that triples the first gradient there."""
     path, port = site.split(":")
     if port == "grad_output":
-        return line.backward_pre(path, lambda module, given: (fn(given[0]), *given[1:]))
-    return line.backward(path, lambda module, given, _: (fn(given[0]), *given[1:]))
+        line.backward_pre(path, lambda module, given: (triple(given[0]), *given[1:]))
+    else:
+        line.backward(path, lambda module, given, _: (triple(given[0]), *given[1:]))
 
 
 def gradients_of(model, step):
     """What a run of forward and backward leaves in the parameters, and what it returns itself."""
-    model.zero_grad()
     given = step(model)
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [*found, *(() if given is None else given)]
 
 
-def assert_gradients_are_torchs(model, step, site, verbs, expected_model=None, **close):
+def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, plain=None, **close):
     """Hold what each verb does at a site of gradients against torch's own hooks: by numbers.
 
     Args:
-        model: the model, in its regime.
+        make: makes the model, in its regime; the same one each time.
         step: runs it forward and backward; may return further tensors to compare.
         site: a site of gradients where one tensor flows.
-        verbs: some of "gradients", "edit gradients", "raw hooks" and "clip".
-        expected_model: the model that torch's hooks are put on, if not the same one.
+        verbs: which of `VERBS`.
+        plain: makes the model that torch's hooks are put on, or what that is and its `step`.
         close: for `torch.testing.assert_close`.
     """
-    plain = model if expected_model is None else expected_model
-
-    def triple(grad):
-        return grad * 3 + 1
-
-    with hooked_by_torch(plain, site) as came:
-        bare = gradients_of(plain, step)
-    bound = came[0].float().norm().item() / 4
-    changes = {
-        "edit gradients": (triple, lambda: hl.edit(model, site, triple)),
-        "raw hooks": (triple, lambda: hl.attach(model)),
-        "clip": (
-            lambda grad: clipped_by_torch([grad], norm=bound)[0],
-            lambda: hl.clip(model, site, norm=bound),
-        ),
-    }
+    make_plain, plain_step = plain if isinstance(plain, tuple) else (plain or make, step)
+    model = make_plain()
+    with hooked_by_torch(model, site) as came:
+        bare = gradients_of(model, plain_step)
     if "gradients" in verbs:
+        model = make()
         with hl.record(model, site) as run:
-            torch.testing.assert_close(gradients_of(model, step), bare, **close)
-        found = [run.calls(site, pass_=k) for k in range(len(run.passes))]
-        torch.testing.assert_close([grad for calls in found for grad in calls], came, **close)
-    for verb in verbs:
-        if verb == "gradients":
-            continue
-        change, make = changes[verb]
-        with hooked_by_torch(plain, site, change):
-            expected = gradients_of(plain, step)
-        with make() as line:
+            assert_close(gradients_of(model, step), bare, **close)
+        assert_close([grad for one in run.passes for grad in one.calls(site)], came, **close)
+    bound = came[0].float().norm().item() / 4
+
+    def clipped(grad):
+        return clipped_by_torch([grad], norm=bound)[0]
+
+    changes = {
+        "edit gradients": (triple, lambda model: hl.edit(model, site, triple)),
+        "raw hooks": (triple, hl.attach),
+        "clip": (clipped, lambda model: hl.clip(model, site, norm=bound)),
+    }
+    for verb in [verb for verb in verbs if verb != "gradients"]:
+        change, attached = changes[verb]
+        model = make_plain()
+        with hooked_by_torch(model, site, change):
+            expected = gradients_of(model, plain_step)
+        model = make()
+        with attached(model) as line:
             if verb == "raw hooks":
-                raw_hook(line, site, triple)
+                raw_hook(line, site)
             found = gradients_of(model, step)
-        torch.testing.assert_close(found, expected, **close)
-        assert any(not torch.equal(one, other) for one, other in zip(found, bare, strict=True))
+        assert_close(found, expected, **close)
+        # The test could fail: what was done matters.
+        assert not all(map(torch.equal, found, bare))

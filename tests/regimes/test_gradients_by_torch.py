@@ -1,0 +1,331 @@
+"""Gradients in each regime: recorded, changed and clipped as torch's own hooks do, by numbers."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+from torch.nn.utils import parametrizations, prune
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+HERE = Path(__file__).parent
+BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
+assert_gradients_are_torchs = BY_TORCH["assert_gradients_are_torchs"]
+clipped_by_torch, gradients_of = BY_TORCH["clipped_by_torch"], BY_TORCH["gradients_of"]
+hooked_by_torch, triple, raw_hook = (
+    BY_TORCH[name] for name in ("hooked_by_torch", "triple", "raw_hook")
+)
+both_ports = pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input"])
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def make(change=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    if change is not None:
+        change(model[0])
+    return model
+
+
+def step(model, x=X):
+    model(x).square().sum().backward()
+
+
+@pytest.mark.cell("autocast", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_under_autocast(site):
+    def cast(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(X).square().sum()
+        loss.backward()
+
+    assert_gradients_are_torchs(make, cast, site)
+
+
+class Checkpointed(nn.Sequential):
+    is_reentrant = True
+
+    def forward(self, x):
+        return self[2](checkpoint(self.inner, self[0](x), use_reentrant=self.is_reentrant))
+
+    def inner(self, x):
+        return self[1](x * 2) * x
+
+
+class Plain(Checkpointed):
+    def forward(self, x):
+        return self[2](self.inner(self[0](x)))
+
+
+@pytest.mark.cell("checkpointing", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.parametrize("site", ["0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input"])
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_under_checkpointing(site, is_reentrant):
+    def checkpointed():
+        model = Checkpointed(*make())
+        model.is_reentrant = is_reentrant
+        return model
+
+    assert_gradients_are_torchs(checkpointed, step, site, plain=lambda: Plain(*make()))
+
+
+def of_input(model):
+    x = X.clone().requires_grad_()
+    model(x).square().sum().backward()
+    return [x.grad]
+
+
+def silent(model):
+    """Without what backward leaves in the parameters: transforms leave nothing there."""
+    return model.requires_grad_(False)
+
+
+@pytest.mark.cell("torch.func.grad, vjp", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_under_grad_of_torch_func(site):
+    def transformed(model):
+        return [grad(lambda x: model(x).square().sum())(X)]
+
+    assert_gradients_are_torchs(
+        lambda: silent(make()), transformed, site, plain=(lambda: silent(make()), of_input)
+    )
+
+
+@pytest.mark.cell("torch.func.vmap", "edit gradients", "clip")
+@both_ports
+def test_each_example_under_vmap_is_clipped_and_edited_by_itself(site):
+    def mapped(model):
+        return [vmap(grad(lambda x: model(x).square().sum()))(X)]
+
+    def one_by_one(model):
+        found = []
+        for row in X:
+            x = row.clone().requires_grad_()
+            model(x).square().sum().backward()
+            found.append(x.grad)
+        return [torch.stack(found)]
+
+    assert_gradients_are_torchs(
+        lambda: silent(make()), mapped, site, ["edit gradients", "clip"],
+        plain=(lambda: silent(make()), one_by_one),
+    )  # fmt: skip
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
+
+
+def seeded(model):
+    torch.manual_seed(0)
+    step(model)
+
+
+@pytest.mark.cell(
+    "lazy modules, before their first run", "gradients", "edit gradients", "raw hooks"
+)
+@both_ports
+def test_on_the_first_run_of_lazy_modules(site):
+    assert_gradients_are_torchs(lazy, seeded, site)
+
+
+@pytest.mark.cell("parametrized weights", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.parametrize(
+    "change",
+    [parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm],
+)
+@both_ports
+def test_with_parametrized_weights(site, change):
+    assert_gradients_are_torchs(partial(make, change), step, site)
+
+
+@pytest.mark.cell(
+    "pruning; old weight and spectral norm", "gradients", "edit gradients", "raw hooks", "clip"
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+    ],
+    ids=["prune", "weight_norm", "spectral_norm"],
+)
+@both_ports
+def test_with_pruned_and_normed_weights(site, change):
+    assert_gradients_are_torchs(partial(make, change), step, site)
+
+
+@pytest.mark.cell("pruning; old weight and spectral norm", "clip")
+def test_the_gradient_of_a_pruned_parameter_is_clipped_as_torch_does():
+    change = partial(prune.l1_unstructured, name="weight", amount=0.5)
+    bare = gradients_of(make(change), step)
+    model = make(change)
+    with hl.clip(model, norm=0.1):
+        assert_close(gradients_of(model, step), clipped_by_torch(bare, norm=0.1))
+
+
+class Delegating(nn.Module):
+    """Gives the attributes of another module as its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.cell("attributes of their own", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.parametrize("site", ["inner.0:grad_output", "inner.2:grad_input"])
+def test_with_modules_that_have_attributes_of_their_own(site):
+    assert_gradients_are_torchs(lambda: Delegating(make()), step, site)
+    bare, model = gradients_of(Delegating(make()), step), Delegating(make())
+    with hl.clip(model, total_norm=0.1):
+        assert_close(gradients_of(model, step), clipped_by_torch(bare, total_norm=0.1))
+
+
+@pytest.mark.cell("DataParallel", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.parametrize("site", ["module.0:grad_output", "module.2:grad_input"])
+def test_with_data_parallel_on_the_cpu(site):
+    plain = site.removeprefix("module.")
+
+    def under(model):
+        step(nn.DataParallel(model))
+
+    assert_gradients_are_torchs(make, under, plain)
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.cell(
+    "encoder layers, with gradients", "gradients", "edit gradients", "raw hooks", "clip"
+)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(
+    "site", ["layers.0:grad_output", "layers.1.linear2:grad_input", "layers.1.linear1:grad_output"]
+)
+def test_with_encoder_layers(site, is_training):
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    assert_gradients_are_torchs(lambda: encoder().train(is_training), partial(step, x=x), site)
+
+
+class Tagged(torch.Tensor):
+    """A tensor that is of a class of its own, and stays so."""
+
+
+@pytest.mark.cell("tensor subclasses", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_with_tensor_subclasses(site):
+    def tagged(model):
+        model(X.as_subclass(Tagged)).square().sum().backward()
+
+    assert_gradients_are_torchs(make, tagged, site)
+
+
+@pytest.fixture(scope="module")
+def torchao_model():
+    torchao = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.cell("torchao, int8 weights", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_with_int8_weights_of_torchao(site, torchao_model):
+    def through(model):
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
+        model(x).square().sum().backward()
+        return [x.grad]
+
+    assert_gradients_are_torchs(lambda: torchao_model, through, site)
+
+
+@pytest.mark.cell("threads, one model", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_in_threads_that_share_a_model(site):
+    model, barrier = silent(make()), threading.Barrier(4, timeout=60)
+    with hooked_by_torch(model, site) as came:
+        bare = of_input(model)
+    bound = came[0].norm().item() / 4
+    expected = []
+    for change in (triple, triple, lambda g: clipped_by_torch([g], norm=bound)[0], None):
+        with hooked_by_torch(model, site, change):
+            expected += of_input(model)
+
+    def raw():
+        line = hl.attach(model)
+        raw_hook(line, site)
+        return line
+
+    def work(attached):
+        barrier.wait()
+        for _ in range(20):
+            with attached() as line:
+                found = of_input(model)
+        return found[0], line
+
+    lines = (
+        lambda: hl.edit(model, site, triple), raw, lambda: hl.clip(model, site, norm=bound),
+        lambda: hl.record(model, site),
+    )  # fmt: skip
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, lines))
+    assert_close([grad for grad, _ in found], expected)
+    assert_close(found[3][1][site], came[0])
+    assert not torch.equal(expected[0], bare[0])
+
+
+child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
+
+
+@pytest.mark.cell("a fork inside the block", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_in_a_forked_child(site):
+    model = make()
+    with hooked_by_torch(model, site) as came:
+        bare = gradients_of(model, step)
+    bound = came[0].norm().item() / 4
+    model.zero_grad()
+    changes = {"edit": triple, "raw": triple}
+    changes["clip"] = lambda grad: clipped_by_torch([grad], norm=bound)[0]
+    for verb, change in changes.items():
+        by_hand = copy.deepcopy(model)
+        with hooked_by_torch(by_hand, site, change):
+            expected = gradients_of(by_hand, step)
+        line = {
+            "edit": lambda: hl.edit(model, site, triple), "raw": lambda: hl.attach(model),
+            "clip": lambda: hl.clip(model, site, norm=bound),
+        }[verb]()  # fmt: skip
+        with line as attached:
+            if verb == "raw":
+                raw_hook(attached, site)
+            found = child(lambda: [grad.tolist() for grad in gradients_of(model, step)])
+            gradients_of(model, step)
+            model.zero_grad()
+        assert_close([torch.tensor(grad) for grad in found], expected)
+        assert not all(map(torch.equal, map(torch.tensor, found), bare))
