@@ -196,12 +196,12 @@ def test_a_recorded_cache_keeps_growing():
     model, kept = nn.ModuleDict({"inner": Cached()}), []
     handle = model["inner"].register_forward_hook(lambda m, args, output: kept.append(output[1]))
     cache = DynamicCache()
-    with hl.record(model, "inner") as run:
+    with hl.record(model["inner"], "") as run:
         for _ in range(2):
             model["inner"](torch.zeros(1, 1, 1, 3), cache)
     handle.remove()
     assert [one.get_seq_length() for one in kept] == [2, 2]
-    assert [out[1].get_seq_length() for out in run.calls("inner")] == [1, 2]
+    assert [one[""][1].get_seq_length() for one in run.passes] == [1, 2]
 
 
 class Split(nn.Module):

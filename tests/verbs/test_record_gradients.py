@@ -329,7 +329,7 @@ def test_one_backward_of_several_passes_gives_each_pass_its_own(looped):
 
 
 def test_a_backward_in_another_thread_is_recorded_where_it_flowed_forward(looped):
-    line = hl.record(looped, ["head:grad_output", "head.bias:grad"])
+    line = hl.record(looped, ["head:grad_output", "head.bias:grad"], every_thread=True)
     loss = looped(torch.ones(1, 2)).sum()
     thread = threading.Thread(target=loss.backward)
     thread.start()
