@@ -17,11 +17,12 @@ ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 ENGINE = [
     "words", "errors", "locks", "weak", "regime_internals", "torch_internals",
     "everywhere_internals", "compile_internals", "compile_marks", "identity",
-    "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree", "local", "globs",
-    "site", "modules", "no_match", "select", "calls", "passes", "recompute", "arguments", "traced",
-    "taps", "raw_taps", "returns", "values", "flow", "graph_gradients", "gradient_tap",
-    "gradient_taps", "backward_taps", "saved_taps", "fast_paths", "placing", "compile_notes",
-    "compiled", "everywhere", "ending", "report", "inventory", "blame", "line", "hooks_on_modules",
+    "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree", "opaque",
+    "outlines", "memory", "local", "globs", "site", "modules", "no_match", "select", "calls",
+    "passes", "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",
+    "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps", "saved_taps",
+    "fast_paths", "placing", "compile_notes", "compiled", "everywhere", "ending", "report",
+    "inventory", "blame", "line", "hooks_on_modules",
     "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.

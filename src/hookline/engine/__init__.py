@@ -3,10 +3,11 @@
 Nothing here knows what a hook means. Files in the order in which they build on one another:
 words, errors, locks, weak, regime_internals, torch_internals, everywhere_internals,
 compile_internals, compile_marks, identity, checkpoint_internals, distributed_internals, regime,
-meeting, tree, local, globs, site, modules, no_match, select, calls, passes, recompute, arguments,
-traced, taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap, gradient_taps,
-backward_taps, saved_taps, fast_paths, placing, compile_notes, compiled, everywhere, ending,
-report, inventory, blame, line, hooks_on_modules, hooks_on_tensors, hooks_on_events, attach.
+meeting, tree, opaque, outlines, memory, local, globs, site, modules, no_match, select, calls,
+passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
+gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing, compile_notes,
+compiled, everywhere, ending, report, inventory, blame, line, hooks_on_modules, hooks_on_tensors,
+hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -37,6 +38,13 @@ from hookline.engine.meeting import TIMEOUT_S as TIMEOUT_S
 from hookline.engine.meeting import meet as meet
 from hookline.engine.meeting import ranks_of as ranks_of
 from hookline.engine.meeting import say_by_rank as say_by_rank
+from hookline.engine.memory import LINE as LINE
+from hookline.engine.memory import Untold as Untold
+from hookline.engine.memory import is_freed as is_freed
+from hookline.engine.memory import makes_new_memory as makes_new_memory
+from hookline.engine.modules import Node as Node
+from hookline.engine.opaque import every as every_tensor
+from hookline.engine.opaque import holder as tensor_holder
 from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
@@ -70,13 +78,15 @@ from hookline.engine.values import Arrival as Arrival
 from hookline.engine.values import hook_value as hook_value
 
 __all__ = [
-    "EVERYWHERE", "PORTS", "TIMEOUT_S", "Arrival", "Blame", "Bound", "Crossing", "Everywhere",
-    "GradOutputTap", "Ground", "Halves", "HookEntry", "Inventory", "Line", "OnGradient",
+    "EVERYWHERE", "LINE", "PORTS", "TIMEOUT_S", "Arrival", "Blame", "Bound", "Crossing",
+    "Everywhere", "GradOutputTap", "Ground", "Halves", "HookEntry", "Inventory", "Line", "Node",
+    "OnGradient",
     "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "Run", "See", "Selection",
-    "Selector", "Sink", "Site", "aside", "at_end_of_backward", "attach", "backward_number",
-    "blame", "check_ports", "defaults_by_name", "full_value", "graph_snapshot", "guarded",
-    "has_numbers", "hook_value", "innermost", "inventory", "is_dtensor", "is_grouped",
-    "is_transformed", "local", "local_part", "meet", "outer_backward", "parse_site", "plain",
-    "ports_for", "ranks_of", "reshard", "same_draws", "say_by_rank", "select", "snapshot",
-    "stop_all", "without_autocast",
+    "Selector", "Sink", "Site", "Untold", "aside", "at_end_of_backward", "attach",
+    "backward_number", "blame", "check_ports", "defaults_by_name", "every_tensor", "full_value",
+    "graph_snapshot", "guarded", "has_numbers", "hook_value", "innermost", "inventory",
+    "is_dtensor", "is_freed", "is_grouped", "is_transformed", "local", "local_part",
+    "makes_new_memory", "meet", "outer_backward", "parse_site", "plain", "ports_for", "ranks_of",
+    "reshard", "same_draws", "say_by_rank", "select", "snapshot", "stop_all", "tensor_holder",
+    "without_autocast",
 ]  # fmt: skip

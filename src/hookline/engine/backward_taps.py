@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine import flow, tree
+from hookline.engine import flow, outlines, tree
 from hookline.engine.calls import call_frame
 from hookline.engine.checkpoint_internals import aside
 from hookline.engine.compile_internals import while_tracing
@@ -155,7 +155,7 @@ class BackwardPreTap(_RawBackwardTap):
         call.outputs = _form(output, meeting.index)
 
         def hook(grads: Grads) -> Grads | None:
-            old = tree.fill(call.outputs, dict(enumerate(grads)))
+            old = outlines.fill(call.outputs, dict(enumerate(grads)))
             new = self._ask(call, old)
             return None if new is None else _numbered(call.outputs, new, grads)
 
@@ -180,7 +180,7 @@ class BackwardPreTap(_RawBackwardTap):
         return None if value is output else value
 
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
-        new = self._ask(call, tree.fill(call.outputs, {0: grad}))
+        new = self._ask(call, outlines.fill(call.outputs, {0: grad}))
         return None if new is None else _numbered(call.outputs, new, [grad])[0]
 
     def _count(self, current: Pass, output: Any) -> None:
@@ -230,7 +230,7 @@ class BackwardTap(_RawBackwardTap):
         for view in () if entered is None else entered.views():
             self.note_view(current, view)
         number = (lambda tensor: None) if entered is None else entered.index
-        call.inputs = tuple(tree.outline(value, number) for value in (*args, *kwargs.values()))
+        call.inputs = tuple(outlines.outline(value, number) for value in (*args, *kwargs.values()))
         if entered is None:
             return None
 
@@ -311,8 +311,8 @@ class BackwardTap(_RawBackwardTap):
 
     def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
         grad_output = call.grad_output.pop(backward_number(), {})
-        given = tree.fill(call.inputs, grads)
-        return self._ask(call, given, tree.fill(call.outputs, grad_output))
+        given = outlines.fill(call.inputs, grads)
+        return self._ask(call, given, outlines.fill(call.outputs, grad_output))
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """The last forward hook, always called."""
@@ -353,8 +353,8 @@ def _needing(output: Any) -> list[Tensor]:
 def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
     """The outline of an output, in a tuple, as torch has it, unless it has a form of its own."""
     if isinstance(output, Tensor):
-        return (tree.outline(output, number),)
-    form = tree.outline(output, number)
+        return (outlines.outline(output, number),)
+    form = outlines.outline(output, number)
     return tuple(form) if isinstance(output, list) else form
 
 
@@ -380,7 +380,7 @@ def _are_same(one: Any, other: Any) -> bool:
 
 def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:
     """Each slot of a form, with what stands there in a value of the same structure."""
-    if isinstance(form, tree.Slot):
+    if isinstance(form, outlines.Slot):
         yield form, value
         return
     for (_, inner), (_, part) in zip(tree.items(form) or (), tree.items(value) or (), strict=True):

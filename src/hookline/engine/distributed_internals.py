@@ -79,6 +79,20 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def is_shared_job(model: nn.Module | None) -> bool:
+    """Whether this process is one of several ranks, or its model's weights are sharded."""
+    if not is_grouped():
+        return False
+    if dist.get_world_size() > 1:
+        return True
+    return model is not None and any(_is_sharded(module) for module in model.modules())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return hasattr(type(module), "_get_fsdp_state") or "FullyShardedDataParallel" in names
+
+
 def is_grouped() -> bool:
     """Whether this process is one of a group: `init_process_group` was called."""
     return dist.is_available() and dist.is_initialized()

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine import outlines, tree
 from hookline.engine.compile_internals import hook_in_graph
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow, has_aliases
@@ -223,7 +223,7 @@ class GradientTap(Tap):
                     continue
                 numbers[id(tensor)] = slot
         if not isinstance(value, Tensor):
-            crossing.form = tree.outline(value, lambda tensor: numbers.get(id(tensor)))
+            crossing.form = outlines.outline(value, lambda tensor: numbers.get(id(tensor)))
         if numbers:
             self.placed += current.again is None
         else:

@@ -226,8 +226,8 @@ class ParameterTap(GradientTap):
         self.ran += 1
         if self._held is not None and self._held() is grad:
             self._is_sum()
-        # .grad is clipped, zeroed and added to in place; what is kept must not be.
-        given = grad if self.on.changes else grad.detach().clone()
+        # .grad is clipped, zeroed and added to in place: who keeps it has to copy it.
+        given = grad if self.on.changes else grad.detach()
         new = self.arrive(current, Crossing(0), 0, given)
         if new is not None:
             if type(new) is not type(grad):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine import outlines, tree
 from hookline.engine.compile_internals import keep_in_graphs
 from hookline.engine.errors import AttachError
 
@@ -102,6 +102,6 @@ def emptied(tensor: Tensor) -> Tensor:
 def outline(form: Any, slots: tuple[int, ...]) -> Any:
     """The outline of a structure of emptied tensors, by the slots of their gradients or -1."""
     numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
-    return tree.outline(
+    return outlines.outline(
         form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]
     )

@@ -55,11 +55,12 @@ class Pass:
         handled: the id of the exception that was being handled when it began.
         stretch: the innermost checkpointed stretch that runs, if one does.
         again: the recomputation that this is, of a stretch of another pass; None for true passes.
+        untold: the memory that changes without a word (`memory.py`); None until somebody asks.
     """
 
     __slots__ = (
         "__weakref__", "again", "at_end", "backward", "calls", "failed", "handled", "log", "note",
-        "number", "opened", "roots", "stretch",
+        "number", "opened", "roots", "stretch", "untold",
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
@@ -75,6 +76,7 @@ class Pass:
         self.handled = id(sys.exception())
         self.stretch: Any = None
         self.again: Any = None
+        self.untold: Any = None
 
     def close(self) -> None:
         """Do what is to be done at the end: of the pass, or of what is called outside of one."""

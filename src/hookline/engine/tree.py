@@ -1,9 +1,12 @@
 """Tensors inside nested values. Imports errors, compile_internals, identity.
 
-A value is a tensor, or a tuple, list, dict, named tuple, dataclass, `ModelOutput` or other object
-that holds values, to any depth. A leaf is addressed by the keys that lead to it: `(0, "keys")` for
-`value[0].keys`. torch's own pytrees are not used, because they take caches and unregistered
-dataclasses for leaves.
+A value is a tensor, or a tuple, list, dict, set, named tuple, dataclass, `ModelOutput` or other
+object that holds values, to any depth. A leaf is addressed by the keys that lead to it:
+`(0, "keys")` for `value[0].keys`. torch's own pytrees are not used, because they take caches and
+unregistered dataclasses for leaves.
+
+Some objects do not let their parts be replaced: iterators, partial functions, classes that say
+themselves how they are copied. `opaque` finds the tensors in them.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import copy
 import dataclasses
 import sys
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserList, deque
+from collections.abc import Callable, Iterator, Mapping, MappingView, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -28,26 +32,30 @@ Key = str | int
 Leaf = tuple[Key, ...]
 
 # fmt: off
-_ATOMS = (
+ATOMS = (
     str, bytes, int, float, complex, bool, type(None), type, types.FunctionType, types.MethodType,
     types.ModuleType, types.BuiltinFunctionType, torch.Size, torch.dtype, torch.device,
-    torch.Generator, nn.Module, slice, range, set, frozenset,
+    torch.Generator, nn.Module, slice, range,
 )
 # fmt: on
-_PLAIN_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_SETS = (set, frozenset)
+_OTHERS: Any = (*_SETS, UserList, MappingView)  # a view of a dict shows it, and has no copy
+PLAIN_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _COPYING = ("__reduce__", "__reduce_ex__")
 _DEEPEST = 150  # levels of nesting; Python's own limit is near, and nobody means it
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
     """The parts of a value, as (key, part) in order; None if it has none (a tensor, a number)."""
-    if isinstance(value, (Tensor, *_ATOMS)):
+    if isinstance(value, (Tensor, *ATOMS)):
         return None
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, tuple | list | deque):
+        return list(enumerate(value))
+    if isinstance(value, _OTHERS):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
@@ -90,6 +98,8 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
         return tuple.__new__(type(value), parts)  # not by its own, which may want anything
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return dict(zip((key for key, _ in items(value) or ()), parts, strict=True))
+    if isinstance(value, frozenset):
+        return type(value)(parts)
     new = _shell(value)
     _fill(new, [key for key, _ in items(value) or ()], parts)
     return new
@@ -101,8 +111,8 @@ def _shell(value: Any) -> Any:
     Raises:
         TypeError: the copy is the value itself; to fill it would change what was seen.
     """
-    if type(value) is list:
-        return [*value]
+    if type(value) is list or isinstance(value, MappingView):
+        return [part for _, part in items(value) or ()]
     if type(value) is dict:
         return {**value}
     if is_dynamo_compiling() and dataclasses.is_dataclass(value):
@@ -119,6 +129,11 @@ def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
     elif isinstance(new, deque):
         new.clear()
         new.extend(parts)
+    elif isinstance(new, set):
+        new.clear()
+        new.update(parts)
+    elif isinstance(new, UserList):
+        new.data = [*parts]  # a copy made by a class of its own may share the list
     elif isinstance(new, MutableMapping):
         for key, part in zip(keys, parts, strict=True):
             new[key] = part
@@ -139,17 +154,17 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 def _map(change: Callable[[Tensor], Any], value: Any, seen: ByIdentity[Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) in _PLAIN_ATOMS:
+    if type(value) in PLAIN_ATOMS:
         return value
     parts = items(value)
     if parts is None:
-        return value
+        return value.copy() if isinstance(value, (np.ndarray, bytearray)) else value
     if value in seen:  # shared, or an object that holds itself
         return seen.get(value)
     if depth > _DEEPEST:
         warn(f"a value is nested deeper than {_DEEPEST} levels; what is below is kept as it is.")
         return value
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, frozenset)):
         mapped = [_map(change, part, seen, depth + 1) for _, part in parts]
         new = seen[value] = rebuild(value, mapped)
         return new
@@ -175,7 +190,18 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: ByIdentity[Any], dep
 
 
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
-    """Every tensor in a value, with the keys that lead to it; what is shared is walked once."""
+    """Every tensor in a value, with the keys that lead to it; what is shared is walked once.
+
+    Those in objects that do not show their parts are left out.
+    """
+    for leaf, part in walk(value):
+        if isinstance(part, Tensor):
+            yield leaf, part
+
+
+def walk(value: Any) -> Iterator[tuple[Leaf, Any]]:
+    """Every tensor in a value, every object without parts, and mappings of which a key may hold
+    tensors: with the keys that lead there."""
     stack: list[tuple[Leaf, Any]] = [((), value)]
     seen: ByIdentity[None] = ByIdentity()
     while stack:
@@ -183,55 +209,18 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
         if isinstance(part, Tensor):
             yield leaf, part
             continue
-        if type(part) in _PLAIN_ATOMS or part in seen:
+        if type(part) in PLAIN_ATOMS or part in seen:
             continue
         parts = items(part)
         if parts is not None:
             seen[part] = None
             stack += [((*leaf, key), inner) for key, inner in reversed(parts)]
+        if parts is None or (isinstance(part, Mapping) and not _is_plainly_keyed(part)):
+            yield leaf, part
 
 
-class Slot(int):
-    """Stands in an outline for a tensor: its number."""
-
-
-def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
-    """The value's structure without its values: a `Slot` for a numbered tensor, else None.
-
-    What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None, and
-    so does the place in which a value holds itself.
-    """
-    return _outline(value, number, ByIdentity())
-
-
-def _outline(value: Any, number: Callable[[Tensor], int | None], seen: ByIdentity[Any]) -> Any:
-    if isinstance(value, Tensor):
-        found = number(value)
-        return None if found is None else Slot(found)
-    if type(value) in _PLAIN_ATOMS:
-        return None
-    if value in seen:
-        return seen.get(value)
-    parts = items(value)
-    if parts is None:
-        return None
-    seen[value] = None
-    try:
-        form = rebuild(value, [_outline(part, number, seen) for _, part in parts])
-    except Exception:  # an object that does not let itself be copied
-        form = None
-    seen[value] = form
-    return form
-
-
-def fill(form: Any, values: Mapping[int, Any]) -> Any:
-    """An outline with its slots filled; those without a value become None."""
-    if isinstance(form, Slot):
-        return values.get(form)
-    parts = items(form)
-    if parts is None:
-        return None
-    return rebuild(form, [fill(part, values) for _, part in parts])
+def _is_plainly_keyed(mapping: Mapping[Any, Any]) -> bool:
+    return all(type(key) in PLAIN_ATOMS for key in mapping)
 
 
 def swap(value: Any, new: ByIdentity[Tensor], *, fixed_only: bool) -> Any:
@@ -255,9 +244,10 @@ def swap(value: Any, new: ByIdentity[Tensor], *, fixed_only: bool) -> Any:
 
 def is_container(value: Any) -> bool:
     """Whether a value is known to merely hold its parts: not a cache, nor any other object."""
-    if type(value) in _PLAIN_ATOMS:
+    if type(value) in PLAIN_ATOMS:
         return False
-    return isinstance(value, tuple | list | Mapping) or dataclasses.is_dataclass(value)
+    known = (tuple, list, Mapping, *_SETS, UserList)
+    return isinstance(value, known) or dataclasses.is_dataclass(value)
 
 
 def get(value: Any, leaf: Leaf, where: str) -> Any:
@@ -268,7 +258,7 @@ def get(value: Any, leaf: Leaf, where: str) -> Any:
     """
     part = value
     for depth, key in enumerate(leaf):
-        parts = items(part)
+        parts = None if isinstance(part, _SETS) else items(part)  # a set has no order
         found = _find(parts, key) if parts is not None else None
         if parts is None or found is None:
             there = f"with [{', '.join(repr(k) for k, _ in parts)}]" if parts else "without parts"
@@ -335,6 +325,8 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     parts_new = items(new)
     if type(old) is not type(new) or parts_new is None or len(parts_new) != len(parts):
         return f"expected {describe(old)}{at}, got {describe(new)}"
+    if isinstance(old, _SETS):  # without an order: those that are alike are compared
+        parts, parts_new = _sorted(parts), _sorted(parts_new)
     for (key, part), (key_new, part_new) in zip(parts, parts_new, strict=True):
         if key != key_new:
             return f"expected the key {key!r}{at}, got {key_new!r}"
@@ -346,6 +338,12 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
 
 def _size(tensor: Tensor) -> Any:
     return shape(tensor) if tensor.is_nested else tensor.shape
+
+
+def _sorted(parts: list[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
+    texts = [full(part) if isinstance(part, Tensor) else describe(part) for _, part in parts]
+    order = sorted(range(len(parts)), key=texts.__getitem__)
+    return [(place, parts[index][1]) for place, index in enumerate(order)]
 
 
 def form(value: Any) -> str:
@@ -388,7 +386,7 @@ def describe(value: Any, limit: int = 6, depth: int = 4) -> str:
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     parts = items(value)
-    if parts is None or not isinstance(value, tuple | list | Mapping):
+    if parts is None or not isinstance(value, (tuple, list, Mapping, *_SETS, UserList)):
         return type(value).__name__
     if not depth:
         return f"{type(value).__name__}(…)"

@@ -5,13 +5,15 @@ from hookline.recordings.encoding import Lost as Lost
 from hookline.recordings.entries import Gathered as Gathered
 from hookline.recordings.gradients import GradientFlow as GradientFlow
 from hookline.recordings.gradients import GradientRow as GradientRow
-from hookline.recordings.index import stamp as stamp
 from hookline.recordings.opening import open_recording as open_recording
 from hookline.recordings.pass_record import PassRecord as PassRecord
 from hookline.recordings.place import check_target as check_target
 from hookline.recordings.recording import Recording as Recording
+from hookline.recordings.stamps import Beside as Beside
+from hookline.recordings.stamps import Unknowable as Unknowable
+from hookline.recordings.stamps import stamp as stamp
 
 __all__ = [
-    "Fields", "Gathered", "GradientFlow", "GradientRow", "Lost", "PassRecord", "Recording",
-    "check_target", "open_recording", "stamp",
+    "Beside", "Fields", "Gathered", "GradientFlow", "GradientRow", "Lost", "PassRecord",
+    "Recording", "Unknowable", "check_target", "open_recording", "stamp",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from hookline.engine import Report, Site, tree
+from hookline.engine import Report, Site, outlines
 
 
 class Entry(NamedTuple):
@@ -16,7 +16,8 @@ class Entry(NamedTuple):
     Args:
         site: its number among the sites.
         value: the value, or where it is stored, or what has been gathered of it.
-        stamp: the versions of its tensors when it was recorded; None where that cannot change.
+        stamp: what tells whether it has changed since (`stamps.py`); the bare version of a lone
+            tensor that is kept as it is; None where that cannot change.
         call: of a gradient, the call that its value flowed in. Others follow one another.
         backward: of a gradient, which run of autograd brought it; None if none was to come.
         weight: of a parameter's gradient, the norm of the parameter at that moment.
@@ -46,7 +47,7 @@ class Gathered:
 
     def load(self) -> Any:
         """The structure with what has arrived; None where nothing has."""
-        return tree.fill(self._form, {slot: part for slot, (part, _) in self.parts.items()})
+        return outlines.fill(self._form, {slot: part for slot, (part, _) in self.parts.items()})
 
 
 @final

@@ -1,7 +1,4 @@
-"""Index: which recorded site holds what a key asks for. Stamp: has a value been written to since?
-
-Imports engine.
-"""
+"""Index: which recorded site holds what a key asks for. Imports engine."""
 
 from __future__ import annotations
 
@@ -15,9 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from torch import Tensor
-
-from hookline.engine import Site, innermost, parse_site, tree
+from hookline.engine import Site, parse_site
 from hookline.engine.errors import NotRecordedError
 from hookline.engine.words import plural
 
@@ -180,17 +175,3 @@ def _shared(text: str, name: str) -> int:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:4]))
-
-
-def stamp(value: Any) -> Any:
-    """The version counters of a value's tensors; equal stamps mean that nobody wrote to them.
-
-    None for inference tensors, which have no counter: who records them copies them.
-    """
-    if isinstance(value, Tensor):
-        return _version(value)
-    return tuple(_version(tensor) for _, tensor in tree.tensors(value))
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else innermost(tensor)._version

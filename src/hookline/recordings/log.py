@@ -1,6 +1,7 @@
 """Log: the passes of a recording and the one place where a key is looked up in them.
 
-Imports index, entries, files, engine. Look-ups never guess: what has several answers raises.
+Imports index, stamps, entries, files, engine. Look-ups never guess: what has several answers
+raises.
 """
 
 from __future__ import annotations
@@ -14,12 +15,24 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import Pass, Report, Site, innermost, local, plain, tree
+from hookline.engine import (
+    Pass,
+    Report,
+    Site,
+    Untold,
+    every_tensor,
+    innermost,
+    is_freed,
+    local,
+    plain,
+    tree,
+)
 from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.engine.words import plural
 from hookline.recordings.entries import Entry, Gathered
 from hookline.recordings.files import Stored
-from hookline.recordings.index import Index, Key, Lookup, stamp
+from hookline.recordings.index import Index, Key, Lookup
+from hookline.recordings.stamps import Beside, Unknowable, is_as_stamped, stamp
 
 Noted = tuple[Any, ...]  # the first fields of an `Entry`
 _SEARCHED = 256  # a pass of so few entries is searched: to sort it takes as long as 20 searches
@@ -33,16 +46,23 @@ class Log:
         sites: what was selected.
         report: the recording's method that says why a site did not fire. It is not held.
         keeps_graph: whether values were recorded with their graph.
+        untold: tells of memory that changes without a word; None if nobody is to care.
     """
 
     def __init__(
-        self, sites: tuple[Site, ...], report: Callable[[], Report], *, keeps_graph: bool = False
+        self,
+        sites: tuple[Site, ...],
+        report: Callable[[], Report],
+        *,
+        keeps_graph: bool = False,
+        untold: Untold | None = None,
     ) -> None:
         self.sites = sites
         self.passes: list[Pass] = []
         # If the two held each other, every value would live until the next garbage collection.
         self._report = weakref.WeakMethod(report)
         self.keeps_graph = keeps_graph
+        self.untold = untold
         self._sorted: dict[int, tuple[int, dict[int, list[Noted]]]] = {}
 
     @functools.cached_property
@@ -176,21 +196,40 @@ class Log:
     def check(self, entry: Entry, *, is_local: bool = True) -> Any:
         """The value, if nobody changed it since it was recorded."""
         value = entry.value
-        if isinstance(value, Gathered):
-            changed = any(stamp(part) != was for part, was in value.parts.values())
-            value = value.load()
-        elif isinstance(value, Stored):
+        if isinstance(value, Stored):
             return value.load()
-        else:
-            changed = entry.stamp is not None and stamp(value) != entry.stamp
-        if changed:
-            raise OverwrittenError(
-                f"{self.sites[entry.site]} was overwritten in place after it was recorded"
-                " (by an in-place operation such as ReLU(inplace=True) or +=)."
-                "\nRecord a copy: hl.record(..., copy=True)."
-            )
+        parts = [(value, entry.stamp)]
+        if isinstance(value, Gathered):
+            parts, value = list(value.parts.values()), value.load()
+        for part, was in parts:
+            why = self._why_changed(part, was)
+            if why:
+                raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{_COPY}")
         value = self.plain(value)
         return local(value) if is_local else value
+
+    def _why_changed(self, value: Any, was: Any) -> str | None:
+        """Why a value cannot be given out: it has changed, or may have without a word."""
+        if isinstance(was, Unknowable):
+            return (
+                f"holds tensors in a {was.kind}, which cannot be copied, and torch does not tell"
+                " whether they have changed"
+            )
+        if any(is_freed(tensor) for tensor in every_tensor(value)):
+            return "has no numbers any more: its memory was freed after it was recorded"
+        if not is_as_stamped(value, was):
+            return (
+                "was overwritten in place after it was recorded (by an in-place operation such as"
+                " ReLU(inplace=True) or +=)"
+            )
+        if self.untold is None or isinstance(was, Beside):
+            return None
+        if self.untold.has_now(value, len(self.passes)):
+            return (
+                "shares memory with a parameter or buffer of the model, and torch does not always"
+                " tell when these change"
+            )
+        return None
 
     def plain(self, value: Any) -> Any:
         """The value without the wrappers that transforms of torch.func, now over, had put on it."""
@@ -271,7 +310,7 @@ def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) 
     stand for does.
     """
     site, value, version, *rest = entry
-    if version is not None:
+    if type(version) in (int, tuple):
         if not keeps_graph:
             value = tree.map_tensors(Tensor.detach, value)
         version = stamp(value)
@@ -280,3 +319,16 @@ def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) 
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
+    """Note an entry where torch does not tell of changes: a lone tensor that a fast tap has noted
+    as it is, with its bare version, is copied."""
+    site, value, version, *rest = entry
+    if type(version) is int:
+        value = value.clone()
+        version = stamp(value)
+    note((site, value, version, *rest))
+
+
+_COPY = "Record a copy: hl.record(..., copy=True)."

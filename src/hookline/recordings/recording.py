@@ -17,7 +17,7 @@ from typing import Any, final, overload
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, is_transformed
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, is_transformed
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
@@ -25,7 +25,7 @@ from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.joining import concatenated, stacked, way_to_join
-from hookline.recordings.log import Log, note_transformed
+from hookline.recordings.log import Log, note_copied, note_transformed
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import recording_text
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
@@ -53,7 +53,8 @@ class Recording(Lookups):
     `run[run.sites[15]]` looks up by number. `run.items()` gives every value once, under the
     shortest key that names it: where a site has values in several passes, `block#2#pass1`.
 
-    Values are detached and share memory with the model's own, unless they were copied. In a
+    Values are detached and share memory with the model's own, unless they were copied: as torch
+    cannot always tell of changes, some are. In a
     distributed job they are this rank's; `full` and `reduced` ask the other ranks. Where all ranks
     saved one folder, `hl.open` gives a recording that has each of them in `ranks`.
     """
@@ -65,13 +66,14 @@ class Recording(Lookups):
         modules: tuple[tuple[str, str], ...] = (),
         *,
         keeps_graph: bool = False,
+        untold: Untold | None = None,
     ) -> None:
         self.sites = sites
         self.modules = modules
         self.lost: list[str] = []
         self.ranks: tuple[Recording, ...] = ()
         self._report: Callable[[], Report] | Report = report
-        self._log = Log(sites, self.report, keeps_graph=keeps_graph)
+        self._log = Log(sites, self.report, keeps_graph=keeps_graph, untold=untold)
         self._is_transformed = False
 
     # -- a sink: the line tells when passes begin and end ---------------------------------------
@@ -82,6 +84,8 @@ class Recording(Lookups):
         if is_transformed():
             current.note = partial(note_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
+        if self._log.untold is not None and self._log.untold.begin_pass(current):
+            current.note = partial(note_copied, current.note)
 
     def end_pass(self, current: Pass) -> None:
         """A pass has ended. One that fired nothing (an edit elsewhere) stays, empty."""

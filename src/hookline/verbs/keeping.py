@@ -1,18 +1,27 @@
 """What of a value is kept, and where: the options that `record` and `features` share.
 
-Imports engine, measuring.
+Imports engine, recordings, measuring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, TypedDict, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookline.engine import innermost, local, tree
-from hookline.engine.errors import AttachError
+from hookline.engine import (
+    Pass,
+    Untold,
+    every_tensor,
+    innermost,
+    local,
+    tensor_holder,
+    tree,
+)
+from hookline.engine.errors import AttachError, SiteError
+from hookline.recordings import Beside, Unknowable, stamp
 from hookline.verbs.measuring import measured
 
 
@@ -26,18 +35,20 @@ class Keep(TypedDict, total=False):
         device: where to keep tensors.
         dtype: the dtype of floating tensors as kept; others stay as they are.
         detach: False keeps the autograd graph, and with it the memory of the whole pass.
-        copy: copy every tensor, so that in-place operations later in the model cannot change it.
+        copy: True copies every tensor, False none. None, the default, copies where torch cannot
+            tell of later changes: what shares memory with a parameter or buffer, DTensors,
+            inference tensors, and in a process group of several ranks everything.
     """
 
     keep: Callable[[Any], Any] | None
     device: torch.device | str | None
     dtype: torch.dtype | None
     detach: bool
-    copy: bool
+    copy: bool | None
 
 
 def check_options(verb: str, options: Keep) -> None:
-    """Refuse an option that a verb does not have, and a device or dtype that is none.
+    """Refuse an option that a verb does not have, and a device, dtype or copy that is none.
 
     Raises:
         TypeError: there is no such option.
@@ -47,6 +58,11 @@ def check_options(verb: str, options: Keep) -> None:
         raise TypeError(
             f"hl.{verb}() got an unexpected keyword argument {name!r}."
             f"\nGive some of {', '.join(f'{known}=' for known in Keep.__annotations__)}."
+        )
+    if options.get("copy") not in (None, True, False):
+        raise AttachError(
+            f"copy= must be True, False or None, got {options.get('copy')!r}."
+            "\nLeave it out to copy where torch cannot tell of changes."
         )
     device, dtype = options.get("device"), options.get("dtype")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -64,39 +80,95 @@ def is_plain(options: Keep) -> bool:
     )
 
 
-def keeper(options: Keep) -> Callable[[Any], Any]:
-    """The function from a value to what is kept of it."""
-    if is_plain(options):
-        return lambda value: tree.map_tensors(_detached, value)
-    keep, device, dtype = options.get("keep"), options.get("device"), options.get("dtype")
-    detach, copy = options.get("detach", True), options.get("copy", False)
+@final
+class Keeper:
+    """Makes of a value what is kept of it, and the stamp that tells whether that changes.
 
-    def store(tensor: Tensor) -> Tensor:
-        moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-        # A slice would keep the memory of the whole it was cut from.
-        is_part = keep is not None and _is_part(moved)
-        if moved is tensor and (copy or is_part or moved.is_inference()):
-            return moved.clone()
-        return moved
+    Args:
+        options: what is kept.
+        untold: tells where torch raises no version; None where nobody is to care.
+    """
 
-    def kept(value: Any) -> Any:
-        if detach:
+    __slots__ = ("_copy", "_detach", "_keep", "_move", "_untold")
+
+    def __init__(self, options: Keep, untold: Untold | None) -> None:
+        self._keep = options.get("keep")
+        self._move = options.get("device"), options.get("dtype")
+        self._detach = options.get("detach", True)
+        self._copy = options.get("copy")
+        self._untold = untold
+
+    def __call__(self, current: Pass, value: Any) -> tuple[Any, Any]:
+        """What is kept of a value that was seen in a pass, and its stamp.
+
+        Raises:
+            SiteError: it was to be copied, and cannot be.
+        """
+        beside: list[tuple[Tensor, Tensor]] = []
+        if self._keep is None:
+            found = tree.map_tensors(
+                lambda tensor: self._take(tensor, self._must_copy(current, tensor), beside), value
+            )
+        else:
+            found = self._kept(current, value, self._keep, beside)
+        return found, self._stamp(current, found, beside)
+
+    def _kept(
+        self,
+        current: Pass,
+        value: Any,
+        keep: Callable[[Any], Any],
+        beside: list[tuple[Tensor, Tensor]],
+    ) -> Any:
+        # What comes of a tensor may well be a view of it.
+        must = any(self._must_copy(current, tensor) for _, tensor in tree.tensors(value))
+        if self._detach:
             value = tree.map_tensors(Tensor.detach, value)
-        if keep is not None:
-            try:
-                # Whatever keep= computes is of this rank's part, and talks to no other rank.
-                value = measured(keep, local(value))
-            except Exception as error:
-                error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
-                raise
-        return tree.map_tensors(store, value)
+        try:
+            # Whatever keep= computes is of this rank's part, and talks to no other rank.
+            found = measured(keep, local(value))
+        except Exception as error:
+            error.add_note(f"hookline: keep= was called with {tree.describe(value)}")
+            raise
 
-    return kept
+        def take(tensor: Tensor) -> Tensor:
+            # A slice would keep the memory of the whole it was cut from.
+            copied = must or _is_part(tensor) or self._must_copy(current, tensor)
+            return self._take(tensor, copied, beside)
 
+        return tree.map_tensors(take, found)
 
-def _detached(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.clone() if tensor.is_inference() else tensor
+    def _must_copy(self, current: Pass, tensor: Tensor) -> bool:
+        if self._copy is not None or self._untold is None:
+            return bool(self._copy)
+        return tensor.is_inference() or self._untold.has(current, tensor)
+
+    def _take(self, tensor: Tensor, copied: bool, beside: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if self._detach and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+            tensor = tensor.detach()
+        device, dtype = self._move
+        if device is not None or dtype is not None:
+            moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            if moved is not tensor:
+                return moved
+        if not copied:
+            return tensor
+        if not tensor.requires_grad or self._copy or tensor.is_inference():
+            return tensor.clone()
+        # With its graph: gradients with respect to a copy would not be those of the value.
+        beside.append((tensor, tensor.detach().clone()))
+        return tensor
+
+    def _stamp(self, current: Pass, found: Any, beside: list[tuple[Tensor, Tensor]]) -> Any:
+        held = tensor_holder(found)
+        if held is not None and self._copy:
+            raise SiteError(
+                f"copy=True must copy every tensor, got one in a {type(held).__name__}, which"
+                " cannot be copied.\nRecord with keep=, a function that takes the tensors out."
+            )
+        if held is not None and any(self._must_copy(current, one) for one in every_tensor(held)):
+            return Unknowable(type(held).__name__)
+        return stamp(found) if not beside else Beside(stamp(found), beside)
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
+    LINE,
     Bound,
     Ground,
     Halves,
     Line,
+    Node,
     OutputTap,
     Pass,
     Passes,
@@ -24,15 +26,17 @@ from hookline.engine import (
     See,
     Selector,
     Site,
+    Untold,
     aside,
     defaults_by_name,
     graph_snapshot,
+    makes_new_memory,
     ports_for,
     snapshot,
 )
 from hookline.engine.errors import SelectionError
-from hookline.recordings import Recording, stamp
-from hookline.verbs.keeping import Keep, check_options, is_plain, keeper
+from hookline.recordings import Recording
+from hookline.verbs.keeping import Keep, Keeper, check_options, is_plain
 from hookline.verbs.measuring import measured
 from hookline.verbs.record_gradients import KeepGradient, PlainGradTap
 from hookline.verbs.verb_line import VerbLine
@@ -83,7 +87,13 @@ def record(
     The model computes what it would have computed, to the last bit. Values are kept as they are
     after edits. A value that an in-place operation changes later (`ReLU(inplace=True)`, `+=`) is
     never returned as if it were right: the look-up raises, and `copy=True` records it in time.
-    Inference tensors, on which such a change cannot be noticed, are always copied.
+
+    Torch does not tell of every change: not of those by collectives, by fused optimizers and by
+    kernels that update buffers. So values are copied that share memory with a parameter or buffer,
+    DTensors and inference tensors; in a process group of several ranks, or where weights are
+    sharded, all are. Writes past torch cannot be noticed: through `.data`, NumPy, DLPack,
+    `untyped_storage()`, or by a kernel that hides them. Nor can `swap_tensors` of a recorded value.
+    Where your code does that, give `copy=True`.
 
     Gradients are those of the values as they were at the site, after edits of the values and of the
     gradients; where none is needed, None. Call `backward()` inside the block.
@@ -109,7 +119,7 @@ def record(
         device: where to keep tensors.
         dtype: the dtype of floating tensors as kept; others stay as they are.
         detach: False keeps the autograd graph, and with it the memory of the whole pass.
-        copy: copy every tensor, so that in-place operations later in the model cannot change it.
+        copy: True copies every tensor, False none. None copies where torch cannot tell of changes.
 
     Returns:
         A line; `with ... as run` gives its `Recording`. Without `with`: `line.recording`, and
@@ -118,7 +128,8 @@ def record(
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
         AttachError: the model cannot be hooked, or a dtype or device is none.
-        SiteError: (when the model runs) a selected leaf is not in the value.
+        SiteError: (when the model runs) a selected leaf is not in the value, or with `copy=True`
+            a tensor is in an object that cannot be copied.
     """
     names = ports_for(model, ports)
     return start_recording(model, selector, "record", names, options, every_thread=every_thread)[0]
@@ -152,14 +163,14 @@ def start_recording(
         )
     modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
     detached = options.get("detach", True)
-    recording = Recording(
-        selection.sites, _report_of(line, selection.sites), modules, keeps_graph=not detached
-    )
+    untold = Untold(line.root) if options.get("copy") is None else None
+    report = _report_of(line, selection.sites)
+    recording = Recording(selection.sites, report, modules, keeps_graph=not detached, untold=untold)
     line.passes.sink = recording
     numbers = itertools.count()  # `bind` is called once for each site, in their order
-    places = selection.places()
-    tensors = {site: getattr(node, "tensor", None) for site, node in places if site.port == "grad"}
-    fast, kept, rest = is_plain(options), keeper(options), keeper({**options, "keep": None})
+    nodes = [node for _, node in selection.places()]
+    fast, kept = is_plain(options), Keeper(options, untold)
+    rest = Keeper({**options, "keep": None, "copy": False}, None)  # of what the graph has copied
     inside = _inside(options)
 
     is_plain_output = fast and after is None
@@ -167,10 +178,15 @@ def start_recording(
     def bind(site: Site) -> Bound:
         number = next(numbers)
         is_whole = not site.leaf and site.call is None
+        node = nodes[number]
         if is_plain_output and site.port == "output" and is_whole:
-            return _PlainTap(site, line.passes, number, kept)
+            see = _keep(number, kept)
+            if untold is None or (isinstance(node, Node) and makes_new_memory(node.module)):
+                return _PlainTap(site, line.passes, number, see)
+            return _SharingTap(site, line.passes, number, see, untold)
         if site.is_gradient:
-            on = KeepGradient(number, kept, tensors.get(site), keeps_graph=not detached)
+            parameter = getattr(node, "tensor", None)
+            on = KeepGradient(number, kept, parameter, keeps_graph=not detached)
             if fast and site.port == "grad_output" and is_whole:
                 return PlainGradTap(site, line.passes, on, number)
             return on
@@ -201,17 +217,16 @@ def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
     return report
 
 
-@final
 class _PlainTap(OutputTap):
-    """Keeps a whole output, detached: `OutputTap.fire` and `_keep_plain` in one, for speed.
+    """Keeps a whole output, detached: `OutputTap.fire` and `_keep` in one, for speed.
 
     A call less is a fiftieth of what torch takes for a module with a hook.
     """
 
     __slots__ = ("number",)
 
-    def __init__(self, site: Site, passes: Passes, number: int, kept: Callable[[Any], Any]) -> None:
-        super().__init__(site, passes, _keep(number, kept), Rank.RECORD)
+    def __init__(self, site: Site, passes: Passes, number: int, see: See) -> None:
+        super().__init__(site, passes, see, Rank.RECORD)
         self.number = number
 
     def harvest(self, current: Pass, run: Run) -> None:
@@ -239,17 +254,54 @@ class _PlainTap(OutputTap):
         try:
             current.note((self.number, output, output._version))
         except RuntimeError:  # an inference tensor has no version
-            current.note((self.number, output.clone(), None))
+            self.see(current, output)
 
 
-def _keep(number: int, kept: Callable[[Any], Any]) -> See:
+@final
+class _SharingTap(_PlainTap):
+    """The same of a module whose output may share memory with a parameter or buffer."""
+
+    __slots__ = ("untold",)
+
+    def __init__(self, site: Site, passes: Passes, number: int, see: See, untold: Untold) -> None:
+        super().__init__(site, passes, number, see)
+        self.untold = untold
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The hook itself."""
+        if is_dynamo_compiling():
+            self.trace(output)
+            return
+        current = self.lane.current
+        if current is None or type(output) is not Tensor:
+            OutputTap.fire(self, module, args, output)
+            return
+        known = current.untold
+        if known is None:
+            known = self.untold.look(current)
+        try:
+            # To ask where its memory begins takes twice as long.
+            is_untold = output.storage_offset() or output.data_ptr() >> LINE in known
+            version = output._version
+        except RuntimeError:  # it has no version, or no memory of its own
+            is_untold, version = True, 0
+        if is_untold:
+            OutputTap.fire(self, module, args, output)
+            return
+        self.fired += 1
+        if output.requires_grad:
+            output = output.detach()
+        current.note((self.number, output, version))
+
+
+def _keep(number: int, kept: Keeper) -> See:
     def see(current: Pass, value: Any) -> None:
         if current.stretch is None:
-            found = kept(value)
+            found, was = kept(current, value)
         else:
             with aside(current.stretch):
-                found = kept(value)
-        current.note((number, found, stamp(found)))
+                found, was = kept(current, value)
+        current.note((number, found, was))
 
     return see
 

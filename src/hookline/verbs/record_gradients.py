@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -25,9 +24,10 @@ from hookline.engine import (
     hook_value,
     local_part,
     outer_backward,
-    tree,
+    outlines,
 )
-from hookline.recordings import Gathered, stamp
+from hookline.recordings import Gathered
+from hookline.verbs.keeping import Keeper
 
 
 @final
@@ -36,7 +36,7 @@ class KeepGradient(OnGradient):
 
     Args:
         number: the site's, in the recording.
-        kept: what is kept of each.
+        kept: makes what is kept of each.
         parameter: the one whose gradient it is, for the norm that the gradient is compared with.
         keeps_graph: whether what is kept holds the graph.
     """
@@ -46,7 +46,7 @@ class KeepGradient(OnGradient):
     def __init__(
         self,
         number: int,
-        kept: Callable[[Any], Any],
+        kept: Keeper,
         parameter: Tensor | None,
         *,
         keeps_graph: bool,
@@ -59,10 +59,10 @@ class KeepGradient(OnGradient):
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
-        kept = self._kept(grad)
+        kept, was = self._kept(current, grad)
         run = outer_backward()
         if crossing.form is None:
-            current.note((self._number, kept, stamp(kept), crossing.call, run, self._weight()))
+            current.note((self._number, kept, was, crossing.call, run, self._weight()))
             return
         known = crossing.gathered[run]
         gathered = None if known is None else known()
@@ -71,11 +71,11 @@ class KeepGradient(OnGradient):
             # Held by the recording alone: what the graph's hooks hold must not hold the graph.
             crossing.gathered[run] = weakref.ref(gathered)
             current.note((self._number, gathered, None, crossing.call, run))
-        gathered.parts[slot] = kept, stamp(kept)
+        gathered.parts[slot] = kept, was
 
     def missing(self, current: Pass, crossing: Crossing) -> None:
         """Keep that there is none: None, in the value's structure."""
-        current.note((self._number, tree.fill(crossing.form, {}), None, crossing.call))
+        current.note((self._number, outlines.fill(crossing.form, {}), None, crossing.call))
 
     def _weight(self) -> Tensor | None:
         parameter = None if self._parameter is None else self._parameter()

@@ -1,0 +1,179 @@
+"""Memory that changes without a word: torch raises no version counter for it.
+
+A tensor's `_version` tells of every operation in place that goes through torch's dispatcher. It
+does not tell of collectives, of running statistics that a kernel updates, and of fused optimizers.
+These write to parameters and buffers, and in a job of several ranks to anything.
+
+Imports distributed_internals, regime, opaque, torch_internals.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import opaque
+from hookline.engine.distributed_internals import is_dtensor, is_shared_job
+from hookline.engine.regime import has_numbers, innermost
+from hookline.engine.torch_internals import buffers, children, parameters
+
+# fmt: off
+_COMPUTING = frozenset(kind.forward for kind in (
+    nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d, nn.BatchNorm1d, nn.Embedding, nn.EmbeddingBag, nn.GELU, nn.GroupNorm,
+    nn.InstanceNorm1d, nn.LayerNorm, nn.Linear, nn.RMSNorm, nn.Sigmoid, nn.Softmax, nn.Tanh,
+))
+_COMPRESSED = frozenset(
+    {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
+_PLAIN = frozenset({Tensor, nn.Parameter})
+# Memory is told apart by lines of 64 bytes. Addresses as they are, all of them multiples of 64,
+# would meet in few places of a set: it takes ten times as long then. Two tensors of one line are
+# both taken for untold, which costs a copy.
+LINE = 6
+# fmt: on
+
+
+def makes_new_memory(module: nn.Module) -> bool:
+    """Whether what a module returns never shares memory with a parameter, a buffer or an input."""
+    return type(module).forward in _COMPUTING and "forward" not in module.__dict__
+
+
+@final
+class _Everything:
+    """Stands for all memory there is."""
+
+    def __contains__(self, address: object) -> bool:
+        return True
+
+
+_EVERYTHING = _Everything()
+
+
+@final
+class Untold:
+    """Tells of a tensor whether its memory may change without its version counter.
+
+    It is the memory of the model's parameters and buffers. Where weights are sharded, and in a
+    process group of several ranks, it is all memory.
+
+    Args:
+        root: the model. It is not held. None if there is none.
+    """
+
+    __slots__ = ("_root", "_seen")
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self._root = None if root is None else weakref.ref(root)
+        self._seen: tuple[int, Container[int]] = -1, ()
+
+    def begin_pass(self, current: Any) -> bool:
+        """Have a pass know what is untold in it; whether that is everything."""
+        is_everything = is_shared_job(self._model())
+        current.untold = _EVERYTHING if is_everything else None
+        return is_everything
+
+    def has(self, current: Any, tensor: Tensor) -> bool:
+        """Whether it is so of a tensor that was seen in a pass."""
+        known = current.untold
+        if known is None:
+            known = self.look(current)
+        return _is_within(tensor, known)
+
+    def look(self, current: Any) -> Container[int]:
+        """Where memory begins that is untold in a pass, in lines: `address >> LINE`.
+
+        Looked at once a pass: the parameters may have moved since the last one.
+        """
+        known: Container[int] = _addresses(self._model())
+        current.untold = known
+        return known
+
+    def has_now(self, value: Any, n_passes: int) -> bool:
+        """Whether it is so of any tensor of a value, now that so many passes have begun.
+
+        Jobs of several ranks are left out: there everything was copied in time.
+        """
+        if self._seen[0] != n_passes:
+            self._seen = n_passes, _addresses(self._model())
+        known = self._seen[1]
+        return any(at in known for one in opaque.every(value) for at in addresses(one))
+
+    def _model(self) -> nn.Module | None:
+        return None if self._root is None else self._root()
+
+
+def _is_within(tensor: Tensor, known: Container[int]) -> bool:
+    if type(tensor) is Tensor:
+        try:
+            return tensor.untyped_storage().data_ptr() >> LINE in known
+        except RuntimeError:  # sparse, or of a transform
+            return any(address in known for address in addresses(tensor))
+    # FSDP gathers parameters in memory of its own, and a stranger's parameter is trained as well.
+    if isinstance(tensor, nn.Parameter) or is_dtensor(tensor):
+        return True
+    return any(address in known for address in addresses(tensor))
+
+
+def addresses(tensor: Tensor) -> Iterator[int]:
+    """Where the memory of a tensor begins, by lines: of one that stands for several, of each."""
+    tensor = innermost(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass, as of torchao; a DTensor
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor's mesh is named as well
+                yield from addresses(part)
+    elif tensor.layout is torch.sparse_coo:
+        yield from addresses(tensor._values())
+    elif tensor.layout in _COMPRESSED:
+        yield from addresses(tensor.values())
+    elif has_numbers(tensor):
+        try:
+            start = tensor.untyped_storage().data_ptr() >> LINE
+        except RuntimeError:  # a kind of tensor without memory of its own
+            return
+        if start:
+            yield start
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back under it, as FSDP does: reading it would end
+    the process."""
+    if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+        return False
+    tensor = innermost(tensor)
+    if tensor.layout is not torch.strided or not has_numbers(tensor) or not tensor.numel():
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except RuntimeError:
+        return False
+
+
+def _addresses(root: nn.Module | None) -> set[int]:
+    found: set[int] = set()
+    seen: set[int] = set()
+    stack = [] if root is None else [root]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for held in (parameters(module), buffers(module)):
+            for tensor in held.values():
+                if tensor is None:
+                    continue
+                if type(tensor) in _PLAIN:
+                    try:
+                        found.add(tensor.untyped_storage().data_ptr() >> LINE)
+                        continue
+                    except RuntimeError:  # sparse, or of a transform
+                        pass
+                found.update(addresses(tensor))
+        stack += [child for child in children(module).values() if child is not None]
+    found.discard(0)  # of tensors without memory
+    return found

@@ -1,0 +1,73 @@
+"""Stamps: has a value been written to since it was recorded? Imports engine."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import every_tensor, innermost, local_part
+
+
+def stamp(value: Any) -> tuple[int | None, ...]:
+    """The version counters of a value's tensors; equal stamps mean that torch saw no write.
+
+    An inference tensor has no counter.
+    """
+    return tuple([_version(tensor) for tensor in every_tensor(value)])
+
+
+@final
+class Beside:
+    """The stamp of a value that is kept with its graph where versions tell nothing.
+
+    Args:
+        versions: the stamp as of any other value.
+        copies: those of its tensors that versions do not tell of, each with a copy.
+    """
+
+    __slots__ = ("copies", "versions")
+
+    def __init__(self, versions: Any, copies: list[tuple[Tensor, Tensor]]) -> None:
+        self.versions = versions
+        self.copies = copies
+
+
+@final
+class Unknowable:
+    """The stamp of a value that can neither be copied nor be seen to change.
+
+    Args:
+        kind: the type of the object that holds its tensors.
+    """
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+def is_as_stamped(value: Any, was: Any) -> bool:
+    """Whether a value is what it was when it got this stamp."""
+    if was is None:
+        return True
+    if type(was) is int:  # of a lone tensor that a fast tap has noted
+        return _version(value) == was
+    if isinstance(was, Beside):
+        same = all(_are_equal(tensor.detach(), copy) for tensor, copy in was.copies)
+        return same and stamp(value) == was.versions
+    return bool(stamp(value) == was)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else innermost(tensor)._version
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    one, other = local_part(one), local_part(other)
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
