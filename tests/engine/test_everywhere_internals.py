@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from hookline.engine import everywhere_internals as internals
 
@@ -33,3 +34,12 @@ def test_process_wide_hooks_are_where_torch_puts_them(kind, register):
     for found in (hooks, *marks):
         assert handle.id in found
         del found[handle.id]
+
+
+def test_torchs_handle_leaves_the_kwargs_mark_of_a_removed_hook():
+    """When torch stops leaving it, a hook can be registered by torch's own function again."""
+    handle = torch.nn.modules.module.register_module_forward_hook(print, with_kwargs=True)
+    hooks, with_kwargs = internals.global_hook_dicts("forward")
+    handle.remove()
+    assert handle.id not in hooks
+    assert with_kwargs.pop(handle.id) is True
