@@ -5,15 +5,25 @@ from __future__ import annotations
 import io
 import re
 import runpy
+import warnings
+from functools import partial
+from math import inf
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
@@ -99,6 +109,78 @@ def test_lines_change_under_tensor_parallelism_what_they_do_in_one_process(rank,
         hl.features(model, {"input_ids": batch}, layer),
         hl.features(plain, {"input_ids": batch}, layer),
     )
+
+
+class Stack(nn.Sequential):
+    """A layer split by columns, what works on the parts, one split by rows, and what has it all."""
+
+    is_checkpointed = False
+
+    def forward(self, x):
+        run = partial(checkpoint, self[1], use_reentrant=True) if self.is_checkpointed else self[1]
+        return self[3](self[2](run(self[0](x)) * 2))
+
+
+def stack(*, is_split):
+    torch.manual_seed(0)
+    model = Stack(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, mesh(), plan) if is_split else model
+
+
+def rows():
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+SITES = ("0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input", "2:grad_output",
+         "3:grad_input", ":grad_output", "0:grad_input")  # fmt: skip
+
+
+@pytest.mark.cell("tensor parallel", "clip")
+@on_ranks
+def test_the_norm_of_a_gradient_that_ranks_split_is_that_of_the_whole(rank, folder):
+    bounds = ({"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"norm": 0.05, "norm_type": inf},
+              {"norm": inf}, {"value": 0.01})  # fmt: skip
+    models = [stack(is_split=is_split) for is_split in (True, False)]
+    for site in SITES:
+        for bound in bounds:
+            found = []
+            for model in models:
+                model.zero_grad()
+                x = rows()
+                with hl.clip(model, site, **bound) as line:
+                    loss_of(model, x).backward()
+                grads = [p.grad for p in model.parameters()]
+                (row,) = line.report()
+                found.append([
+                    x.grad, *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)
+                ])  # fmt: skip
+                found.append(row)
+            (split_grads, split_row, whole_grads, whole_row) = found
+            assert_close(split_grads, whole_grads, msg=f"{site} {bound}")
+            if "norm" in bound:
+                assert split_row.largest == pytest.approx(whole_row.largest, rel=1e-4), site
+                assert split_row.clipped == whole_row.clipped
+
+
+@on_ranks
+def test_clips_of_split_gradients_that_cannot_be_right_are_refused(rank, folder):
+    with pytest.raises(hl.RanksError, match="the ranks clip"):
+        hl.clip(stack(is_split=True), f"{rank}:grad_output", norm=0.1)
+    model = stack(is_split=True)
+    model.is_checkpointed = True
+    with pytest.raises(hl.AttachError, match=r"1:grad_output must .*\n.*use_reentrant=False"):
+        with hl.clip(model, "1:grad_output", norm=0.1):
+            loss_of(model, rows()).backward()
+    with hl.clip(model, "1:grad_output", value=0.1) as line:
+        loss_of(model, rows()).backward()
+    assert line.report().seen == 1
+    model = stack(is_split=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with warnings.catch_warnings(), pytest.raises(Exception, match="must run outside of compiled"):
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        with hl.clip(model, "3:grad_input", norm=0.1):
+            loss_of(compiled, rows()).backward()
 
 
 # -- training -----------------------------------------------------------------------------------

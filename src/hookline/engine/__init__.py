@@ -15,11 +15,15 @@ from hookline.engine.attach import attach as attach
 from hookline.engine.blame import Blame as Blame
 from hookline.engine.blame import blame as blame
 from hookline.engine.checkpoint_internals import aside as aside
+from hookline.engine.compile_internals import while_tracing as while_tracing
 from hookline.engine.distributed_internals import full_value as full_value
+from hookline.engine.distributed_internals import gathered as gathered
 from hookline.engine.distributed_internals import is_dtensor as is_dtensor
 from hookline.engine.distributed_internals import is_grouped as is_grouped
 from hookline.engine.distributed_internals import local_part as local_part
 from hookline.engine.distributed_internals import reshard as reshard
+from hookline.engine.distributed_internals import split_over as split_over
+from hookline.engine.distributed_internals import split_parameters as split_parameters
 from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
 from hookline.engine.everywhere import Everywhere as Everywhere
 from hookline.engine.gradient_tap import Crossing as Crossing
@@ -84,9 +88,9 @@ __all__ = [
     "OutputTap", "Pass", "Passes", "Rank", "RawLine", "Report", "Run", "See", "Selection",
     "Selector", "Sink", "Site", "Untold", "aside", "at_end_of_backward", "attach",
     "backward_number", "blame", "check_ports", "defaults_by_name", "every_tensor", "full_value",
-    "graph_snapshot", "guarded", "has_numbers", "hook_value", "innermost", "inventory",
+    "gathered", "graph_snapshot", "guarded", "has_numbers", "hook_value", "innermost", "inventory",
     "is_dtensor", "is_freed", "is_grouped", "is_transformed", "local", "local_part",
     "makes_new_memory", "meet", "outer_backward", "parse_site", "plain", "ports_for", "ranks_of",
-    "reshard", "same_draws", "say_by_rank", "select", "snapshot", "stop_all", "tensor_holder",
-    "without_autocast",
+    "reshard", "same_draws", "say_by_rank", "select", "snapshot", "split_over",
+    "split_parameters", "stop_all", "tensor_holder", "while_tracing", "without_autocast",
 ]  # fmt: skip

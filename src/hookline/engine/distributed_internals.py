@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -96,3 +97,60 @@ def _is_sharded(module: nn.Module) -> bool:
 def is_grouped() -> bool:
     """Whether this process is one of a group: `init_process_group` was called."""
     return dist.is_available() and dist.is_initialized()
+
+
+def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
+    """Find the process groups over whose ranks the gradient of a plain tensor is split.
+
+    A plain tensor that was computed from a DTensor's shards (tensor parallelism with
+    `use_local_output=True`) is one rank's part, and torch knows the placement where it was made.
+
+    Returns:
+        The groups by name, and why they cannot be told, or "".
+    """
+    groups: dict[str, Any] = {}
+    unknown = ""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ != "_ToTorchTensorBackward":
+            waiting += [before for before, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            if variable is not None and not isinstance(variable, nn.Parameter):
+                unknown = unknown or "leaf"
+            continue
+        placements = node.grad_placements or node.dtensor_spec.placements
+        if node.grad_placements and any(one.is_partial() for one in placements):
+            unknown = "partial"
+        for dim, placement in enumerate(placements):
+            if not (placement.is_replicate() or placement.is_partial()):
+                group = node.dtensor_spec.mesh.get_group(dim)
+                groups[group.group_name] = group
+    return groups, unknown
+
+
+def split_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that tensor parallelism splits: DTensors, but for those of FSDP2 alone."""
+    by_fsdp = {
+        id(part)
+        for module in model.modules()
+        for pair in sharded_parameters(module)
+        for part in pair
+    }
+    return [
+        parameter
+        for parameter in model.parameters()
+        if is_dtensor(parameter)
+        and (id(parameter) not in by_fsdp or parameter.device_mesh.ndim > 1)  # type: ignore[attr-defined]
+    ]
+
+
+def gathered(tensor: Tensor, group: Any) -> Tensor:
+    """Stack what each rank of a group gives: a collective."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)

@@ -54,7 +54,7 @@ class Crossing:
     def __init__(self, call: int, form: Any = None) -> None:
         self.call = call
         self.form = form
-        self.gathered: dict[int, Any] = {}
+        self.gathered: dict[Any, Any] = {}
 
 
 class OnGradient:
@@ -67,10 +67,11 @@ class OnGradient:
     keeps_graph = False
     # Whether it is all the same if nothing ever arrives.
     optional = False
-    # What changes a gradient inside compiled code.
+    # What changes a gradient inside compiled code; and what is called with it before, outside.
     inside: Callable[[Tensor], Any] | None = None
-    # What is called with a gradient, outside, before compiled code changes it.
     before_inside: Callable[[Tensor], Any] | None = None
+    # What is called with a tensor whose gradient is waited for.
+    awaits: Callable[[Pass, Crossing, int, Tensor], None] | None = None
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
         """The gradient of one tensor is there; what is returned, unless None, takes its place."""
@@ -222,6 +223,8 @@ class GradientTap(Tap):
                         self.lose(_NO_ALIAS)
                     continue
                 numbers[id(tensor)] = slot
+                if self.on.awaits is not None:
+                    self.on.awaits(current, crossing, slot, tensor)
         if not isinstance(value, Tensor):
             crossing.form = outlines.outline(value, lambda tensor: numbers.get(id(tensor)))
         if numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Never, Self, final
+from typing import Any, Never, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,11 @@ from hookline.engine import (
     Selector,
     Site,
     check_ports,
+    is_dtensor,
     is_grouped,
+    local_part,
+    split_over,
+    split_parameters,
 )
 from hookline.engine.errors import AttachError, warn
 from hookline.verbs.clip_limit import Limit, largest
@@ -75,6 +79,10 @@ class ClipLine(VerbLine[RawLine]):
             )
         if ours and self._limit.kind != "value":
             meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
+        if between and self._limit.kind == "norm" and isinstance(self._line.root, nn.Module):
+            split = split_parameters(self._line.root)
+            self._limit.is_split = bool(split)
+            meet_for_norms([site for site, _ in between], split)
         with self._line.all_or_nothing():
             if is_total:
                 self._tallies.append(Tally("total"))
@@ -84,7 +92,7 @@ class ClipLine(VerbLine[RawLine]):
             if between:
                 self._line.tap(
                     Selection(self._line.layout, between),
-                    lambda site: _ClipGradient(self._tally(site), self._limit),
+                    lambda site: _ClipGradient(site, self._tally(site), self._limit),
                     Rank.EDIT,
                 )
 
@@ -138,14 +146,28 @@ class ClipLine(VerbLine[RawLine]):
 class _ClipGradient(OnGradient):
     """Clips what flows back between modules."""
 
-    __slots__ = ("_limit", "_tally", "before_inside", "inside")
+    __slots__ = ("_limit", "_site", "_tally", "awaits", "before_inside", "inside")
     changes = True
 
-    def __init__(self, tally: Tally, limit: Limit) -> None:
+    def __init__(self, site: Site, tally: Tally, limit: Limit) -> None:
+        self._site = site
         self._tally = tally
         self._limit = limit
         self.inside = limit.inside
         self.before_inside = self._count
+        self.awaits = self._look_at if limit.is_split else None
+
+    def _look_at(self, current: Pass, crossing: Crossing, slot: int, tensor: Tensor) -> None:
+        if is_dtensor(tensor):  # torch computes the norm of the whole
+            return
+        groups, unknown = split_over(tensor)
+        if unknown == "partial" or (unknown and current.again is not None):
+            why = "is a sum in parts" if unknown == "partial" else "is in a reentrant checkpoint"
+            raise AttachError(
+                f"{self._site} must have a gradient whose norm can be told, got one that {why}."
+                "\nGive value=, which needs no norm; or checkpoint with use_reentrant=False."
+            )
+        crossing.gathered["groups", slot] = list(groups.values())
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor:
         """Clip the gradient of one tensor."""
@@ -157,10 +179,12 @@ class _ClipGradient(OnGradient):
             return torch.sparse_coo_tensor(
                 sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
             )
-        return self._limit.clip(grad, self._count(grad))
+        groups = crossing.gathered.get(("groups", slot), ())
+        return self._limit.clip(grad, self._count(grad, groups))
 
-    def _count(self, grad: Tensor) -> Tensor:
-        size = self._limit.size(grad)
+    def _count(self, grad: Tensor, groups: Sequence[Any] = ()) -> Tensor:
+        size = self._limit.size(local_part(grad) if groups else grad)
+        size = self._limit.size_of_all(size, groups)
         self._tally.add(size, self._limit.bound)
         return size
 
@@ -202,7 +226,8 @@ def clip(
     `clip_grad_norm_` would do after `backward()`, so gradients that were there before count, too.
     To accumulate over several backward passes and clip the sum, put the block around the last one.
     In a distributed job it is clipped at the end of backward, when DDP and FSDP2 have reduced it;
-    a norm of sharded parameters is over all ranks, and all of them have to clip.
+    a norm of what is split over ranks (sharded parameters, and under tensor parallelism gradients
+    between modules) is over all ranks, and all of them have to clip.
 
     What flows between modules is clipped on its way, and everything before it in the model gets
     what is left (Pascanu et al., 2013, "On the difficulty of training recurrent neural networks").
@@ -229,7 +254,7 @@ def clip(
         AttachError: not exactly one of the three bounds is given, or it is no number from 0 up;
             `total_norm` with module ports; or all selected parameters are frozen.
         SelectionError: the selector matches nothing, or a port is no gradient's.
-        RanksError: parameters are sharded, and another rank does not clip the same ones.
+        RanksError: parameters are sharded, and another rank does not clip at the same sites.
     """
     if others:
         raise TypeError(_misnamed(next(iter(others))))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from hookline.engine import local_part
+from hookline.engine import full_value, gathered, is_dtensor, local_part, while_tracing
+from hookline.engine.errors import AttachError
 
 _EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
 
@@ -21,14 +23,18 @@ class Limit:
         kind: "value", "norm" or "total_norm".
         bound: the largest absolute element, or the largest norm.
         norm_type: the p of the norm.
+
+    Attributes:
+        is_split: whether gradients may be split over ranks, so that a norm is a collective.
     """
 
-    __slots__ = ("_tensor", "bound", "kind", "norm_type")
+    __slots__ = ("_tensor", "bound", "is_split", "kind", "norm_type")
 
     def __init__(self, kind: str, bound: float, norm_type: float) -> None:
         self.kind = kind
         self.bound = bound
         self.norm_type = norm_type
+        self.is_split = False
         # For compiled code, which would be compiled anew for each Python number.
         self._tensor = torch.tensor(bound, dtype=torch.float64, device="cpu")
 
@@ -43,7 +49,16 @@ class Limit:
         if abs(self.norm_type) == math.inf and not wide.numel():
             return wide.new_zeros(())
         norm: Tensor = torch.linalg.vector_norm(wide, self.norm_type)
-        return norm
+        return full_value(norm) if is_dtensor(norm) else norm
+
+    def size_of_all(self, part: Tensor, groups: Iterable[Any]) -> Tensor:
+        """Compute the size of a gradient from that of this rank's part: a collective."""
+        if self.kind == "value":
+            return part
+        for group in groups:
+            norms = gathered(part, group)
+            part = norms.sum() if not self.norm_type else norms.norm(self.norm_type)
+        return part
 
     def clip(self, grad: Tensor, size: Tensor) -> Tensor:
         """Clip a gradient of this size."""
@@ -53,6 +68,8 @@ class Limit:
 
     def inside(self, grad: Tensor) -> Tensor:
         """Clip a gradient in compiled code."""
+        if self.is_split:
+            refuse_split()
         if self.kind == "value" and grad.is_nested:  # torch takes numbers only for these
             return self.clip(grad, grad)
         if self.kind == "value":
@@ -60,6 +77,20 @@ class Limit:
             return grad.clamp(-bound, bound)
         norm = self.size(grad)
         return _scaled(grad, self._tensor.to(norm.device, norm.dtype), norm)
+
+
+@while_tracing
+def refuse_split() -> None:
+    """Code is being compiled that clips what ranks may have split.
+
+    Raises:
+        AttachError: always.
+    """
+    raise AttachError(
+        "hl.clip by a norm between modules must run outside of compiled code in a model that"
+        " tensor parallelism splits, got a compiled one.\nRun it without: with"
+        " torch.compiler.set_stance('force_eager'): ..."
+    )
 
 
 def largest(grad: Any) -> Tensor:

@@ -118,7 +118,7 @@ def _whole(norm: Tensor) -> Tensor:
 
 
 def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
-    """Make sure that all ranks which hold parts of these parameters clip the same ones.
+    """Make sure that all ranks which hold parts of these parameters clip at the same sites.
 
     Raises:
         RanksError: one of them does not; it would be waited for in the midst of backward.
@@ -129,12 +129,12 @@ def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
             ranks.update(parameter.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
     if len(ranks) < 2:
         return
-    question = "hl.clip(model, ...) by a norm of sharded parameters"
+    question = "hl.clip(model, ...) by a norm of what is split over ranks"
     said = meet(question, [str(site) for site in sites], sorted(ranks), TIMEOUT_S)
     texts = [", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8) for names in said]
     if any(names != said[0] for names in said):
         raise RanksError(
-            f"{question}: the ranks clip different parameters: {say_by_rank(sorted(ranks), texts)}."
+            f"{question}: the ranks clip different sites: {say_by_rank(sorted(ranks), texts)}."
             "\nSelect the same on every rank: the norm is over all of them."
         )
 
