@@ -121,6 +121,23 @@ def test_features_inside_features_stop_only_their_own_model(net, image):
     assert feats["outer"].passes[-1]["layer2"].shape == (2, 4, 8, 8)
 
 
+def test_features_that_others_are_taken_inside_of_stop_the_model_for_both(net, image):
+    def pipeline():
+        hl.features(net, image, "layer2")  # reaches the stem first, and is not to go on
+        raise AssertionError("the outer features did not stop it")
+
+    assert torch.equal(hl.features(net, pipeline, "stem")["stem"], net.stem(image))
+
+
+def test_a_line_around_features_has_the_pass_that_they_left(net, image):
+    with hl.record(net, ["stem", "layer1.0"]) as run:
+        hl.features(net, image, "stem")
+        net.stem(image)  # by itself, after a pass that is over
+        net(image)
+    assert [one.order for one in run.passes] == [["stem"], ["stem"], ["stem", "layer1.0"]]
+    assert not any(one.failed for one in run.passes)
+
+
 def test_options_are_those_of_record(net, image):
     feats = hl.features(net, image, "layer1", keep=lambda t: t.mean((2, 3)), dtype=torch.float16)
     assert feats["layer1"].shape == (2, 4)
