@@ -168,7 +168,7 @@ def test_edits_run_as_the_models_own_code_and_keep_the_dtype():
     assert seen == [True]
 
 
-@pytest.mark.cell("autocast", "watch", "features", "clip")
+@pytest.mark.cell("autocast", "watch", "features")
 def test_what_hookline_measures_itself_is_in_float32():
     model, file = make(), io.StringIO()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -117,7 +117,7 @@ def test_with_the_fast_path_off_the_bits_are_the_models_own_and_nothing_is_said(
     capsys.readouterr()
 
 
-@pytest.mark.cell("encoder layers, with gradients", "record", "gradients", "edit gradients", "clip")
+@pytest.mark.cell("encoder layers, with gradients", "record", "gradients")
 def test_with_gradients_there_is_no_fast_path_and_nothing_is_said(x):
     model, bare = encoder(), encoder()
     plain = bare(x)

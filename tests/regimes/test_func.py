@@ -81,7 +81,7 @@ def test_values_come_out_plain_whatever_the_transform(name, net, image, left_as_
     assert left_as_found(net) == before
 
 
-@pytest.mark.cell("torch.func.grad, vjp", "gradients", "raw hooks")
+@pytest.mark.cell("torch.func.grad, vjp", "gradients")
 @pytest.mark.parametrize("name", ["grad", "grad, functional_call", "vjp"])
 def test_gradients_are_autograds_in_place_layers_included(name, net, image):
     expected = by_batch(net, image)
@@ -139,7 +139,7 @@ def test_raw_backward_hooks_on_several_tensors_are_refused_under_transforms():
     assert run[":grad_output"].tolist() == [1, 1]
 
 
-@pytest.mark.cell("torch.func.grad, vjp", "edit", "edit gradients", "clip")
+@pytest.mark.cell("torch.func.grad, vjp", "edit", "edit gradients")
 def test_edits_of_values_and_gradients_are_those_without_transforms(net, image):
     change = hl.edits.scale(0.5)
     for site in ("layer1.0.bn", "layer1.0.bn:grad_output", "fc:grad_input"):
@@ -292,7 +292,7 @@ def test_gradients_that_flow_past_one_examples_value_are_refused(port, net, imag
         vmap(lambda x: net(x[None]))(image)
 
 
-@pytest.mark.cell("torch.func.vmap", "edit", "features", "watch", "clip", "edit gradients")
+@pytest.mark.cell("torch.func.vmap", "edit", "features", "watch")
 def test_edits_and_features_under_vmap_are_those_of_the_batch(net, image):
     for change in (
         hl.edits.scale(0.5),
