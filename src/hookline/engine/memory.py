@@ -4,7 +4,7 @@ A tensor's `_version` tells of every operation in place that goes through torch'
 does not tell of collectives, of running statistics that a kernel updates, and of fused optimizers.
 These write to parameters and buffers, and in a job of several ranks to anything.
 
-Imports distributed_internals, regime, opaque, torch_internals.
+Imports distributed_internals, regime, opaque, torch_internals, weak.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hookline.engine import opaque
 from hookline.engine.distributed_internals import is_dtensor, is_shared_job
 from hookline.engine.regime import has_numbers, innermost
 from hookline.engine.torch_internals import buffers, children, parameters
+from hookline.engine.weak import WeakByIdentity
 
 # fmt: off
 _COMPUTING = frozenset(kind.forward for kind in (
@@ -63,12 +64,14 @@ class Untold:
 
     Args:
         root: the model. It is not held. None if there is none.
+        n_modules: how many modules it has.
     """
 
-    __slots__ = ("_root", "_seen")
+    __slots__ = ("_n_modules", "_root", "_seen")
 
-    def __init__(self, root: nn.Module | None) -> None:
+    def __init__(self, root: nn.Module | None, n_modules: int) -> None:
         self._root = None if root is None else weakref.ref(root)
+        self._n_modules = n_modules
         self._seen: tuple[int, Container[int]] = -1, ()
 
     def begin_pass(self, current: Any) -> bool:
@@ -87,11 +90,17 @@ class Untold:
     def look(self, current: Any) -> Container[int]:
         """Where memory begins that is untold in a pass, in lines: `address >> LINE`.
 
-        Looked at once a pass: the parameters may have moved since the last one.
+        Some of the parameters are asked once a pass whether they have moved, since all of them
+        would take longer than a small model. Where only others have, a look-up says so (`has_now`).
         """
-        known: Container[int] = _addresses(self._model())
-        current.untold = known
-        return known
+        model = self._model()
+        known = None if model is None else _memories.get(model)
+        if known is None or known.n_modules != self._n_modules or known.has_moved():
+            known = _Memory(model, self._n_modules)
+            if model is not None:
+                _memories[model] = known
+        current.untold = known.lines
+        return known.lines
 
     def has_now(self, value: Any, n_passes: int) -> bool:
         """Whether it is so of any tensor of a value, now that so many passes have begun.
@@ -152,6 +161,73 @@ def is_freed(tensor: Tensor) -> bool:
         return tensor.untyped_storage().nbytes() == 0
     except RuntimeError:
         return False
+
+
+@final
+class _Memory:
+    """The memory of a model's parameters and buffers, as it was when it was asked for.
+
+    Args:
+        root: the model. It is not held.
+        n_modules: how many modules it has.
+
+    Attributes:
+        lines: where it begins, in lines.
+    """
+
+    __slots__ = ("_witnesses", "lines", "n_modules")
+
+    def __init__(self, root: nn.Module | None, n_modules: int) -> None:
+        self.lines = _addresses(root)
+        self.n_modules = n_modules
+        self._witnesses = [] if root is None else _witnesses(root)
+
+    def has_moved(self) -> bool:
+        """Whether a witness is elsewhere by now, or gone."""
+        return any(one.has_moved() for one in self._witnesses)
+
+
+@final
+class _Witness:
+    """Tells whether one parameter has moved, or another one has taken its place.
+
+    Args:
+        module: the module that has it. It is not held.
+        name: its name there.
+    """
+
+    __slots__ = ("_line", "_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        self._line = self._where()
+
+    def has_moved(self) -> bool:
+        """Whether its memory is elsewhere, or it is gone."""
+        return self._where() != self._line
+
+    def _where(self) -> int:
+        module = self._module()
+        parameter = None if module is None else parameters(module).get(self._name)
+        if parameter is None:
+            return 0
+        try:
+            return parameter.untyped_storage().data_ptr() >> LINE
+        except RuntimeError:  # sparse, of a transform, or of several parts
+            return next(addresses(parameter), 0)
+
+
+# Of the models that were recorded: a loop that attaches in each step asks for the same.
+_memories: WeakByIdentity[_Memory] = WeakByIdentity()
+
+
+def _witnesses(root: nn.Module) -> list[_Witness]:
+    """Choose the first parameter, the last one, and two between."""
+    found = [(module, name) for module in root.modules() for name in parameters(module)]
+    last = len(found) - 1
+    chosen = sorted({0, last // 3, 2 * last // 3, last}) if found else []
+    return [_Witness(*found[k]) for k in chosen]
 
 
 def _addresses(root: nn.Module | None) -> set[int]:

@@ -163,7 +163,7 @@ def start_recording(
         )
     modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
     detached = options.get("detach", True)
-    untold = Untold(line.root) if options.get("copy") is None else None
+    untold = Untold(line.root, len(line.nodes)) if options.get("copy") is None else None
     report = _report_of(line, selection.sites)
     recording = Recording(selection.sites, report, modules, keeps_graph=not detached, untold=untold)
     line.passes.sink = recording

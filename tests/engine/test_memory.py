@@ -1,0 +1,114 @@
+"""Memory that changes without a word: which tensors share it with a model's parameters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.engine import memory
+from hookline.engine.memory import LINE, Untold, addresses, is_freed, makes_new_memory
+
+
+class Current:
+    untold = None
+
+
+def has(model, tensor):
+    return Untold(model, len(list(model.modules()))).has(Current(), tensor)
+
+
+def test_parameters_buffers_and_their_views_are_untold_and_other_tensors_are_not():
+    model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40))
+    for tensor in (*model.parameters(), *model.buffers()):
+        assert has(model, tensor)
+        assert has(model, tensor.detach())
+        assert has(model, tensor.data.view(-1)[-1:])
+    assert not has(model, torch.zeros(40, 40))
+    assert not has(model, model[0].weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.double(),
+        lambda model: model.load_state_dict(nn.Linear(40, 40).state_dict(), assign=True),
+        lambda model: model.register_parameter("bias", nn.Parameter(torch.zeros(40))),
+    ],
+    ids=["moved", "assigned", "replaced"],
+)
+def test_parameters_that_have_moved_since_the_last_pass_are_found(move):
+    model = nn.Linear(40, 40)
+    untold = Untold(model, 1)
+    kept = [model.weight, model.bias]  # so that no new one can lie where they did
+    assert untold.has(Current(), model.bias.detach())
+    move(model)
+    assert untold.has(Current(), model.bias.detach())
+    assert len(kept) == 2
+
+
+def test_a_layer_that_is_added_between_two_lines_is_found():
+    model = nn.Sequential(nn.Linear(40, 40))
+    assert has(model, model[0].weight.detach())
+    model.append(nn.Linear(40, 40))
+    assert has(model, model[1].weight.detach())
+
+
+def test_what_moved_where_no_witness_is_is_refused_when_looked_up():
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(40))
+
+        def forward(self, x):
+            return self.weight.detach()
+
+    layers = [nn.Linear(40, 40) for _ in range(8)]
+    model = nn.Sequential(*layers[:4], Gives(), *layers[4:])
+    x = torch.zeros(40)
+    with hl.record(model, "4") as run:
+        model(x)
+        model[4].weight.data = torch.ones(40)
+        model(x)
+    assert run.passes[0]["4"].sum() == 0
+    with pytest.raises(hl.OverwrittenError, match="shares memory with a parameter"):
+        run.passes[1]["4"]
+
+
+def test_a_model_is_not_held_by_what_is_known_of_its_memory():
+    model = nn.Linear(4, 4)
+    untold = Untold(model, 1)
+    assert untold.has(Current(), model.weight)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not untold.has(Current(), torch.zeros(40))
+    assert not any(one is None for one, _ in memory._memories.items())
+
+
+def test_only_layers_that_compute_into_memory_of_their_own_are_trusted():
+    assert makes_new_memory(nn.Linear(2, 2))
+    assert makes_new_memory(nn.Conv2d(1, 1, 1))
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return self.weight
+
+    replaced = nn.Linear(2, 2)
+    replaced.forward = lambda x: x
+    for module in (Own(2, 2), replaced, nn.Identity(), nn.ReLU(inplace=True), nn.Flatten()):
+        assert not makes_new_memory(module)
+
+
+def test_memory_is_told_apart_by_lines_and_freed_memory_is_known():
+    tensor = torch.zeros(64)
+    assert list(addresses(tensor)) == [tensor.data_ptr() >> LINE]
+    assert list(addresses(tensor[40:])) == [tensor.data_ptr() >> LINE]
+    assert not is_freed(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert is_freed(tensor)
