@@ -109,8 +109,7 @@ SECOND_SET = (
     "engine/test_backward_taps.py", "verbs/test_record.py", "verbs/test_record_gradients.py",
     "verbs/test_edit.py", "verbs/test_edit_gradients.py", "verbs/test_clip.py",
     "recordings/test_recording.py", "recordings/test_folder.py", "test_random_models.py",
-    "regimes/test_compile.py", "regimes/test_checkpoint.py", "regimes/test_threads.py",
-    "regimes/test_modes.py", "regimes/test_distributed.py",
+    "regimes/test_checkpoint.py", "regimes/test_threads.py", "regimes/test_modes.py",
 )  # fmt: skip
 LIMIT_S = 240  # for one test; a change that hangs is noticed, too
 
@@ -280,13 +279,6 @@ def tests_of(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 _running: set[Any] = set()  # the processes that run tests
 
 
-class Ran(NamedTuple):
-    """A run of tests: whether all passed, and the first that did not, if one is to blame."""
-
-    passed: bool
-    culprit: str | None = None
-
-
 def noticed_by(mutant: Mutant) -> str | None:
     """The test that fails with the change and passes without it, or what else it leads to."""
     with tempfile.TemporaryDirectory() as folder:
@@ -294,51 +286,51 @@ def noticed_by(mutant: Mutant) -> str | None:
         shutil.copytree(ROOT / "src", copied)
         (copied / mutant.path.relative_to(ROOT / "src")).write_text(mutant.source)
         for tests in tests_of(mutant.path):
-            without: list[str] = []
-            while tests:
-                ran = run_tests(copied, (*tests, *without))
-                if ran.passed:
-                    break
-                if ran.culprit is None:
+            for test in failures(copied, tests):
+                if test is None:
                     return "a crash, or a test that hangs"
-                if passes_unchanged(ran.culprit):
-                    return ran.culprit
-                without.append(f"--deselect={ran.culprit}")
+                if passes_unchanged(test):
+                    return test
     return None
 
 
 @cache
 def passes_unchanged(test: str) -> bool:
     """Whether a test passes on the source as it is."""
-    ran = run_tests(ROOT / "src", (test,))
-    if not ran.passed:
+    passed = not any(True for _ in failures(ROOT / "src", (test,)))
+    if not passed:
         print(f"fails on the source as it is: {test}", flush=True)
-    return ran.passed
+    return passed
 
 
-def run_tests(source: Path, arguments: Sequence[str]) -> Ran:
-    """Run tests on a source, up to the first that fails, in a process that has torch already."""
+def failures(source: Path, tests: Sequence[str]) -> Iterator[str | None]:
+    """The tests that fail on a source, as they do, and None if they do not come to an end.
+
+    They run in a process that has torch already, for as long as the caller asks for more.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pytest"])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_in_process, args=(str(source), tuple(arguments), theirs))
+    process = context.Process(target=_in_process, args=(str(source), tuple(tests), theirs))
     process.start()
     _running.add(process)
     theirs.close()
-    culprit = None
     try:
         while ours.poll(LIMIT_S):
-            name, result = ours.recv()
+            name, outcome = ours.recv()
             if name is None:
-                return Ran(result == 0, culprit)
-            culprit = culprit or (name if result == "failed" else None)
-    except EOFError:
-        pass  # it crashed
+                if outcome not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+                    yield None
+                return
+            if outcome == "failed":
+                yield name
+        yield None
+    except EOFError:  # it crashed
+        yield None
     finally:
         _kill_group(process)
         process.join()
         _running.discard(process)
-    return Ran(False)
 
 
 def _kill_group(process: Any) -> None:
@@ -356,7 +348,7 @@ def _in_process(source: str, arguments: tuple[str, ...], pipe: Connection) -> No
     sys.path.insert(0, source)
     os.environ.update(PYTHONPATH=source, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     # Hypothesis's profile for servers: the same examples each time, no deadline, nothing kept.
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=ci"]
+    options = ["-q", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=ci"]
     code = pytest.main([*options, *arguments], plugins=[_Reporter(pipe)])
     pipe.send((None, int(code)))
 
@@ -366,9 +358,6 @@ class _Reporter:
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self.pipe.send((report.nodeid, report.outcome))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.pipe.send((report.nodeid, report.outcome))

@@ -31,6 +31,19 @@ def test_a_site_that_never_fired_is_warned_of_with_the_reason(net, image):
     assert "never: not reached" in str(line.report())
 
 
+@pytest.mark.parametrize(("n_unused", "rest"), [(3, ""), (5, "2 more.")])
+def test_a_warning_names_three_sites_and_counts_the_others(net, image, n_unused, rest):
+    net.unused = nn.ModuleList(nn.Linear(1, 1) for _ in range(n_unused))
+    with pytest.warns(hl.HooklineWarning) as caught:
+        with hl.edit(net, ["fc", "unused.*"], lambda t: t):
+            net(image)
+    said = str(caught[0].message).partition("\n")[0]
+    assert f"{n_unused} of {n_unused + 1} sites never fired: unused.0: " in said
+    assert "; unused.2: " in said
+    assert "unused.3" not in said
+    assert said.partition("; and ")[2] == rest
+
+
 def test_a_line_in_which_nothing_ran_is_warned_of(net):
     with pytest.warns(hl.HooklineWarning, match="the model did not run while it lasted"):
         with hl.record(net, "fc"):

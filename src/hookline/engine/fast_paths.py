@@ -43,7 +43,7 @@ class FusedTap(Tap):
         if self.lane.current is None and not self.passes.is_here():
             self._outside(module)  # takes it off, if it came along with a copy
         elif runs_fused(module, args, kwargs) and not _has_foreign_hooks(module):
-            self.ran = 1
+            self.ran = True
 
 
 def layer_above(node: Node | None) -> Node | None:

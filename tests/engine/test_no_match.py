@@ -1,0 +1,167 @@
+"""no_match: what is said where a selector matches nothing, word for word."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import hookline as hl
+
+
+class Parts(nn.Module):
+    """Modules of several kinds, and lists of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleDict({"conv": nn.Conv2d(1, 1, 1), "norm": nn.LayerNorm(2)})
+        self.head = nn.Linear(2, 2)
+        self.many = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
+        self.relu = nn.ReLU()
+
+
+MODULES = (
+    "\nIts 11 modules begin: block, block.conv, block.norm, head, many, many.0, many.1, many.2, …."
+)
+PARAMETERS = (
+    "\nIts 14 parameters begin: block.conv.weight, block.conv.bias, block.norm.weight,"
+    " block.norm.bias, head.weight, head.bias, many.0.weight, many.0.bias, …."
+)
+
+
+def said(model, selector, **options):
+    with pytest.raises(hl.SelectionError) as caught:
+        hl.select(model, selector, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("selector", "says"),
+    [
+        ("conv", "'conv' matches no module of Parts. Did you mean '**.conv', at any depth?"),
+        (
+            "Linear",
+            "'Linear' matches no module of Parts. For every Linear, give the type itself:"
+            " nn.Linear, not its name.",
+        ),
+        (
+            "head.weight",
+            "'head.weight' matches no module of Parts. It is a parameter; its gradient is"
+            " 'head.weight:grad'.",
+        ),
+        ("haed", "'haed' matches no module of Parts. Did you mean 'head'?"),
+        (
+            "mny.0",
+            "'mny.0' matches no module of Parts. Did you mean 'many.0', 'many.3',"
+            " 'many.2', 'many.1'?",
+        ),
+        ("zzz", "'zzz' matches no module of Parts."),
+        (re.compile("zzz"), "re.compile('zzz') matches no module of Parts."),
+        (lambda path, module: False, "the predicate <lambda> matches no module of Parts."),
+        (nn.Linear(1, 1), "this Linear matches no module of Parts."),
+        (
+            nn.GELU,
+            "GELU matches no module of Parts. Its types: Conv2d, LayerNorm, Linear, ModuleDict,"
+            " ModuleList, Parts, ReLU.",
+        ),
+    ],
+)
+def test_what_is_near_and_what_is_there_are_named(selector, says):
+    assert said(Parts(), selector) == says + MODULES
+
+
+def test_parameters_are_named_where_gradients_were_asked_for():
+    assert said(Parts(), "zzz:grad") == "'zzz:grad' matches no parameter of Parts." + PARAMETERS
+    assert said(Parts(), "head.bais", ports="grad") == (
+        "'head.bais' matches no parameter of Parts. Did you mean 'head.bias', 'head.weight',"
+        " 'many.3.bias', 'many.2.bias'?" + PARAMETERS
+    )
+
+
+def test_eight_paths_are_all_named_and_nine_are_cut():
+    eight = nn.Sequential(*(nn.Identity() for _ in range(8)))
+    assert said(eight, "zzz").endswith("\nIts 9 modules begin: 0, 1, 2, 3, 4, 5, 6, 7.")
+    eight.append(nn.Identity())
+    assert said(eight, "zzz").endswith("\nIts 10 modules begin: 0, 1, 2, 3, 4, 5, 6, 7, ….")
+
+
+def test_a_model_without_submodules_is_said_to_have_none():
+    assert said(nn.Linear(1, 1), "zzz").endswith("(no submodules).")
+
+
+def test_a_type_of_the_same_name_is_told_by_its_module():
+    model = nn.Sequential(nn.Linear(1, 1))
+    mine = type("Linear", (nn.Module,), {})
+    assert said(model, mine).startswith(
+        "Linear matches no module of Sequential. Its types: Sequential,"
+        " torch.nn.modules.linear.Linear."
+    )
+
+
+def test_twelve_types_are_named_and_thirteen_are_cut():
+    kinds = [type(f"Kind{n:02}", (nn.Identity,), {}) for n in range(12)]
+    model = nn.ModuleList(kind() for kind in kinds)
+    model.__class__ = type("Kind12", (nn.ModuleList,), {})
+    assert "Kind10, Kind11, …." in said(model, nn.GELU)
+    del model[11]
+    assert "Kind10, Kind12.\n" in said(model, nn.GELU)
+
+
+def test_what_is_matched_but_has_no_such_port_says_what_has():
+    assert said(Parts(), "relu:grad") == (
+        "ReLU at 'relu' has no parameters.\nFor the gradient of its output: 'relu:grad_output'."
+    )
+    assert said(Parts(), "many") == (
+        "nothing flows through 'many': ModuleList only holds other modules and has no forward."
+        "\nSelect what it holds: 'many.*'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "got"),
+    [
+        (torch.ones(2), "got Tensor[2]."),
+        (
+            torch.ones(2, requires_grad=True) * 2,
+            "got Tensor[2] (it was computed, as a parametrized weight is).",
+        ),
+    ],
+)
+def test_a_tensor_that_is_not_a_parameter_says_where_tensors_go(tensor, got):
+    assert said(Parts(), tensor) == (
+        f"a tensor as a selector must be a parameter of Parts, {got}\nFor any tensor: hl.attach(),"
+        " line.grad(tensor, fn); for a module's values, name the module."
+    )
+
+
+def test_a_computed_weight_names_what_it_is_computed_from():
+    model = Parts()
+    prune.l1_unstructured(model.head, "weight", amount=1)
+    parametrize.register_parametrization(model.many[0], "weight", nn.Identity())
+    assert said(model, "head.weight").startswith(
+        "'head.weight' matches no module of Parts. It is computed before each call, from"
+        " 'head.weight_orig'.\n"
+    )
+    assert said(model, "many.0.weight").startswith(
+        "'many.0.weight' matches no module of Parts. It is computed by a parametrization: select"
+        " 'many.0.parametrizations.weight' for what it computes,"
+        " 'many.0.parametrizations.weight:grad_output' for the gradient of that, or its"
+        " parameters: 'many.0.parametrizations.weight.original'.\n"
+    )
+    # Of the model itself, there is nothing before the name.
+    assert "from 'weight_orig'.\n" in said(model.head, "weight")
+
+
+def test_tensors_that_were_given_by_name_are_called_tensors():
+    one, other = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
+    with (
+        pytest.raises(hl.SelectionError) as caught,
+        hl.attach({"one": one, "other": other}) as line,
+    ):
+        line.grad("zzz", print)
+    assert str(caught.value) == (
+        "'zzz' matches no tensor of tensors.\nIts 2 tensors begin: one, other."
+    )
