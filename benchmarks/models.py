@@ -60,6 +60,23 @@ def tiny_identities() -> Case:
     return Case(nn.Sequential(*layers).eval(), torch.randn(4, 8), paths, "*", r"^\d+$")
 
 
+class OwnLinear(nn.Linear):
+    """A layer of one's own, of which nobody knows whether it returns a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@functools.cache
+def tiny_own() -> Case:
+    """200 tiny layers of a class of one's own: each output is asked whether it shares memory with a
+    parameter, of whose changes torch does not always tell."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[OwnLinear(8, 8) for _ in range(200)]).eval()
+    paths = tuple(str(number) for number in range(200))
+    return Case(model, torch.randn(1, 8), paths, nn.Linear, r"^\d+$")
+
+
 @functools.cache
 def resnet34() -> Case:
     """ResNet-34, 4 images of 224 x 224, recorded at its 36 convolutions."""

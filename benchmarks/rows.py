@@ -125,6 +125,14 @@ ROWS = (
         ),
     ),
     Row(
+        "own",
+        200,
+        20,
+        _steady(
+            models.tiny_own, "record 200 tiny layers of one's own class, attached once", 1.05, 10
+        ),
+    ),
+    Row(
         "resnet34",
         40,
         6,

@@ -39,9 +39,9 @@ LINE = 6
 # fmt: on
 
 
-def makes_new_memory(module: nn.Module) -> bool:
-    """Whether what a module returns never shares memory with a parameter, a buffer or an input."""
-    return type(module).forward in _COMPUTING and "forward" not in module.__dict__
+def makes_new_memory(kind: type[nn.Module]) -> bool:
+    """Whether what a class's forward returns shares no memory with a parameter or an input."""
+    return getattr(kind, "forward", None) in _COMPUTING
 
 
 @final

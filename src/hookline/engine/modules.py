@@ -16,6 +16,7 @@ from hookline.engine.compile_internals import holds_compiled_call
 from hookline.engine.distributed_internals import sharded_parameters
 from hookline.engine.torch_internals import (
     children,
+    is_leaf,
     parameters,
     unwrapping,
 )
@@ -172,12 +173,7 @@ def _visit(
             if child is None:
                 continue
             # Most modules are leaves that are met once: a call of a function less for each.
-            if (
-                type(child) in met.bare
-                and id(child) not in nodes
-                and not children(child)
-                and not holds_compiled_call(child)
-            ):
+            if type(child) in met.bare and id(child) not in nodes and is_leaf(child):
                 nodes[id(child)] = Node(prefix + name, child, len(nodes), parent=node)
             else:
                 _visit(child, prefix + name, node, nodes, above, met)

@@ -319,6 +319,12 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules if found is None else found
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module has no children, and does not hold its compiled call."""
+    attributes = module.__dict__
+    return not attributes.get("_modules", True) and "_compiled_call_impl" not in attributes
+
+
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
     found: dict[str, nn.Parameter | None] = _own(module, "_parameters")

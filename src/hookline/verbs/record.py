@@ -16,7 +16,6 @@ from hookline.engine import (
     Ground,
     Halves,
     Line,
-    Node,
     OutputTap,
     Pass,
     Passes,
@@ -33,6 +32,7 @@ from hookline.engine import (
     makes_new_memory,
     ports_for,
     snapshot,
+    unused,
 )
 from hookline.engine.errors import SelectionError
 from hookline.recordings import Recording
@@ -169,6 +169,7 @@ def start_recording(
     line.passes.sink = recording
     numbers = itertools.count()  # `bind` is called once for each site, in their order
     nodes = [node for _, node in selection.places()]
+    computing = set(filter(makes_new_memory, line.layout.kinds))
     fast, kept = is_plain(options), Keeper(options, untold)
     rest = Keeper({**options, "keep": None, "copy": False}, None)  # of what the graph has copied
     inside = _inside(options)
@@ -178,12 +179,12 @@ def start_recording(
     def bind(site: Site) -> Bound:
         number = next(numbers)
         is_whole = not site.leaf and site.call is None
-        node = nodes[number]
+        node: Any = nodes[number]
         if is_plain_output and site.port == "output" and is_whole:
-            see = _keep(number, kept)
-            if untold is None or (isinstance(node, Node) and makes_new_memory(node.module)):
-                return _PlainTap(site, line.passes, number, see)
-            return _SharingTap(site, line.passes, number, see, untold)
+            module = node.module
+            if untold is None or (type(module) in computing and "forward" not in vars(module)):
+                return _PlainTap(site, line.passes, number, kept)
+            return _SharingTap(site, line.passes, number, kept, untold)
         if site.is_gradient:
             parameter = getattr(node, "tensor", None)
             on = KeepGradient(number, kept, parameter, keeps_graph=not detached)
@@ -223,11 +224,19 @@ class _PlainTap(OutputTap):
     A call less is a fiftieth of what torch takes for a module with a hook.
     """
 
-    __slots__ = ("number",)
+    __slots__ = ("kept", "number")
 
-    def __init__(self, site: Site, passes: Passes, number: int, see: See) -> None:
-        super().__init__(site, passes, see, Rank.RECORD)
+    def __init__(self, site: Site, passes: Passes, number: int, kept: Keeper) -> None:
+        super().__init__(site, passes, unused, Rank.RECORD)
         self.number = number
+        self.kept = kept
+
+    def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep what is no lone tensor, or was seen outside of a pass, as any other tap does."""
+        # Made here, since most taps never need it; an inert copy has none.
+        if getattr(self, "see", None) is unused:
+            self.see = _keep(self.number, self.kept)
+        OutputTap.fire(self, module, args, output)
 
     def harvest(self, current: Pass, run: Run) -> None:
         """Keep what compiled code has caught: copies, detached by it."""
@@ -246,7 +255,7 @@ class _PlainTap(OutputTap):
             return
         current = self.lane.current
         if current is None or not isinstance(output, Tensor):
-            super().fire(module, args, output)
+            self.fire_slowly(module, args, output)
             return
         self.fired += 1
         if output.requires_grad:
@@ -254,7 +263,7 @@ class _PlainTap(OutputTap):
         try:
             current.note((self.number, output, output._version))
         except RuntimeError:  # an inference tensor has no version
-            self.see(current, output)
+            _keep(self.number, self.kept)(current, output)
 
 
 @final
@@ -263,8 +272,10 @@ class _SharingTap(_PlainTap):
 
     __slots__ = ("untold",)
 
-    def __init__(self, site: Site, passes: Passes, number: int, see: See, untold: Untold) -> None:
-        super().__init__(site, passes, number, see)
+    def __init__(
+        self, site: Site, passes: Passes, number: int, kept: Keeper, untold: Untold
+    ) -> None:
+        super().__init__(site, passes, number, kept)
         self.untold = untold
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -274,7 +285,7 @@ class _SharingTap(_PlainTap):
             return
         current = self.lane.current
         if current is None or type(output) is not Tensor:
-            OutputTap.fire(self, module, args, output)
+            self.fire_slowly(module, args, output)
             return
         known = current.untold
         if known is None:
@@ -286,7 +297,7 @@ class _SharingTap(_PlainTap):
         except RuntimeError:  # it has no version, or no memory of its own
             is_untold, version = True, 0
         if is_untold:
-            OutputTap.fire(self, module, args, output)
+            self.fire_slowly(module, args, output)
             return
         self.fired += 1
         if output.requires_grad:
