@@ -23,7 +23,7 @@ conv = torch.nn.Conv2d(3, 64, 7, 2, 3)
 with torch.no_grad(), hl.record(conv) as run:
     conv(torch.randn(1, 3, 224, 224))
 start = time.perf_counter()
-hl.plots.channels(run, ":output").savefig(io.BytesIO())
+hl.plots.channels(run, "(root)").savefig(io.BytesIO())
 print(json.dumps(time.perf_counter() - start))
 """
 

@@ -37,7 +37,7 @@ ONLY = {
         "hookline.engine.words",
     },
 }
-PLAIN_DATA = {"Site", "Report", "Inventory", "HookEntry", "tree"}
+PLAIN_DATA = {"Site", "as_written", "Report", "Inventory", "HookEntry", "tree"}
 
 
 def name_of(path: Path) -> str:

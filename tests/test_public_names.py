@@ -65,7 +65,7 @@ SIGNATURES = {
     "plots.compare": "(a, b, site=None, *, n=None, order='difference', sample=0, layout=None)",
     "plots.gradients": "(recording)",
     "plots.histograms": "(recording, sites=None, *, bins=64, n=48, log=True)",
-    "plots.images": "(recording, site=':input', *, n=16, layout=None)",
+    "plots.images": "(recording, site='(root):input', *, n=16, layout=None)",
     "plots.statistics": "(recording, sites=None, *, what=('mean', 'std', 'min', 'max', 'zeros'))",
     "plots.tokens": "(recording, site, *, texts=None, n=None, order='index', sample=0,"
     " layout=None)",

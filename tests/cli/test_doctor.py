@@ -69,7 +69,7 @@ def test_it_exits_0_where_every_site_fires(doctor):
 def test_it_exits_1_where_one_does_not(doctor):
     done = doctor("mine.py:Idle")
     assert done.code == 1
-    assert "not reached: the root ran and did not call it" in done.out
+    assert "not reached: (root) ran and did not call it" in done.out
     assert doctor("mine.py:Idle", "used").code == 0
 
 

@@ -168,7 +168,7 @@ def test_nothing_is_left_when_the_body_raises_at_any_module(net, image, left_as_
             raise ValueError("here")
 
         with pytest.raises(ValueError, match="here"), hl.record(net), hl.attach(net) as line:
-            line.forward(path if path != ":output" else "", fail)
+            line.forward(path if path != "(root)" else "", fail)
             net(image)
         assert left_as_found(net) == before
 

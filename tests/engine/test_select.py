@@ -79,7 +79,7 @@ def test_every_kind_of_selector(net):
     assert paths(net, net.layer1[1]) == ["layer1.1"]
     assert paths(net, lambda path, module: path.count(".") == 1) == blocks
     assert paths(net, ["layer2.1", "layer1.0"]) == ["layer1.0", "layer2.1"]
-    assert paths(net, "") == [":output"]
+    assert paths(net, "") == ["(root)"]
     assert len(paths(net, None)) == len(list(net.modules()))
 
 
@@ -147,6 +147,26 @@ def test_paths_with_signs_of_the_grammar_can_be_selected_as_they_stand():
     assert [site.path for site in hl.select(model, "a[[]0[]]:input")] == ["a[0]"]
 
 
+@pytest.mark.parametrize("text", ["", ":output", "(root)", "(root):output"])
+def test_every_way_to_write_the_root_selects_it(net, text):
+    selection = hl.select(net, text)
+    assert [(site.path, str(site)) for site in selection] == [("", "(root)")]
+    assert text in selection
+    assert (hl.select(net, None) - text).sites == hl.select(net, None).sites[1:]
+    assert repr(selection).splitlines()[1].startswith("(root)  (")
+
+
+def test_a_module_that_is_called_root_in_parentheses_is_selected_as_it_stands():
+    model = nn.ModuleDict({"(root)": nn.Linear(1, 1)})
+    for text in ("(root)", "(root):output", "[(]root)"):
+        (site,) = hl.select(model, text)
+        assert site.path == "(root)"
+        assert hl.select(model, str(site)).sites == (site,)
+    assert [site.path for site in hl.select(model, "(root):grad", ports="grad")] == [
+        "(root).weight", "(root).bias",
+    ]  # fmt: skip
+
+
 def test_a_bracket_of_a_path_and_one_of_a_leaf_are_told_apart(net):
     def parts(text):
         return [(site.path, site.leaf) for site in hl.select(net, text)]
@@ -188,7 +208,7 @@ def test_leaf_modules_and_biases_alone_can_be_selected(net):
 def test_mere_holders_are_left_out_of_wide_selections():
     model = nn.Sequential(nn.Linear(1, 1))
     model.parts = nn.ModuleList([nn.Linear(1, 1)])
-    assert paths(model, "**") == [":output", "0", "parts.0"]
+    assert paths(model, "**") == ["(root)", "0", "parts.0"]
     with pytest.raises(hl.SelectionError, match=r"nothing flows through 'parts'.*\n.*'parts\.\*'"):
         hl.select(model, "parts")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline.engine.errors import SelectionError
-from hookline.engine.select import parse_site
+from hookline.engine.select import as_written, parse_site
 from hookline.engine.site import PORTS, Site, parse
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
@@ -72,4 +72,38 @@ def test_malformed_sites_say_what_is_wrong_and_show_the_form(text, said):
 def test_a_path_alone_is_the_output():
     assert str(Site("a.b")) == "a.b"
     assert str(Site("a.b", "input")) == "a.b:input"
-    assert str(Site("")) == ":output"
+
+
+def test_the_root_is_written_so_that_it_can_be_seen():
+    assert str(Site("")) == "(root)"
+    assert str(Site("", "input")) == "(root):input"
+    assert str(Site("", leaf=(0,), call=1)) == "(root):output[0]#1"
+    assert str(Site("", "grad_output")) == "(root):grad_output"
+
+
+@pytest.mark.parametrize(
+    ("written", "site"),
+    [
+        (["", ":output", "(root)", "(root):output"], Site("")),
+        ([":input", "(root):input"], Site("", "input")),
+        (["[0]", ":output[0]", "(root)[0]", "(root):output[0]"], Site("", leaf=(0,))),
+        (["#2", "(root)#2"], Site("", call=2)),
+    ],
+)
+def test_the_root_is_read_in_every_way_and_written_in_one(written, site):
+    assert {parse_site(text) for text in written} == {site}
+    assert {as_written(text) for text in written} == {str(site)}
+
+
+def test_runs_stay_where_a_root_is_written_anew_and_other_texts_as_they_are():
+    assert as_written(":input#1#pass2") == "(root):input#1#pass2"
+    for text in ("fc", "fc:output", ":nothing", "a[12].x", "[(]root)", "(roots)"):
+        assert as_written(text) == text
+
+
+def test_a_module_that_is_called_root_in_parentheses_has_a_text_of_its_own():
+    for port in PORTS:
+        site = Site("(root)", port)
+        assert str(site) != str(Site("", port))
+        assert parse_site(str(site)) == site
+    assert parse_site("(root):input", {"", "(root)"}) == Site("(root)", "input")

@@ -147,6 +147,47 @@ def test_every_key_that_iteration_gives_can_be_looked_up():
     assert len(dict(run.items())) == len(run) == 14
 
 
+@pytest.mark.parametrize("port", ["input", "output"])
+def test_the_root_is_looked_up_in_every_way_and_its_key_can_be_seen(net, image, port):
+    with hl.record(net, "", ports=port) as run:
+        out = net(image)
+    is_output = port == "output"
+    (key,) = run
+    assert key == ("(root)" if is_output else "(root):input")
+    for text in ["", ":output", "(root)", "(root):output"] if is_output else [":input", key]:
+        assert torch.equal(run[text], out if is_output else image)
+        assert torch.equal(run.passes[0][text], run[key])
+        assert text in run
+    assert key in str(run)
+    assert key in str(run.report())
+
+
+class NamedRoot(nn.Module):
+    """Has a module whose name is how the root is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("(root)", nn.Linear(1, 1))
+
+    def forward(self, x):
+        return self.get_submodule("(root)")(x) + 1
+
+
+def test_a_module_that_is_called_root_in_parentheses_is_told_from_the_root(tmp_path):
+    model = NamedRoot()
+    with hl.record(model, ports=("input", "output")) as run:
+        out = model(torch.ones(1, 1))
+    for one in (run, hl.open(run.save(tmp_path / "run"))):
+        assert torch.equal(one[""], out)
+        assert torch.equal(one["(root)"], out - 1)
+        assert torch.equal(one["(root):output"], out - 1)
+        assert torch.equal(one["[(]root)"], out - 1)
+        values = dict(one.items())
+        assert list(values) == [":input", ":output", "[(]root):input", "[(]root)"]
+        assert torch.equal(values[":output"], out)
+    assert len(hl.summary(model, torch.ones(1, 1)).rows) == 2
+
+
 def test_a_site_is_looked_up_by_its_number_through_the_sites(net, image):
     with hl.record(net, ["stem", "fc"]) as run:
         net(image)
@@ -296,7 +337,7 @@ def test_the_order_is_that_of_running_not_of_registration():
     model = Backwards()
     with hl.record(model) as run:
         model(torch.ones(1))
-    assert run.passes[0].order == ["early", "late#0", "late#1", ":output"]
+    assert run.passes[0].order == ["early", "late#0", "late#1", "(root)"]
     assert all(key in run for key in run.passes[0].order)
 
 

@@ -127,7 +127,7 @@ def test_a_fork_in_the_midst_of_a_forward_leaves_both_with_their_own_pass(x):
         said = []
         model(x)
     assert said == [["first", "second"]]  # its root has not returned there
-    assert list(run) == [":output", "first", "second"]
+    assert list(run) == ["(root)", "first", "second"]
 
 
 @pytest.mark.cell("a fork while other threads attach", "record", "raw hooks")

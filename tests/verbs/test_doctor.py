@@ -46,7 +46,7 @@ def test_sites_that_fire_are_counted(looped):
     found = hl.doctor(looped, X)
     assert found.ok
     assert {str(one.site): one.verdict for one in found.sites} == {
-        ":output": "fires", "block": "fires 3 x", "head": "fires",
+        "(root)": "fires", "block": "fires 3 x", "head": "fires",
     }  # fmt: skip
     assert found.ran == "forward"
     assert not any(one.why or one.remedy for one in found.sites)
@@ -82,7 +82,7 @@ def test_asking_a_weight_for_its_shape_is_no_use_of_it():
             return x.to(self.a.weight.dtype).reshape(-1, self.a.weight.shape[1])
 
     assert (
-        never(hl.doctor(Shape(), X, "a"), "a")[0] == "not reached: the root ran and did not call it"
+        never(hl.doctor(Shape(), X, "a"), "a")[0] == "not reached: (root) ran and did not call it"
     )
 
 
@@ -112,7 +112,7 @@ def test_a_module_that_nothing_calls_is_told_with_the_one_that_could_have():
 
     model = Branch()
     found = hl.doctor(model, X)
-    assert never(found, "blocks.0")[0] == "not reached: the root ran and did not call it"
+    assert never(found, "blocks.0")[0] == "not reached: (root) ran and did not call it"
     why, remedy = never(found, "blocks.0.0")
     assert why == "not reached: nothing called blocks.0 (Sequential), which holds it"
     assert "the branch in which it is called" in remedy
@@ -194,7 +194,7 @@ def test_a_script_module_is_told():
     why, remedy = never(hl.doctor(model, X), "0")
     assert why.startswith("a ScriptModule: torch takes hooks on it and never calls them")
     assert "before torch.jit.script" in remedy
-    assert never(hl.doctor(scripted, X, "*" if list(scripted.children()) else None), ":output")
+    assert never(hl.doctor(scripted, X, "*" if list(scripted.children()) else None), "(root)")
     assert hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), X).ok
 
 

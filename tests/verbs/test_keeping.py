@@ -106,7 +106,7 @@ def test_what_shares_memory_with_the_model_stays_as_it_was_seen(
     view, source, write, mode, trained, keep, moved
 ):
     model = Around(Giver(VIEWS[view], source, trained))
-    sites = ["giver:output", "same:input", "same:output", ":output"]
+    sites = ["giver:output", "same:input", "same:output", "(root)"]
     with hl.record(model, sites, keep=keep) as run:
         if moved:  # the memory that the line saw when it was made is no more
             model.double().float()

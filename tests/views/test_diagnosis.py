@@ -49,7 +49,7 @@ def test_what_does_not_fire_comes_first_and_what_is_alike_shares_a_reason(found)
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     silent = [f"idle.{k}{port}" for k in range(6) for port in ("", ":grad_output")]
     assert names[:15] == ["site", "-" * len(lines[1]), *silent, "used.0"]
-    assert sum("not reached: the root ran and did not call it" in line for line in lines) == 1
+    assert sum("not reached: (root) ran and did not call it" in line for line in lines) == 1
     assert "overwritten in place later" in lines[14]
     assert any("-> record copies: hl.record(..., copy=True)" in line for line in lines)
 
@@ -77,7 +77,7 @@ def test_notes_and_the_environment_stand_below(found):
 
 def test_without_reasons_there_is_no_column_for_them():
     text = str(hl.doctor(nn.Linear(2, 2).eval(), X))
-    assert text.splitlines()[2:5] == ["site     verdict", "----------------", ":output  fires"]
+    assert text.splitlines()[2:5] == ["site    verdict", "---------------", "(root)  fires"]
 
 
 def test_a_failure_is_shown_with_what_to_do():
@@ -124,7 +124,7 @@ def test_the_data_holds_every_site_by_itself(found):
     assert len(data["sites"]) == 22
     assert data["ok"] is False
     assert data["sites"][0] == {
-        "site": ":output", "type": "Idle", "verdict": "fires", "calls": 1, "why": "", "remedy": "",
+        "site": "(root)", "type": "Idle", "verdict": "fires", "calls": 1, "why": "", "remedy": "",
     }  # fmt: skip
     assert data["failure"] is None
     assert data["notes"][0]["about"] == "backward"

@@ -70,7 +70,12 @@ def test_gradients_of_several_backward_passes_are_shown():
         loss = net(torch.ones(3, 2)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert Cells(run._repr_html_()).rows[1] == [":grad_output", "Linear", "2", "[3, 1] float32"]
+    assert Cells(run._repr_html_()).rows[1] == [
+        "(root):grad_output",
+        "Linear",
+        "2",
+        "[3, 1] float32",
+    ]
 
 
 def test_a_site_without_a_value_is_pointed_out(looped):

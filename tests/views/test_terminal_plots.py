@@ -36,7 +36,7 @@ def test_the_bars_are_the_histogram_of_all_elements():
     with hl.record(model) as run:
         model(value)
     counts, _ = np.histogram(value.numpy(), 32)
-    row = next(line for line in printed(run).splitlines() if line.startswith(":output"))
+    row = next(line for line in printed(run).splitlines() if line.startswith("(root)"))
     assert spark(counts) in row
     assert row.split()[-3:] == ["0.01187", "98.9", "%"]
     assert (spark(counts)[0], spark(counts)[1], len(spark(counts))) == ("█", " ", 32)
@@ -44,7 +44,7 @@ def test_the_bars_are_the_histogram_of_all_elements():
 
 def test_without_colours_maps_are_shades(ramp):
     text = printed(ramp, color_system=None)
-    assert ":output: 2 channels of 4x4, the first 2" in text
+    assert "(root): 2 channels of 4x4, the first 2" in text
     assert text.splitlines()[-2:] == [" ░▓█  ░▓█"] * 2
 
 
@@ -61,7 +61,7 @@ def test_in_a_narrow_terminal_histograms_have_fewer_bars_and_numbers_stay_whole(
     model = nn.Identity()
     with hl.record(model) as run:
         model(torch.linspace(-1.234, 5.678, 640))
-    row = next(line for line in printed(run, width=60).splitlines() if line.startswith(":output"))
+    row = next(line for line in printed(run, width=60).splitlines() if line.startswith("(root)"))
     assert row.split()[2:] == ["-1.234", "5.678", "2.222", "0", "%"]
     assert set(row.split()[1]) == {"█"}
 
@@ -81,7 +81,7 @@ def test_in_an_old_code_page_it_is_drawn_with_characters_that_it_has(ramp, optio
     Console(file=out, width=120, **options).print(terminal_plots(ramp))
     out.flush()
     lines = raw.getvalue().decode().splitlines()
-    row = next(line for line in lines if line.startswith(":output "))
+    row = next(line for line in lines if line.startswith("(root) "))
     assert row.count("#") == 4
     assert lines[-2:] == [" .*#  .*#"] * 2
 
@@ -130,4 +130,4 @@ def test_matplotlib_is_not_needed(ramp, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert ":output" in printed(ramp)
+    assert "(root)" in printed(ramp)

@@ -62,11 +62,14 @@ from hookline.engine.regime import without_autocast as without_autocast
 from hookline.engine.report import Report as Report
 from hookline.engine.select import Selection as Selection
 from hookline.engine.select import Selector as Selector
+from hookline.engine.select import as_written as as_written
 from hookline.engine.select import check_ports as check_ports
 from hookline.engine.select import parse_site as parse_site
 from hookline.engine.select import select as select
 from hookline.engine.site import PORTS as PORTS
+from hookline.engine.site import ROOT as ROOT
 from hookline.engine.site import Site as Site
+from hookline.engine.site import path_text as path_text
 from hookline.engine.taps import OutputTap as OutputTap
 from hookline.engine.taps import Rank as Rank
 from hookline.engine.taps import unused as unused
@@ -86,6 +89,7 @@ __all__ = [
     "EVERYWHERE",
     "LINE",
     "PORTS",
+    "ROOT",
     "TIMEOUT_S",
     "Arrival",
     "Blame",
@@ -113,6 +117,7 @@ __all__ = [
     "Sink",
     "Site",
     "Untold",
+    "as_written",
     "aside",
     "at_end_of_backward",
     "attach",
@@ -139,6 +144,7 @@ __all__ = [
     "meet",
     "outer_backward",
     "parse_site",
+    "path_text",
     "plain",
     "ports_for",
     "ranks_of",

@@ -28,7 +28,7 @@ from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_tap import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.returns import check_backward
-from hookline.engine.site import Site
+from hookline.engine.site import Site, path_text
 from hookline.engine.taps import Rank
 from hookline.engine.torch_internals import at_end_of_backward, backward_number
 from hookline.engine.values import Arrival, hook_value
@@ -85,7 +85,7 @@ class _RawBackwardTap(GradientTap):
 
     @property
     def _name(self) -> str:
-        return self.site.path or self.site.module_type
+        return path_text(self.site.path)
 
     @while_tracing
     def refuse_graphs(self) -> None:
@@ -121,8 +121,9 @@ class _RawBackwardTap(GradientTap):
             return None
         self.fired += 1
         try:
-            where = str(self.site) or self.site.module_type
-            result = guarded(lambda given: self.function(module, *given), (old, *rest), where)
+            result = guarded(
+                lambda given: self.function(module, *given), (old, *rest), str(self.site)
+            )
             return None if result is None else check_backward(result, old)
         except Exception as error:
             self._note_backward(error)

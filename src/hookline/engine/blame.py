@@ -12,6 +12,7 @@ from torch import nn
 
 from hookline.engine import tree
 from hookline.engine.modules import walk
+from hookline.engine.site import path_text
 
 
 class Blame(NamedTuple):
@@ -22,7 +23,7 @@ class Blame(NamedTuple):
     got: str
 
     def __str__(self) -> str:
-        return f"{self.path or '(root)'} ({self.module_type}), which got {self.got}"
+        return f"{path_text(self.path)} ({self.module_type}), which got {self.got}"
 
 
 def blame(model: nn.Module, error: BaseException) -> Blame | None:

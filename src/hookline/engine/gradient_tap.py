@@ -264,7 +264,7 @@ class GradientTap(Tap):
             AttachError: it does need one, which nothing here would be told of.
         """
         if not self.on.optional and any(hides_gradients(one) for _, one in tree.tensors(value)):
-            refuse_mapped(str(self.site) or self.site.module_type)
+            refuse_mapped(str(self.site))
         self.needless += 1
 
     def lose(self, why: str = "") -> None:

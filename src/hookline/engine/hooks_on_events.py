@@ -56,7 +56,7 @@ class EventHooks(ModuleHooks):
                 "registrations happen in a model: hl.attach(model), or hl.attach(hl.EVERYWHERE)"
                 " while one is being built."
             )
-        site = Site("", f"registered {kind}", module_type=self.layout.name)
+        site = Site("any module", f"registered {kind}", module_type=self.layout.name)
         tap = EventTap(site, self.passes, hook, returns.check_registered(kind, kinds[kind]))
 
         def matches(module: nn.Module) -> bool:
@@ -143,7 +143,9 @@ class EventHooks(ModuleHooks):
     def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> None:
         check_callable(kind, hook)
         if optimizer is None and self.is_everywhere:
-            tap = EventTap(Site("", kind, module_type="any"), self.passes, hook, check)
+            tap = EventTap(
+                Site("any optimizer", kind, module_type="Optimizer"), self.passes, hook, check
+            )
             self.caught(kind, lambda owner: True, tap)
             return
         if not isinstance(optimizer, Optimizer):

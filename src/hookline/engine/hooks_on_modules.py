@@ -20,7 +20,7 @@ from hookline.engine.modules import Node
 from hookline.engine.raw_taps import RawTap
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.select import Selector
-from hookline.engine.site import Site
+from hookline.engine.site import Site, path_text
 from hookline.engine.taps import Rank
 from hookline.engine.traced import defaults_by_name
 
@@ -252,11 +252,11 @@ class ModuleHooks(Line):
 
 
 def _module_of(site: Site, node: Any) -> str:
-    return site.path if isinstance(node, Node) else site.path.rpartition(".")[0]
+    return path_text(site.path if isinstance(node, Node) else site.path.rpartition(".")[0])
 
 
 def _everywhere(kind: str) -> Site:
-    return Site("", kind, module_type="any module")
+    return Site("any module", kind, module_type="any module")
 
 
 def check_callable(kind: str, hook: Any) -> None:

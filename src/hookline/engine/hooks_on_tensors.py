@@ -20,7 +20,7 @@ from hookline.engine.modules import TensorNode
 from hookline.engine.passes import Pass
 from hookline.engine.raw_taps import EventTap
 from hookline.engine.select import Selector
-from hookline.engine.site import Site
+from hookline.engine.site import Site, path_text
 from hookline.engine.taps import Rank
 
 Hook = Callable[..., Any]
@@ -127,7 +127,8 @@ class TensorHooks(Line):
             if site.port != "grad" or not isinstance(found, TensorNode):
                 raise SelectionError(
                     f"line.{kind} hooks parameters and tensors, and {site} is a module's."
-                    f"\nUse line.backward({site.path!r}, fn), or hl.edit(model, {str(site)!r}, fn)."
+                    f"\nUse line.backward({path_text(site.path)!r}, fn), or"
+                    f" hl.edit(model, {str(site)!r}, fn)."
                 )
             if found.tensor.requires_grad:
                 yield site, found

@@ -17,6 +17,7 @@ from typing import Any, final
 from torch import nn
 
 from hookline.engine.modules import walk
+from hookline.engine.site import path_text
 from hookline.engine.taps import RootTap, Tap, is_inert
 from hookline.engine.torch_internals import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
 from hookline.engine.words import plural, visible
@@ -60,7 +61,7 @@ class Inventory:
         if not self.entries:
             return f"no hooks on {plural(self.modules, 'module')}"
         rows = [
-            (e.path or "(root)", e.kind, e.owner, e.function, e.where) for e in self.entries
+            (path_text(e.path), e.kind, e.owner, e.function, e.where) for e in self.entries
         ]  # fmt: skip
         rows.insert(0, ("path", "kind", "owner", "function", "where"))
         widths = [max(len(row[k]) for row in rows) for k in range(4)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.engine.modules import Layout, Node
-from hookline.engine.site import SiteText
+from hookline.engine.site import SiteText, path_text
 from hookline.engine.tree import describe
 
 
@@ -22,15 +22,15 @@ def nothing(
 ) -> str:
     """The message for a selector that matches nothing, or nothing with one of the wanted ports."""
     if matched:
-        node, kind = matched[0], matched[0].type_name
+        node, kind, path = matched[0], matched[0].type_name, path_text(matched[0].path)
         if wanted == ("grad",):
             return (
-                f"{kind} at {node.path!r} has no parameters.\nFor the gradient of its output:"
-                f" '{node.path}:grad_output'."
+                f"{kind} at {path!r} has no parameters.\nFor the gradient of its output:"
+                f" '{path}:grad_output'."
             )
         return (
-            f"nothing flows through {node.path!r}: {kind} only holds other modules and has no"
-            f" forward.\nSelect what it holds: '{node.path}.*'."
+            f"nothing flows through {path!r}: {kind} only holds other modules and has no"
+            f" forward.\nSelect what it holds: {f'{node.path}.*' if node.path else '*'!r}."
         )
     if isinstance(selector, Tensor):
         return (

@@ -104,7 +104,7 @@ class Report:
             head += "; the model itself was not called, only modules inside it"
         if self.elsewhere:
             head += f"; {self.elsewhere} runs in other threads or tasks were not seen"
-        width = max((len(str(site) or '""') for site, _ in self.fired), default=0)
+        width = max((len(str(site)) for site, _ in self.fired), default=0)
         lines = [
             f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
             + (f"  never: {self.why[site]}" if site in self.why else "")

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from hookline.engine.errors import SelectionError
 from hookline.engine.globs import glob
 from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.no_match import nothing
-from hookline.engine.site import PORTS, Site, SiteText, parse
+from hookline.engine.site import PORTS, ROOT, Site, SiteText, parse
 from hookline.engine.torch_internals import has_forward, is_holder, unwrap
 from hookline.engine.tree import describe
 from hookline.engine.words import plural
@@ -82,7 +82,9 @@ class Selection:
         return len(self._sites)
 
     def __contains__(self, site: object) -> bool:
-        return (parse_site(site) if isinstance(site, str) else site) in self._sites
+        if isinstance(site, str):
+            site = parse_site(site, {one.path for one in self})
+        return site in self._sites
 
     def __or__(self, other: Selector) -> Selection:
         return Selection(self._layout, [*self.places(), *self._coerce(other).places()])
@@ -179,10 +181,26 @@ def select_in(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Sel
     return Selection(layout, _match(layout, selector, ports))
 
 
-def parse_site(text: str) -> Site:
-    """One written site (not a glob) as a Site."""
-    parts = parse(text)
+def parse_site(text: str, paths: Container[str] = ()) -> Site:
+    """One written site (not a glob) as a Site; `paths` are those that there are."""
+    parts = parse(text, paths)
     return Site(parts.path, parts.port or "output", parts.leaf, parts.call)
+
+
+def as_written(text: str) -> str:
+    """Write the root's sites in the one way of all output; other texts stay as they are.
+
+    >>> as_written(""), as_written(":input"), as_written("fc")
+    ('(root)', '(root):input', 'fc')
+    """
+    if text and not text.startswith((":", "#", "[", ROOT)):
+        return text
+    text, sign, run = text.partition("#")
+    try:
+        site = parse_site(text)
+    except SelectionError:
+        return text + sign + run
+    return (text if site.path else str(site)) + sign + run
 
 
 def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterable[Place]:
@@ -305,7 +323,10 @@ def _match_text(layout: Layout, selector: str) -> tuple[SiteText, list[Node]]:
     exact = [node for node in nodes if node.path == selector or selector in node.aliases]
     if exact:
         return SiteText(selector, None, (), None), exact
-    text = parse(selector)
+    paths: set[str] = set()
+    if selector.startswith(ROOT):
+        paths = {path for node in nodes or layout.tensors for path in node.paths}
+    text = parse(selector, paths)
     exact = [node for node in nodes if text.path in node.paths] if text.path else []
     if exact:  # a name may hold signs of the grammar
         return text, exact

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +18,9 @@ from hookline.engine.tree import Key, Leaf, leaf_text
 
 # What flows through a module, and back; `grad` is a parameter's, or a tensor's.
 PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
+# How the root is written: its path is the empty string, as in torch, which nobody can see.
+ROOT: Final = "(root)"
+_NAMED_ROOT: Final = "[(]root)"  # a module of this very name, as a glob quotes it
 GRADIENT_PORTS: Final = frozenset(port for port in PORTS if port.startswith("grad"))
 
 # A number in brackets is a leaf: `h.3[0]`. Where it cannot be one, it is of the path: right behind
@@ -44,6 +48,8 @@ class Site:
 
         >>> str(Site("h.3", "output", (0,)))
         'h.3:output[0]'
+        >>> str(Site("", "input"))
+        '(root):input'
 
     Args:
         path: the module's dotted path, or the parameter's; the root's is the empty string.
@@ -67,9 +73,18 @@ class Site:
         return self.port in GRADIENT_PORTS
 
     def __str__(self) -> str:
-        port = "" if self.port == "output" and self.path and not self.leaf else f":{self.port}"
+        port = "" if self.port == "output" and not self.leaf else f":{self.port}"
         call = "" if self.call is None else f"#{self.call}"
-        return f"{self.path}{port}{leaf_text(self.leaf)}{call}"
+        return f"{path_text(self.path)}{port}{leaf_text(self.leaf)}{call}"
+
+
+def path_text(path: str) -> str:
+    """Write a path so that it can be seen and read back.
+
+    >>> path_text("fc"), path_text("")
+    ('fc', '(root)')
+    """
+    return _NAMED_ROOT if path == ROOT else path or ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +97,15 @@ class SiteText:
     call: int | None
 
 
-def parse(text: str) -> SiteText:
+def parse(text: str, paths: Container[str] = ()) -> SiteText:
     """Take a written site or glob apart.
 
         >>> parse("h.*:output[0]#2")
         SiteText(path='h.*', port='output', leaf=(0,), call=2)
+
+    Args:
+        text: the site or glob.
+        paths: the paths that there are: `(root)` is the root unless a module has this very name.
 
     Raises:
         SelectionError: the text does not follow the grammar, or names an unknown port.
@@ -98,7 +117,8 @@ def parse(text: str) -> SiteText:
     if port is not None and port not in PORTS:
         raise SelectionError(
             f"the port in {text!r} must be one of {', '.join(PORTS)}, got {port!r}."
-            f"\nWrite {match['path']}:output, or {match['path']} alone, for the output."
+            f"\nWrite {path_text(match['path'])}:output, or {path_text(match['path'])} alone, for"
+            " the output."
         )
     if call is not None and not (call.isdecimal() and len(call) < 10):
         raise SelectionError(
@@ -120,8 +140,8 @@ def parse(text: str) -> SiteText:
             # Quoted keys are written by repr, so they are read as Python reads them.
             leaf.append(key["name"] or str(ast.literal_eval(key["text"])))
         position = key.end()
-    # Tables show the root so, where the empty text could not be seen.
-    path = "" if match["path"] == "(root)" else match["path"]
+    path = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}.get(match["path"])
+    path = match["path"] if path is None else path
     return SiteText(path, port, tuple(leaf), None if call is None else int(call))
 
 

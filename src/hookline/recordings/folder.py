@@ -20,7 +20,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from hookline.engine import PORTS, Report, Site
+from hookline.engine import PORTS, Report, Site, as_written
 from hookline.engine.errors import FolderError
 from hookline.recordings.encoding import encode
 from hookline.recordings.entries import Contents, Entry, Gathered
@@ -207,11 +207,16 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
         elsewhere=int(kept["elsewhere"]),
         ended=True,
         fired=tuple(zip(sites, map(int, kept["fired"]), strict=True)),
-        why={by_text[text]: str(why) for text, why in kept["why"].items()},
-        excused=frozenset(by_text[text] for text in kept["excused"]),
+        why={_named(text, by_text): str(why) for text, why in kept["why"].items()},
+        excused=frozenset(_named(text, by_text) for text in kept["excused"]),
     )
     modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
     return Contents(report, sites, passes, [str(item) for item in manifest["lost"]], modules)
+
+
+def _named(text: str, by_text: Mapping[str, Site]) -> Site:
+    """Find a site by its text; hookline before 0.1.0 wrote the root as `:output`."""
+    return by_text[text if text in by_text else as_written(text)]
 
 
 def _read_entry(

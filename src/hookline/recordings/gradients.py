@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Report, has_numbers, tree
+from hookline.engine import Report, as_written, has_numbers, tree
 from hookline.engine.errors import NotRecordedError
 from hookline.engine.words import visible
 from hookline.recordings.entries import Entry
@@ -77,7 +77,7 @@ class GradientFlow:
 
     def __getitem__(self, site: str) -> GradientRow:
         for row in self.rows:
-            if row.site == site:
+            if row.site == as_written(site):
                 return row
         raise NotRecordedError(
             f"{site!r} has no gradients here; rows: {', '.join(row.site for row in self.rows[:8])}."

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from hookline.engine import Site, parse_site
+from hookline.engine import ROOT, Site, parse_site
 from hookline.engine.errors import NotRecordedError
 from hookline.engine.words import plural
 
@@ -68,11 +68,19 @@ class Index:
 
     def __init__(self, sites: tuple[Site, ...]) -> None:
         self._sites = sites
-        self._by_text = {str(site): index for index, site in enumerate(sites)}
         self._by_place: dict[tuple[str, str], list[int]] = {}
         for index, site in enumerate(sites):
             for path in (site.path, *site.aliases):
                 self._by_place.setdefault((path, site.port), []).append(index)
+        self._paths = {path for path, _ in self._by_place}
+        self._by_text = {self.key(index): index for index in range(len(sites))}
+
+    def key(self, number: int) -> str:
+        """The key of a recorded site: its text, by which it is found."""
+        site = self._sites[number]
+        if site.path or ROOT not in self._paths:
+            return str(site)
+        return str(site).removeprefix(ROOT) or ":output"  # a module is called "(root)"
 
     def find(self, key: Key) -> Lookup:
         """Take a key apart: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, or a `Site`.
@@ -106,7 +114,7 @@ class Index:
         while text not in self._by_text:
             match = _RUN.fullmatch(text)
             if match is None or match["kind"] in runs:
-                return parse_site(text), runs
+                return parse_site(text, self._paths), runs
             text, runs[match["kind"]] = match["rest"], int(match["number"])
         return self._by_text[text], runs
 
@@ -142,7 +150,11 @@ class Index:
 
     def _not_selected(self, text: str, asked: int | Site) -> str:
         path = asked.path if isinstance(asked, Site) else ""
-        same_path = [str(kept) for kept in self._sites if path in (kept.path, *kept.aliases)]
+        same_path = [
+            self.key(number)
+            for number, kept in enumerate(self._sites)
+            if path in (kept.path, *kept.aliases)
+        ]
         names = list(self._by_text)
         if same_path:
             there = f"; recorded there: {_listed(same_path)}."

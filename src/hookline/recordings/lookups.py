@@ -56,7 +56,7 @@ class Lookups(Mapping[str, Any]):
             >>> model = nn.Linear(2, 3)
             >>> with hl.record(model) as run:
             ...     _ = model(torch.zeros(4, 2))
-            >>> run.tensor("").shape
+            >>> run.tensor("(root)").shape
             torch.Size([4, 3])
 
         Args:
@@ -88,8 +88,8 @@ class Lookups(Mapping[str, Any]):
             >>> model = nn.LSTM(2, 3)
             >>> with hl.record(model) as run:
             ...     _ = model(torch.zeros(4, 2))
-            >>> list(run.leaves(""))
-            [':output[0]', ':output[1][0]', ':output[1][1]']
+            >>> list(run.leaves("(root)"))
+            ['(root):output[0]', '(root):output[1][0]', '(root):output[1][1]']
 
         Args:
             key: the site, as in a look-up.
@@ -117,10 +117,10 @@ class Lookups(Mapping[str, Any]):
             >>> with hl.record(model) as run:
             ...     _ = model(torch.zeros(4, 2))
             >>> try:
-            ...     run.full("", dim=0)
+            ...     run.full("(root)", dim=0)
             ... except hl.RanksError as error:
             ...     print(str(error)[:60])
-            run.full('', dim=0) asks all ranks of a process group, and t
+            run.full('(root)', dim=0) asks all ranks of a process group,
 
         Args:
             key: the site, as in a look-up.
@@ -156,10 +156,10 @@ class Lookups(Mapping[str, Any]):
             >>> with hl.record(model, keep=lambda t: t.mean()) as run:
             ...     _ = model(torch.zeros(4, 2))
             >>> try:
-            ...     run.reduced("")
+            ...     run.reduced("(root)")
             ... except hl.RanksError as error:
-            ...     print(str(error)[:26])
-            run.reduced('', op='mean')
+            ...     print(str(error)[:32])
+            run.reduced('(root)', op='mean')
 
         Args:
             key: the site, as in a look-up.

@@ -24,7 +24,7 @@ def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> R
         >>> model = nn.Linear(2, 3)
         >>> with hl.record(model) as run:
         ...     _ = model(torch.zeros(1, 2))
-        >>> hl.open(run.save(tmp_path / "run"))[""].shape
+        >>> hl.open(run.save(tmp_path / "run"))["(root)"].shape
         torch.Size([1, 3])
 
     Values are memory-mapped when they are looked up, not before; dtypes are kept as they were. The

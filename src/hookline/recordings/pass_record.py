@@ -158,7 +158,7 @@ class PassRecord(Lookups):
         numbers = {run: number for number, run in enumerate(self._log.backwards(self._pass))}
         found = []
         for index, call, run in fired:
-            text = str(self._log.sites[index]) + (f"#{call}" if len(calls[index]) > 1 else "")
+            text = self._log.index.key(index) + (f"#{call}" if len(calls[index]) > 1 else "")
             if self._backward is None and run is not None and len(runs[index] - {None}) > 1:
                 text += run_text(numbers[run], None)
             found.append(text)

@@ -187,7 +187,7 @@ class Recording(Lookups):
             >>> with hl.record(model) as run:
             ...     for rows in (4, 4, 1):
             ...         _ = model(torch.zeros(rows, 2))
-            >>> run.cat("").shape
+            >>> run.cat("(root)").shape
             torch.Size([9, 3])
 
         Values come in the order of the passes, and within a pass in that of the calls.

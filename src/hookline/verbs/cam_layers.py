@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Selection, Selector, Site, select, tree
+from hookline.engine import Selection, Selector, Site, path_text, select, tree
 from hookline.engine.errors import InputError, NotRecordedError, SelectionError
 from hookline.engine.modules import layout
 from hookline.recordings import Recording
@@ -119,7 +119,7 @@ def chosen(model: nn.Module, layer: Selector) -> list[Site]:
         if site.port != "output":
             raise SelectionError(
                 f"a class map is made of what a layer returns, and {site} is its {site.port}."
-                f"\nName the layer alone: {site.path!r}."
+                f"\nName the layer alone: {path_text(site.path)!r}."
             )
     return sites
 

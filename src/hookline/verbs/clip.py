@@ -22,6 +22,7 @@ from hookline.engine import (
     is_dtensor,
     is_grouped,
     local_part,
+    path_text,
     split_over,
     split_parameters,
 )
@@ -277,8 +278,9 @@ def clip(
     for site in selection:
         if not site.is_gradient:
             raise AttachError(
-                f"hl.clip clips gradients, and {site} is none.\nWrite '{site.path}:grad_output', or"
-                " hl.edit(model, selector, hl.edits.clamp(...)) for values."
+                f"hl.clip clips gradients, and {site} is none."
+                f"\nWrite '{path_text(site.path)}:grad_output', or hl.edit(model, selector,"
+                " hl.edits.clamp(...)) for values."
             )
     clipping = ClipLine(line, Limit(kind, float(bound), float(norm_type)))
     clipping.start(selection)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from hookline.engine import Site
+from hookline.engine import Site, as_written
 
 
 @final
@@ -85,7 +85,7 @@ class Diagnosis:
             KeyError: the site was not selected.
         """
         for finding in self.sites:
-            if str(finding.site) == str(site):
+            if str(finding.site) == as_written(str(site)):
                 return finding
         raise KeyError(f"{site} was not selected; the sites begin"
                        f" {', '.join(str(one.site) for one in self.sites[:6])}.")  # fmt: skip

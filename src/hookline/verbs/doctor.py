@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookline.engine import Line, Selector, Site, check_ports
+from hookline.engine import Line, Selector, Site, check_ports, path_text
 from hookline.engine.compile_internals import is_compiled
 from hookline.engine.errors import AttachError
 from hookline.engine.modules import Node
@@ -106,7 +106,8 @@ def _places(
             continue
         kind = holder.type_name
         holds_modules = any(True for _ in holder.module.children())
-        inside = f"'{holder.path}.*'" if holds_modules else f"'{holder.path}:grad'"
+        inside = f"{holder.path}.*" if holder.path else "*"
+        inside = repr(inside if holds_modules else f"{path_text(holder.path)}:grad")
         site = Site(holder.path, "output", (), None, holder.aliases, kind)
         what = f"{kind} only holds others: it has no forward, and is never called"
         holders.append(Finding(site, 0, what, f"select what it holds: {inside}"))

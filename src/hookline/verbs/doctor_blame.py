@@ -7,7 +7,7 @@ from types import TracebackType
 
 from torch import nn
 
-from hookline.engine import blame
+from hookline.engine import blame, path_text
 from hookline.engine.modules import walk
 from hookline.verbs.diagnosis import Note
 from hookline.verbs.doctor_look import foreign_hooks
@@ -36,7 +36,7 @@ def raised(model: nn.Module, error: Exception) -> Note:
             place = f"{code.co_qualname} ({code.co_filename}:{step.tb_lineno})"
             return Note(
                 "failure",
-                f"{what}: raised by the {kind} hook {place} on {path or 'the root'}",
+                f"{what}: raised by the {kind} hook {place} on {path_text(path)}",
                 "mend that hook, or take it off; hl.inventory(model) lists all that are there",
             )
         step = step.tb_next

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookline.engine import inventory
+from hookline.engine import inventory, path_text
 from hookline.engine.compile_internals import dynamo_config, has_compiled, is_compiled
 from hookline.engine.modules import Node
 from hookline.engine.words import plural
@@ -143,7 +143,7 @@ def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
 
 
 def _fast_path(facts: Facts) -> Iterator[Note]:
-    fast = [node.path or "(root)" for node in facts.nodes if id(node.module) in facts.look.fast]
+    fast = [path_text(node.path) for node in facts.nodes if id(node.module) in facts.look.fast]
     if fast:
         yield Note(
             "fast path",
@@ -158,7 +158,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
     found = [hook for hook in inventory(model) if hook.owner not in ("hookline", "torch")]
     if found:
         shown = [
-            f"{hook.kind} {hook.function} on {hook.path or '(root)'}" + f" ({hook.owner})"
+            f"{hook.kind} {hook.function} on {path_text(hook.path)}" + f" ({hook.owner})"
             for hook in found
         ]
         yield Note(
@@ -167,7 +167,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
             "values are seen after them; hl.inventory(model) lists them with their lines",
         )
     replacing = [
-        f"{code.co_qualname} on {path or '(root)'}"
+        f"{code.co_qualname} on {path_text(path)}"
         for path, _, code in foreign_hooks(facts.nodes)
         if code in facts.look.replacing
     ]
@@ -177,7 +177,7 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
             f"{_list(replacing)} returns something, which replaces what the module computed",
             "if that is not meant, have it return None",
         )
-    backward = [hook.path or "(root)" for hook in found if hook.kind.startswith("backward")]
+    backward = [path_text(hook.path) for hook in found if hook.kind.startswith("backward")]
     in_place = [node.path for node in facts.nodes if getattr(node.module, "inplace", False) is True]
     if backward and in_place:
         yield Note(
@@ -251,7 +251,7 @@ def _aliases(findings: list[Finding]) -> Iterator[Note]:
 
 
 def _inside_one_operation(nodes: list[Node]) -> Iterator[Note]:
-    found = [node.path or "(root)" for node in nodes if isinstance(node.module, nn.RNNBase)]
+    found = [path_text(node.path) for node in nodes if isinstance(node.module, nn.RNNBase)]
     if found:
         yield Note(
             "recurrent",
@@ -268,9 +268,9 @@ def _structures(findings: list[Finding], facts: Facts) -> Iterator[Note]:
         site = finding.site
         value = seen.get((site.path, site.port))
         if site.port == "output" and value is not None and not (value.is_lone or site.leaf):
-            shown.append(f"{site.path or '(root)'} gives {value.form}")
+            shown.append(f"{path_text(site.path)} gives {value.form}")
             if value.dtype and "(Tensor" in value.form and not example:
-                example = f"{site.path}:output[0]"
+                example = f"{path_text(site.path)}:output[0]"
     if shown:
         yield Note(
             "structures",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from hookline.engine import Site
+from hookline.engine import Site, path_text
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.torch_internals import is_scripted
 from hookline.verbs.diagnosis import Finding
@@ -209,7 +209,7 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
             "give inputs that take the branch in which it is called; or nothing uses it any more",
         )
     return Why(
-        f"not reached: {caller.path or 'the root'} ran and did not call it",
+        f"not reached: {path_text(caller.path)} ran and did not call it",
         "give inputs that take the branch in which it is called; or nothing uses it any more",
     )
 
@@ -258,7 +258,7 @@ def _unused_parameter(tensor: TensorNode, facts: Facts) -> Why | None:
     idle = id(owner.module) not in facts.look.called and id(owner.module) not in facts.look.direct
     if idle and id(owner.module) not in facts.look.used and facts.look.called:
         return Why(
-            f"its module, {owner.path or 'the root'}, did not run",
+            f"its module, {path_text(owner.path)}, did not run",
             "give inputs that take the branch in which it does; or freeze it, if that is meant",
         )
     return Why(
@@ -279,7 +279,9 @@ def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
     if not seen.dtype:
         return Why(f"{what} holds no tensor ({seen.form})", "select a module that returns one")
     if not seen.is_floating:
-        instead = f"'{site.path}:grad_output'" if site.port == "grad_input" else "another site"
+        instead = (
+            f"'{path_text(site.path)}:grad_output'" if site.port == "grad_input" else "another site"
+        )
         return Why(f"{what} is {seen.dtype}, and only floating tensors have gradients",
                    f"select {instead}, whose value is floating")  # fmt: skip
     if seen.grads_off:

@@ -26,6 +26,7 @@ from hookline.engine import (
     blame,
     check_ports,
     local,
+    path_text,
     snapshot,
     tree,
 )
@@ -121,7 +122,7 @@ class _Printer:
 
     def leave(self, site: Site, width: int) -> Any:
         """Return what prints an output."""
-        name = site.path or "(root)"
+        name = path_text(site.path)
 
         def see(current: Pass, value: Any) -> None:
             calls = self.running.calls
@@ -140,7 +141,7 @@ class _Printer:
 
     def compiled(self, site: Site, width: int) -> Any:
         """Return what prints an output of compiled code, which tells no time and no order."""
-        label = "  " * (site.path.count(".") + bool(site.path)) + (site.path or "(root)")
+        label = "  " * (site.path.count(".") + bool(site.path)) + path_text(site.path)
 
         def see(current: Pass, value: Any) -> None:
             for call in self.running.calls:
@@ -151,7 +152,7 @@ class _Printer:
 
     def back(self, site: Site, width: int, value: Any) -> None:
         """Print a gradient."""
-        name = site.path or "(root)"
+        name = path_text(site.path)
         self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
 
     def say(self, text: str) -> None:

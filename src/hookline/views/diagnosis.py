@@ -207,7 +207,7 @@ def _sites(diagnosis: DiagnosisLike, rule: box.Box) -> Table:
 
 
 def _names(members: Sequence[FindingLike], most: int) -> Text:
-    names = [str(one.site) or "(root)" for one in members]
+    names = [str(one.site) for one in members]
     more = len(names) - most
     text = Text(visible("\n".join(names[:most])))
     if more > 0:

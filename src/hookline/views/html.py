@@ -110,7 +110,7 @@ def summary_html(summary: SummaryLike) -> str:
         parts += [f"<b>the run failed</b> in {escape(summary.failure)}"]
     rows = []
     for row in summary.rows[:MOST_ROWS]:
-        name = "\u2003\u2003" * row.depth + (row.path.rpartition(".")[2] or "(root)")
+        name = "\u2003\u2003" * row.depth + str(Site(row.path)).rpartition(".")[2]
         calls = f" x{row.calls}" if row.calls > 1 else ""
         cells = [name, row.module_type + calls, f"{row.parameters:,}" if row.parameters else ""]
         if summary.ran:
@@ -143,7 +143,7 @@ def report_html(report: Report) -> str:
     # Silent sites first: they are what one looks for.
     ordered = sorted(report.fired, key=lambda pair: pair[1] > 0)
     rows = [
-        [str(site) or "(root)", site.module_type, f"{n:,}", report.why.get(site, "")]
+        [str(site), site.module_type, f"{n:,}", report.why.get(site, "")]
         for site, n in ordered[:MOST_ROWS]
     ]
     names = ["site", "type", ">fired", "~why not"]

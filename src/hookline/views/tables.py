@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hookline.engine import Inventory, Report
+from hookline.engine import Inventory, Report, Site
 from hookline.engine.words import plural, visible
 from hookline.views.units import count, size
 
@@ -156,7 +156,7 @@ def report_table(report: Report) -> Group:
     for site, n_fired in report.fired:
         why = report.why.get(site, "")
         cells = [
-            Text(visible(str(site)) or "(root)"), Text(visible(site.module_type)),
+            Text(visible(str(site))), Text(visible(site.module_type)),
             Text(f"{n_fired:,}"),
         ]  # fmt: skip
         # Unfired sites stand out by their reason; the rest of their row steps back.
@@ -185,7 +185,7 @@ def inventory_table(inventory: Inventory) -> Table | Text:
     table = table_of(box.SIMPLE_HEAD, "path", "kind", "owner", "function", "where")
     for entry in inventory:
         table.add_row(
-            Text(visible(entry.path) or "(root)"),
+            Text(visible(str(Site(entry.path)))),
             Text(entry.kind),
             Text(entry.owner, style="bold" if entry.owner == "yours" else ""),
             Text(visible(entry.function)),
@@ -231,7 +231,7 @@ def _modules(summary: SummaryLike, rule: box.Box) -> Table:
 
 
 def _name(row: SummaryRow) -> Text:
-    name = Text("  " * row.depth + (visible(row.path.rpartition(".")[2]) or "(root)"))
+    name = Text("  " * row.depth + visible(str(Site(row.path)).rpartition(".")[2]))
     if row.aliases:
         more = len(row.aliases) - _N_ALIASES_SHOWN
         shared = visible(", ".join(row.aliases[:_N_ALIASES_SHOWN]))

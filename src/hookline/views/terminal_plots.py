@@ -146,7 +146,7 @@ def _table(values: list[Value]) -> Table:
         counts, _, found = histogram(value.tensor, _BINS)
         bad = f"{found.non_finite:,} NaN or infinite" if found.non_finite else ""
         table.add_row(
-            Text(short(value.label or "(root)", 48)),
+            Text(short(value.label, 48)),
             _Spark(counts),
             *(Text(measure(number)) for number in (found.min, found.max, found.mean)),
             Text(share(found.zeros)),

@@ -230,7 +230,7 @@ def test_values_of_other_shapes_and_those_only_in_one_are_named(served, tmp_path
     server = served(tmp_path / "a", tmp_path / "b")
     text = server.get().text
     assert f"only in {tmp_path / 'a'}" in text
-    assert f"Only in {tmp_path / 'b'}: 1 value (:output)" in text
+    assert f"Only in {tmp_path / 'b'}: 1 value ((root))" in text
     assert "shapes [1, 3] and [1, 4]" in server.get("measure?from=0").text
     assert "They differ: shapes [1, 3] and [1, 4]" in server.get("site?at=0").text
 
@@ -318,3 +318,10 @@ def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     tensors = [shown.tensor(seen).sum() for seen in shown.values[1:13]]  # and it can be seen to
     assert resident() - before > 250 * 1024**2
     assert sum(tensors) == 0
+
+
+@pytest.mark.parametrize("at", ["", ":output", "(root)", "%28root%29:output"])
+def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at):
+    answer = served(runs / "passes").get(f"site?at={at}&pass=1&call=0")
+    assert answer.status == 200
+    assert "<h1>(root)" in answer.text

@@ -32,7 +32,7 @@ with hl.record(model) as run:
     model(torch.rand(1, 1, 8, 8))
 import matplotlib
 before = matplotlib.rcParams.copy()  # dict() of them would choose a backend
-hl.plots.channels(run, ":output").savefig(io.BytesIO())
+hl.plots.channels(run, "(root)").savefig(io.BytesIO())
 assert matplotlib.rcParams.copy() == before
 assert "matplotlib.pyplot" not in sys.modules
 """

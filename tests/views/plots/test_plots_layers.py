@@ -266,7 +266,7 @@ def test_gradients_of_several_backward_passes_have_a_row_each():
         loss.backward(retain_graph=True)
         (2 * loss).backward()
     figure = hl.plots.statistics(run, what="mean")
-    assert rows(figure) == [":grad_output, backward 0", ":grad_output, backward 1"]
+    assert rows(figure) == ["(root):grad_output, backward 0", "(root):grad_output, backward 1"]
     first, second = figure.axes[0].lines[0].get_xdata()
     assert second == pytest.approx(2 * first)
 

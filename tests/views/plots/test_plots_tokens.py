@@ -104,7 +104,7 @@ def test_an_input_that_was_not_recorded_is_said_with_how_to_record_it(recorded):
     for source in (run, run.passes[0]):
         with pytest.raises(hl.NotRecordedError, match="model's input was not recorded") as caught:
             hl.plots.images(source)
-        assert 'hl.record(model, "", ports="input")' in str(caught.value)
+        assert 'hl.record(model, "(root)", ports="input")' in str(caught.value)
     with pytest.raises(hl.NotRecordedError, match="'other' was never selected"):
         hl.plots.images(run, "other")
     model = nn.Identity()

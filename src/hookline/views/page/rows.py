@@ -59,8 +59,8 @@ def tree_rows(recording: Recording, values: list[Seen]) -> list[Row]:
     number_of: dict[str, int] = {}
     for path in order:
         here = sorted(by_path.get(path, ()), key=lambda seen: seen.order)
-        name = path.rpartition(".")[2] or "(root)"
-        row = Row(path, name, path or name, types.get(path, ""))
+        name = str(Site(path)).rpartition(".")[2]
+        row = Row(path, name, str(Site(path)), types.get(path, ""))
         row.parent = number_of.get(path.rpartition(".")[0]) if path else None
         row.depth = 0 if row.parent is None else rows[row.parent].depth + 1
         if here:

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from hookline.engine import as_written
 from hookline.engine.errors import FolderError, HooklineError, InputError, OverwrittenError
 from hookline.engine.words import plural
 from hookline.recordings import Recording
@@ -73,6 +74,7 @@ class Shown:
         Raises:
             InputError: there is none.
         """
+        at = as_written(at)
         found = [
             seen
             for seen in self._by_site.get(at, ())
@@ -83,11 +85,7 @@ class Shown:
         if found:
             return self.values[found[0].order]
         here = self._by_site.get(at)
-        what = (
-            f"it has no such pass or call of {at}"
-            if here
-            else f"it has no value at {at or '(root)'}"
-        )
+        what = f"it has no such pass or call of {at}" if here else f"it has no value at {at}"
         raise InputError(f"{self.names[0]}: {what}.\nSearch for it on the start page.")
 
     def beside(self, place: Place) -> Seen | None:

@@ -126,7 +126,7 @@ def site_view(shown: Shown, seen: Seen, choice: Choice) -> SiteView:
         maps, remark = _class_maps(shown, seen, twin, choice.sample)
     picture = panels[0].picture
     return SiteView(
-        label=shown.row(seen).label or "(root)",
+        label=shown.row(seen).label,
         seen=shown.values[seen.order],
         panels=tuple(panels),
         steps=tuple(_steps(shown, seen, choice, picture)),
@@ -224,7 +224,7 @@ def _class_maps(shown: Shown, seen: Seen, twin: Seen | None, sample: int) -> tup
         return [], ""
     image = _input_of(shown, seen)
     if image is None:
-        return [], "For Grad-CAM over the input image, record the input as well: ':input'."
+        return [], "For Grad-CAM over the input image, record the input as well: '(root):input'."
     try:
         tensors = [shown.tensor(pair[port]) for port in ("output", "grad_output")]
         return class_maps(tensors[0], tensors[1], image, sample), ""
@@ -362,7 +362,7 @@ def _neighbour(shown: Shown, seen: Seen, step: int) -> tuple[str, str] | None:
     if not 0 <= number < len(shown.values):
         return None
     found = shown.values[number]
-    return shown.row(found).label or "(root)", f"site?{query_of(found.place)}"
+    return shown.row(found).label, f"site?{query_of(found.place)}"
 
 
 def _orders(seen: Seen, choice: Choice) -> list[tuple[str, str, bool]]:

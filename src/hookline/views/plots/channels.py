@@ -61,7 +61,7 @@ def channels(
         >>> model = nn.Conv2d(3, 16, 3)
         >>> with hl.record(model) as run:
         ...     _ = model(torch.rand(1, 3, 32, 32))
-        >>> figure = hl.plots.channels(run, ":output", order="std", n=9)
+        >>> figure = hl.plots.channels(run, "(root)", order="std", n=9)
         >>> figure.savefig(tmp_path / "channels.png")
 
     Colours are viridis where no number is negative, else red above and blue below zero. A map on

@@ -105,7 +105,7 @@ def _one(axes: Axes, value: Value, bins: int, log: bool) -> None:
     axes.tick_params(labelsize=SMALL, length=2, pad=1.5)
     if not log:
         axes.locator_params(axis="y", nbins=3)
-    axes.set_title(short(value.label or "(root)", 26), fontsize=SMALL, fontweight="bold",
+    axes.set_title(short(value.label, 26), fontsize=SMALL, fontweight="bold",
                    loc="left", pad=12, **PLAIN)  # fmt: skip
     words = f"{found.shape} mean {measure(found.mean)}, zeros {share(found.zeros)}"
     style: dict[str, Any] = {"alpha": 0.75}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site, tree
+from hookline.engine import Site, as_written, tree
 from hookline.engine.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.views.plots.channels import tiling
@@ -25,7 +25,7 @@ _LABEL, _GAP = 0.15, 0.07
 
 
 def images(
-    recording: Source, site: str | Site = ":input", *, n: int = 16, layout: str | None = None
+    recording: Source, site: str | Site = "(root):input", *, n: int = 16, layout: str | None = None
 ) -> Figure:
     """Draw the pictures of a batch: values of one channel (grey) or three (red, green, blue).
 
@@ -93,10 +93,12 @@ def _found(recording: Source, site: str | Site) -> Value:
             sites = list(recording.sites)
         else:
             sites = [one for one, _ in recording.fired()]
-        if str(site) != ":input" or any((one.path, one.port) == ("", "input") for one in sites):
+        if as_written(str(site)) != str(Site("", "input")) or any(
+            (one.path, one.port) == ("", "input") for one in sites
+        ):
             raise
         raise NotRecordedError(
-            'the model\'s input was not recorded.\nRecord it: hl.record(model, "",'
+            'the model\'s input was not recorded.\nRecord it: hl.record(model, "(root)",'
             ' ports="input"); or name a site whose values are pictures.'
         ) from error
 

@@ -50,7 +50,7 @@ class RowSheet:
     ) -> None:
         n = len(labels)
         height = min(max(n * _ROW, 0.6), _MOST)
-        texts = [short(label or "(root)", _LONGEST) for label in labels]
+        texts = [short(label, _LONGEST) for label in labels]
         # Where rows stand closer than text is high, every k-th is named.
         step = max(1, math.ceil(n * 0.125 / height))
         if step > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site
+from hookline.engine import Site, as_written
 from hookline.engine.errors import InputError
 from hookline.engine.words import plural
 from hookline.recordings import PassRecord
@@ -203,7 +203,7 @@ def _measure(
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
     """The statistics of each site that fired, by the place of the pass; and the first with NaN."""
     named = [sites] if isinstance(sites, str | Site) else sites
-    wanted = None if named is None else [str(site) for site in named]
+    wanted = None if named is None else [as_written(str(site)) for site in named]
     found: dict[str, dict[int, Statistics | None]] = {key: {} for key in wanted or ()}
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None
@@ -245,7 +245,7 @@ def _curves(
             colour, dash, marker = _STYLES[row]
             axes.plot(passes, tables[name][row], color=colour, linestyle=dash, marker=marker,
                       linewidth=1, markersize=3, markevery=max(1, len(passes) // 12),
-                      label=short(label or "(root)", 52))  # fmt: skip
+                      label=short(label, 52))  # fmt: skip
         axes.set_ylabel(heading, fontsize=TEXT, **PLAIN)
         if name == "zeros":
             axes.set_ylim(-4, 104)

@@ -57,7 +57,7 @@ def tokens(
         >>> model = nn.Embedding(10, 32)
         >>> with hl.record(model) as run:
         ...     _ = model(torch.tensor([[3, 1, 4]]))
-        >>> figure = hl.plots.tokens(run, ":output", texts=["the", "cat", "sat"])
+        >>> figure = hl.plots.tokens(run, "(root)", texts=["the", "cat", "sat"])
 
     One scale of colours for all, without the outermost half percent of values: a few features of
     most transformers are a hundred times the others. Places of maps (vision transformers) are rows,

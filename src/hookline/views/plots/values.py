@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Site, tree
+from hookline.engine import Site, as_written, tree
 from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
 from hookline.engine.words import plural
 from hookline.recordings import PassRecord, Recording
@@ -90,7 +90,7 @@ def look_up(source: Source, key: str | Site) -> Value:
         where = f"pass {next(one.number for one in source.passes if key in one)}"
     site = key if isinstance(key, Site) else None
     module_type = (site.module_type if site else "") or _type_of(source, str(key))
-    return _valued(str(key), module_type, value, where)
+    return _valued(as_written(str(key)), module_type, value, where)
 
 
 def one_pass(source: Source) -> PassRecord:
