@@ -53,11 +53,12 @@ _BACKWARD = (
     "verbs/test_record_gradients.py", "verbs/test_edit_gradients.py",
     "traps/test_gradients_and_memory.py",
 )  # fmt: skip
+_FSDP = ("regimes/test_distributed_training.py",)
 _SELECT = ("engine/test_select.py", "test_messages.py", "engine/test_modules.py")
 
 # The tests of files whose tests are named for what the file does, and not for the file.
 TESTS_OF = {
-    "engine/backward_taps": _BACKWARD,
+    "engine/backward_taps": (*_BACKWARD, "engine/test_flow.py"),
     "engine/calls": ("engine/test_passes.py", "regimes/test_threads.py"),
     "engine/checkpoint_internals": (*_CHECKPOINT, "engine/test_torch_internals.py"),
     "engine/compile_internals": _COMPILE,
@@ -69,8 +70,8 @@ TESTS_OF = {
     "engine/errors": ("test_messages.py", "engine/test_site.py"),
     "engine/flow": _BACKWARD,
     "engine/globs": _SELECT,
-    "engine/gradient_tap": _BACKWARD,
-    "engine/gradient_taps": _BACKWARD,
+    "engine/gradient_tap": (*_BACKWARD, "regimes/test_compile.py"),
+    "engine/gradient_taps": (*_BACKWARD, "regimes/test_compile.py", *_FSDP),
     "engine/graph_gradients": _COMPILE,
     "engine/local": (
         "regimes/test_distributed_training.py", "engine/test_distributed_internals.py",
@@ -82,7 +83,9 @@ TESTS_OF = {
     ),
     "engine/modules": ("engine/test_select.py", "regimes/test_wrappers.py"),
     "engine/no_match": _SELECT,
-    "engine/passes": ("regimes/test_threads.py", "engine/test_line.py"),
+    "engine/passes": (
+        "regimes/test_threads.py", "engine/test_line.py", "regimes/test_compile.py",
+    ),
     "engine/raw_taps": (
         "engine/test_hooks_on_modules.py", "engine/test_returns.py", "engine/test_attach.py",
     ),
@@ -92,7 +95,10 @@ TESTS_OF = {
         "regimes/test_modes.py",
     ),
     "engine/regime_internals": ("regimes/test_tracing.py", "regimes/test_func.py"),
-    "engine/report": ("engine/test_line.py", "views/test_tables.py"),
+    "engine/report": (
+        "engine/test_line.py", "views/test_tables.py", "regimes/test_quantised.py",
+        "regimes/test_wrappers.py", "regimes/test_tracing.py",
+    ),
     "engine/site": ("engine/test_select.py",),
     "engine/taps": (
         "engine/test_hooks_on_modules.py", "verbs/test_edit.py", "engine/test_placing.py",
@@ -100,6 +106,8 @@ TESTS_OF = {
     ),
     "engine/traced": _COMPILE,
     "engine/tree": ("engine/test_arguments.py", "verbs/test_edit.py", "verbs/test_record.py"),
+    "recordings/rank_folder": ("regimes/test_distributed_folder.py",),
+    "recordings/ranks": ("regimes/test_distributed.py",),
     "engine/values": (
         "traps/test_in_place.py", "verbs/test_record_gradients.py", "engine/test_gradient_taps.py",
     ),

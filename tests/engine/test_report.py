@@ -106,3 +106,77 @@ def test_where_two_reasons_are_possible_the_report_says_who_can_tell(net, image)
     with hl.record(net, "fc") as run:
         net(image)
     assert "hl.doctor" not in str(run.report())
+
+
+class Leaving(nn.Module):
+    """A module whose second layer is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class LeavingEncoderLayer(nn.TransformerEncoderLayer):
+    """An encoder layer with a layer that is not called."""
+
+    def __init__(self):
+        super().__init__(2, 1, 2, batch_first=True)
+        self.unused = nn.Linear(2, 2)
+
+
+NOT_REACHED = "not reached in this forward, or its .forward was called directly"
+
+
+def why_silent(model, selector, run, **options):
+    line = hl.record(model, selector, **options)
+    run()
+    with pytest.warns(hl.HooklineWarning, match="never fired"):
+        line.remove()
+    return {str(site): why for site, why in line.report().why.items()}
+
+
+def test_compiled_code_is_not_blamed_for_a_layer_that_is_not_called(fresh_dynamo):
+    model = torch.compile(Leaving(), backend="eager")
+    model(torch.ones(1, 2))
+    found = why_silent(model, "unused", lambda: model(torch.ones(1, 2)))
+    assert found == {"unused": NOT_REACHED}
+
+
+@pytest.mark.filterwarnings("ignore:hl.record turned off torch's fast path")
+def test_a_fast_path_that_the_line_turned_off_is_not_blamed():
+    encoder = nn.TransformerEncoder(LeavingEncoderLayer(), 1, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        found = why_silent(encoder, "layers.0.unused", lambda: encoder(torch.ones(1, 3, 2)))
+    assert found == {"layers.0.unused": NOT_REACHED}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_parameter_of_a_script_module_that_got_no_gradient_is_explained():
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
+    found = why_silent(model, "0.0:grad", lambda: model(torch.ones(1, 2)))
+    assert list(found) == ["0.0.weight:grad", "0.0.bias:grad"]
+    assert all(why.startswith("no gradient flowed back to it") for why in found.values())
+
+
+def test_a_parameter_that_was_replaced_is_said_to_be():
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def replace_and_run():
+        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+
+    found = why_silent(model, "0.weight:grad", replace_and_run)
+    assert found["0.weight:grad"].startswith("the parameter was replaced after the line")
+
+
+def test_a_head_counts_passes_threads_and_what_was_run_alone(looped):
+    with hl.attach(looped) as line:
+        line.forward("block", lambda module, args, output: None)
+        looped(torch.ones(1, 2))
+    assert str(line.report()).splitlines() == [
+        "hl.attach on Looped: 1 site, 1 pass, 1 fired, 0 never; ended",
+        "  block:forward      3 x  Linear",
+    ]

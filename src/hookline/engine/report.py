@@ -11,7 +11,6 @@ from typing import Any, final
 
 from torch import nn
 
-from hookline.engine.compile_internals import is_compiled
 from hookline.engine.gradient_tap import GradientTap
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
@@ -141,7 +140,7 @@ def explain(tap: Tap, node: Node | TensorNode | None, passes: Passes, root: Any)
     if passes.failed == passes.started:
         return "the forward raised before this had finished"
     if isinstance(node, Node):
-        return _explain_module(node, root, is_beside=passes.beside == passes.started)
+        return _explain_module(node, is_beside=passes.beside == passes.started)
     return "what it waits for did not happen"
 
 
@@ -150,28 +149,21 @@ def _is_replaced(node: TensorNode, root: nn.Module) -> bool:
     *holders, name = node.path.split(".")
     module: nn.Module | None = unwrap(root)
     for holder in holders:
-        module = None if module is None else children(module).get(holder)
+        module = None if module is None else dict(children(module).items()).get(holder)
         module = None if module is None else unwrap(module)
     if module is None:
         return False
-    held = parameters(module).get(name)
+    held = dict(parameters(module).items()).get(name)  # a ScriptModule's have no get
     # FSDP2 itself shows another one between forward and backward.
     return held is not None and held is not node.tensor and not node.is_sharded
 
 
-def _explain_module(node: Node, root: Any, *, is_beside: bool) -> str:
+def _explain_module(node: Node, *, is_beside: bool) -> str:
     if is_scripted(node.module):
         return "a ScriptModule; torch calls no hooks inside it"
     parent = node.parent.module if node.parent is not None else None
-    if isinstance(root, nn.Module) and is_compiled(root):
-        return "the model is compiled, and code compiled before the line ignores its hooks"
     if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
         return "MultiheadAttention uses out_proj's weights without calling it; select its parent"
-    above = node.parent
-    while above is not None:
-        if isinstance(above.module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
-            return "not called; torch's fast path runs a whole encoder layer as one operation"
-        above = above.parent
     if type(node.module).__call__ is not nn.Module.__call__:
         return (
             f"{node.type_name} has a __call__ of its own; hooks are called by nn.Module's, which it"
