@@ -343,14 +343,14 @@ class Line:
         if self.quiet:
             return
         report = self.report()
-        for note in report.notes:
-            warn(note)
-        if self.is_everywhere:
-            return  # nobody can say what should have run
         # A pass that failed, or a choice of everything there is, may well leave sites out.
         some = any(count for _, count in report.fired)
         excused = self.passes.failed > 0 or (self.lenient and some)
-        message = None if excused else report.warning()
+        # Of what runs everywhere, nobody can say what should have run.
+        message = None if excused or self.is_everywhere else report.warning()
+        for note in report.notes:
+            if note != self._beside or message is None:  # else the warning says it as well
+                warn(note)
         if message:
             warn(message)
 
