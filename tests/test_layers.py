@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ORDER = ["cli", "views", "models", "verbs", "recordings", "engine"]
 # Inside the engine, each file may import from those before it.
 ENGINE = [
-    "words", "errors", "locks", "weak", "regime_internals", "torch_internals",
+    "words", "hidden", "errors", "locks", "weak", "regime_internals", "torch_internals",
     "everywhere_internals", "compile_internals", "compile_marks", "identity",
     "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree", "opaque",
     "outlines", "memory", "local", "globs", "site", "modules", "no_match", "select", "calls",

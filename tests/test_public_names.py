@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+import torch
+from torch import nn
+
 import hookline as hl
 
 # fmt: off
@@ -114,3 +118,59 @@ def test_every_error_can_be_caught_as_one_and_as_pythons_own():
     assert issubclass(hl.SelectionError, LookupError)
     assert issubclass(hl.FolderError, OSError)
     assert issubclass(hl.HooklineWarning, UserWarning)
+
+
+def recorded():
+    model = nn.Linear(2, 2)
+    with hl.record(model) as run:
+        model(torch.ones(1, 2))
+    return run
+
+
+# fmt: off
+LOOK_UPS = ["full", "get", "items", "keys", "leaves", "reduced", "tensor", "values"]
+LINE = ["name", "remove", "report"]
+SURFACES = {
+    "hookline": (lambda: hl, NAMES),
+    "edits": (lambda: hl.edits, ["add", "clamp", "noise", "replace", "scale"]),
+    "plots": (lambda: hl.plots, [
+        "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
+    ]),
+    "Line": (lambda: hl.edit(nn.Linear(2, 2), "(root)", hl.edits.scale(1)), LINE),
+    "RawLine": (lambda: hl.attach(nn.Linear(2, 2)), [
+        *LINE, "accumulated", "backward", "backward_pre", "forward", "forward_pre", "grad",
+        "load_state_dict", "load_state_dict_pre", "registered", "saved", "state_dict",
+        "state_dict_pre", "step_post", "step_pre",
+    ]),
+    "ClipLine": (lambda: hl.clip(nn.Linear(2, 2), norm=1.0), ["remove", "report"]),
+    "Watch": (lambda: hl.watch(nn.Linear(2, 2)), ["remove", "report"]),
+    "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
+    "Recording": (recorded, [
+        *LOOK_UPS, "calls", "cat", "gradients", "lost", "modules", "passes", "ranks", "release",
+        "report", "save", "sites", "stack",
+    ]),
+    "PassRecord": (lambda: recorded().passes[0], [
+        *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order",
+    ]),
+    "Report": (lambda: recorded().report(), [
+        "beside", "elsewhere", "ended", "excused", "fired", "model_type", "name", "notes",
+        "passes", "silent", "warning", "why",
+    ]),
+    "Selection": (lambda: hl.select(nn.Linear(2, 2)), ["sites"]),
+    "Site": (lambda: hl.Site(""), [
+        "aliases", "call", "is_gradient", "leaf", "module_type", "path", "port",
+    ]),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", SURFACES)
+@pytest.mark.filterwarnings("ignore::hookline.HooklineWarning")
+def test_what_an_editor_completes_is_what_users_are_meant_to_use(name):
+    made, expected = SURFACES[name]
+    thing = made()
+    shown = [one for one in dir(thing) if not one.startswith("_")]
+    assert shown == sorted(expected)
+    assert all(hasattr(thing, one) for one in shown)
+    if hasattr(thing, "remove"):
+        thing.remove()

@@ -72,4 +72,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "plots"})
+    """What an editor completes: the public names, and none of what is imported to make them."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,7 +1,7 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-words, errors, locks, weak, regime_internals, torch_internals, everywhere_internals,
+words, hidden, errors, locks, weak, regime_internals, torch_internals, everywhere_internals,
 compile_internals, compile_marks, identity, checkpoint_internals, distributed_internals, regime,
 meeting, tree, opaque, outlines, memory, local, globs, site, modules, no_match, select, calls,
 passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
@@ -30,6 +30,7 @@ from hookline.engine.gradient_tap import Crossing as Crossing
 from hookline.engine.gradient_tap import OnGradient as OnGradient
 from hookline.engine.gradient_tap import guarded as guarded
 from hookline.engine.gradient_taps import GradOutputTap as GradOutputTap
+from hookline.engine.hidden import hides as hides
 from hookline.engine.inventory import HookEntry as HookEntry
 from hookline.engine.inventory import Inventory as Inventory
 from hookline.engine.inventory import inventory as inventory
@@ -131,6 +132,7 @@ __all__ = [
     "graph_snapshot",
     "guarded",
     "has_numbers",
+    "hides",
     "hook_value",
     "innermost",
     "inventory",

@@ -23,6 +23,7 @@ from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
 from hookline.engine.gradient_tap import OnGradient
 from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.hidden import hides
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
@@ -39,6 +40,10 @@ Ground = nn.Module | Mapping[str, Tensor]
 Bound = See | Halves | Tap | OnGradient
 
 
+@hides(
+    "all_or_nothing", "caught", "is_everywhere", "keep", "layout", "lenient", "nodes", "passes",
+    "quiet", "remark", "root", "select", "tap", "taps",
+)  # fmt: skip
 class Line:
     """Taps attached together for a while: a context manager, or ended by `remove()`.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hookline.engine.errors import SelectionError
 from hookline.engine.globs import glob
+from hookline.engine.hidden import hides
 from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.no_match import nothing
 from hookline.engine.site import PORTS, ROOT, Site, SiteText, parse
@@ -52,6 +53,7 @@ def _in_order(found: Iterable[Place]) -> list[Place]:
 
 
 @final
+@hides("places")
 class Selection:
     """The sites that a selector matches in one model, in registration order.
 

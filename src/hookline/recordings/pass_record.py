@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 
-from hookline.engine import Pass, Site
+from hookline.engine import Pass, Site, hides
 from hookline.engine.errors import AmbiguousError
 from hookline.engine.words import plural
 from hookline.recordings.index import Key, Lookup, run_text
@@ -18,6 +18,7 @@ from hookline.recordings.overview import pass_text
 
 
 @final
+@hides("find", "outline", "value")
 class PassRecord(Lookups):
     """One pass of a recording: the same look-ups, within that pass.
 

@@ -17,7 +17,7 @@ from typing import Any, final, overload
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, is_transformed
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, hides, is_transformed
 from hookline.engine.errors import AmbiguousError
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
@@ -33,6 +33,7 @@ from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 
 
 @final
+@hides("begin_pass", "end_pass", "finish")
 class Recording(Lookups):
     """What a line kept: a mapping from sites to values.
 

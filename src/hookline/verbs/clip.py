@@ -19,6 +19,7 @@ from hookline.engine import (
     Selector,
     Site,
     check_ports,
+    hides,
     is_dtensor,
     is_grouped,
     local_part,
@@ -34,6 +35,7 @@ from hookline.verbs.verb_line import VerbLine
 
 
 @final
+@hides("start")
 class ClipLine(VerbLine[RawLine]):
     """A line that clips: a context manager, or ended by `remove()`. `report()` says how much."""
 

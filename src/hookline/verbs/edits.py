@@ -20,6 +20,11 @@ Edit = Callable[[Tensor], Tensor]
 __all__ = ["add", "clamp", "noise", "replace", "scale"]
 
 
+def __dir__() -> list[str]:
+    """What an editor completes: the edits, and none of what they are made with."""
+    return [*__all__]
+
+
 def scale(factor: float | Tensor) -> Edit:
     """Multiply the value by a factor; 0 switches it off.
 

@@ -25,6 +25,7 @@ from hookline.engine import (
     aside,
     blame,
     check_ports,
+    hides,
     local,
     path_text,
     snapshot,
@@ -39,6 +40,7 @@ _CHUNK = 2**16  # elements whose float64 copy, of 512 KiB, stays in a core's cac
 
 
 @final
+@hides("start")
 class Watch(VerbLine[Line]):
     """A line that prints: a context manager, or ended by `remove()`."""
 

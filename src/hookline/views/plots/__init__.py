@@ -15,3 +15,8 @@ from hookline.views.plots.statistics import statistics as statistics
 from hookline.views.plots.tokens import tokens as tokens
 
 __all__ = ["channels", "compare", "gradients", "histograms", "images", "statistics", "tokens"]
+
+
+def __dir__() -> list[str]:
+    """What an editor completes: the figures, and none of the files that draw them."""
+    return [*__all__]
