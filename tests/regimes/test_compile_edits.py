@@ -50,6 +50,40 @@ def test_a_sweep_of_each_ready_made_edit_is_right_and_one_graph(name, site):
     assert graphs.frame_count <= 2  # a shape is taken for dynamic once, perhaps
 
 
+class Branches(nn.Module):
+    """What the caller gave and what a layer made, each read by a second branch as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.made, self.last = nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.made(x)
+        return self.given(x) + self.last(hidden) + hidden
+
+
+def zeroed(value):
+    return value.zero_()
+
+
+def a_column(value):
+    value[:, 0] = 0
+
+
+@pytest.mark.parametrize("site", ["given", "made", "last:input", "made:grad_output"])
+@pytest.mark.parametrize(
+    ("backend", "fullgraph"), [("aot_eager", True), ("aot_eager", False), ("inductor", True)]
+)
+def test_an_edit_that_writes_in_place_is_refused_as_in_eager(site, backend, fullgraph):
+    model, x = Branches(), X.clone()
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    kind = torch._dynamo.exc.Unsupported if fullgraph else hl.StructureError
+    for write in (zeroed, a_column):
+        with hl.edit(model, site, write), pytest.raises(kind, match=r"(wrote|gradient) in place"):
+            compiled(x).sum().backward()
+        assert torch.equal(x, X)
+
+
 @pytest.mark.parametrize("is_dynamic", [None, True])
 def test_edits_of_batches_of_any_size_are_one_dynamic_graph(is_dynamic):
     model, graphs = make(), CompileCounterWithBackend("eager")

@@ -34,21 +34,123 @@ def test_an_edit_that_always_returns_none_is_warned_of(net, image):
         net(image).sum().backward()
 
 
-def test_an_edit_may_return_none_now_and_then_or_write_in_place(net, image):
+def test_an_edit_may_return_none_now_and_then(net, image):
     clean, numbers = net(image), iter((None, 2.0, None))
 
     def now_and_then(value):
         factor = next(numbers)
         return None if factor is None else value * factor
 
-    def in_place(value):
-        value[:, 0] = 0
-
     with hl.edit(net, "layer1", now_and_then):
         same = [torch.equal(net(image), clean) for _ in range(3)]
     assert same == [True, False, True]
-    with torch.no_grad(), hl.edit(net, "layer1", in_place):
-        assert not torch.equal(net(image), clean)
+
+
+class Branches(nn.Module):
+    """What the caller gave and what a layer made, each read by a second branch as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.given, self.linear, self.made = nn.Identity(), nn.Linear(3, 3), nn.Identity()
+        self.seen = []
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        try:
+            return self.given(x) + self.made(hidden)
+        except hl.StructureError:
+            self.seen.append((x.clone(), hidden.clone()))
+            raise
+
+
+def zeroed(value):
+    return value.zero_()
+
+
+def a_column(value):
+    value[:, 0] = 0
+
+
+def then_fails(value):
+    value.mul_(2)
+    raise hl.StructureError("wrote in place, and failed")
+
+
+@pytest.mark.parametrize("write", [zeroed, a_column, then_fails])
+@pytest.mark.parametrize("site", ["given", "made", "given:input"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_edit_that_writes_in_place_is_refused_and_undone(site, write, mode):
+    model, x = Branches(), torch.randn(2, 3)
+    with mode():
+        x = x.clone()
+        before, hidden = x.clone(), model.linear(x)
+        with hl.edit(model, site, write), pytest.raises(hl.StructureError, match="in place"):
+            model(x)
+        assert not x.requires_grad
+        assert torch.equal(x, before)
+        assert all(map(torch.equal, model.seen[0], (before, hidden)))
+
+
+def test_a_later_call_and_a_part_of_a_value_are_held_to_it_too(holder):
+    model, calls = nn.Identity(), [a_column, lambda t: t + 1]
+    x = torch.ones(2, 2)
+
+    def by_turns(value):
+        return calls.pop()(value)
+
+    def part_zeroed(value):
+        value["pair"].left.zero_()
+
+    with hl.edit(model, "", by_turns):
+        model(x)
+        with pytest.raises(hl.StructureError, match=r":output wrote in place.*\n.*t \* 0"):
+            model(x)
+    assert x.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    with hl.edit(holder, "inner", part_zeroed):
+        with pytest.raises(hl.StructureError, match="inner wrote in place"):
+            holder(torch.ones(2))
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(3, 2)])
+def test_the_gradient_of_what_an_edit_wrote_to_is_refused(view):
+    model, weight = nn.Identity(), torch.ones(2, 3, requires_grad=True)
+    whole = weight * 2
+    x = view(whole)
+    with hl.edit(model, "", zeroed), pytest.raises(hl.StructureError, match="in place"):
+        model(x)
+    assert x.tolist() == view(torch.full((2, 3), 2.0)).tolist()
+    for one in (x, whole):
+        with pytest.raises(hl.StructureError, match="in place"):
+            one.sum().backward()
+    assert weight.grad is None
+
+
+def test_weights_that_an_edit_wrote_to_are_put_back():
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = nn.Identity(), nn.Parameter(torch.ones(2, 2))
+
+        def forward(self):
+            return self.inner(self.weight) * 2
+
+    model = Given()
+    with torch.no_grad(), hl.edit(model, "inner", zeroed):
+        with pytest.raises(hl.StructureError, match="in place"):
+            model()
+    assert model.weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert model.weight.requires_grad
+
+
+def test_ready_made_edits_write_to_nothing(image):
+    for change in (
+        hl.edits.scale(2.0), hl.edits.add(1.0), hl.edits.replace(0.0), hl.edits.noise(1.0),
+        hl.edits.clamp(min=0),
+    ):  # fmt: skip
+        before, version = image.clone(), image._version
+        assert change(image) is not image
+        assert image._version == version
+        assert torch.equal(image, before)
 
 
 def test_inputs_can_be_edited_alone_and_among_others(net, image, holder):

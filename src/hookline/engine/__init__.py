@@ -3,8 +3,8 @@
 Nothing here knows what a hook means. Files in the order in which they build on one another:
 words, hidden, errors, locks, weak, regime_internals, torch_internals, everywhere_internals,
 compile_internals, compile_marks, identity, checkpoint_internals, distributed_internals, regime,
-meeting, tree, opaque, outlines, memory, local, globs, site, modules, no_match, select, calls,
-passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
+meeting, tree, opaque, outlines, memory, read_only, local, globs, site, modules, no_match, select,
+calls, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
 gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing, compile_notes,
 compiled, everywhere, ending, report, inventory, blame, line, hooks_on_modules, hooks_on_tensors,
 hooks_on_events, attach.
@@ -53,6 +53,7 @@ from hookline.engine.opaque import holder as tensor_holder
 from hookline.engine.passes import Pass as Pass
 from hookline.engine.passes import Passes as Passes
 from hookline.engine.passes import Sink as Sink
+from hookline.engine.read_only import call_read_only as call_read_only
 from hookline.engine.recompute import same_draws as same_draws
 from hookline.engine.recompute import stop_all as stop_all
 from hookline.engine.regime import has_numbers as has_numbers
@@ -124,6 +125,7 @@ __all__ = [
     "attach",
     "backward_number",
     "blame",
+    "call_read_only",
     "check_ports",
     "defaults_by_name",
     "every_tensor",

@@ -294,3 +294,37 @@ def keep_in_graphs(name: str) -> None:
     from torch._higher_order_ops import effects  # dynamo is loaded by now
 
     effects._register_effectful_op(name, effects._EffectType.ORDERED)
+
+
+# The versions of the tensors that stand for those of a graph while it is traced.
+_noted: WeakByIdentity[int | None] = WeakByIdentity()
+_written: list[bool] = []
+
+
+def note_graph_version(tensor: Tensor) -> None:
+    """Note the version of a tensor in a graph that is being compiled; the graph has none of it."""
+    torch._dynamo.comptime.comptime(_note_version)
+
+
+def compare_graph_version(tensor: Tensor) -> None:
+    """Compare the version of a tensor in a graph that is being compiled with the one noted."""
+    torch._dynamo.comptime.comptime(_compare_version)
+
+
+@while_tracing
+def was_written_in_graph() -> bool:
+    """Tell whether versions differed since this was asked last."""
+    found = bool(_written)
+    _written.clear()
+    return found
+
+
+def _note_version(context: Any) -> None:
+    stand_in = context.get_local("tensor").as_fake()
+    _noted[stand_in] = None if stand_in.is_inference() else stand_in._version
+
+
+def _compare_version(context: Any) -> None:
+    stand_in = context.get_local("tensor").as_fake()
+    if not stand_in.is_inference() and stand_in._version != _noted.pop(stand_in):
+        _written.append(True)

@@ -1,4 +1,4 @@
-"""edit: change the values at the selected sites. Imports engine, recordings."""
+"""edit: change the values at the selected sites. Imports engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hookline.engine import (
     Rank,
     Selector,
     Site,
+    call_read_only,
     defaults_by_name,
     guarded,
     ports_for,
     tree,
 )
 from hookline.engine.errors import AttachError, StructureError
-from hookline.recordings import stamp
 
 
 def edit(
@@ -64,7 +64,8 @@ def edit(
             part of a nested value.
         change: called with the value; what it returns takes the value's place, None leaves it.
             One that never changes anything is warned of at the end.
-            Give a new value: what is changed in place changes wherever else it is used, too.
+            It must return a new value: one that writes to the value it was given (`t.zero_()`) is
+            refused, and what it wrote is undone. Write `t * 0`, or `t.clone().zero_()`.
             `hl.edits` holds the common ones: scale, add, replace, noise, clamp.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
             parameters), for selectors that name no port.
@@ -77,8 +78,8 @@ def edit(
     Raises:
         SelectionError: the selector matches nothing.
         StructureError: (when the model runs) `change` returned another structure, shape, dtype or
-            device; a raw hook (`hl.attach`, `line.forward`) may return anything. Or it changed a
-            gradient in place.
+            device; a raw hook (`hl.attach`, `line.forward`) may return anything. Or it wrote in
+            place to the value or gradient it was given.
     """
     if not callable(change):
         raise AttachError(
@@ -105,9 +106,9 @@ def edit(
 
 @final
 class _Effect:
-    """Whether an edit has changed anything at a site, as far as Python was there to see it.
+    """Calls an edit's function at a site, and tells whether the function has changed anything.
 
-    In compiled code it is not, and then nothing is said.
+    In compiled code nobody can tell, and then nothing is said.
     """
 
     __slots__ = ("has_changed", "was_left", "where")
@@ -116,17 +117,33 @@ class _Effect:
         self.where = str(site)
         self.has_changed = self.was_left = False
 
-    def of(self, change: Callable[[Any], Any], value: Any) -> Any:
-        """What the function returns; it may have written to the value instead."""
-        if is_dynamo_compiling() or self.has_changed:
-            return change(value)
-        before = stamp(value)
-        new = change(value)
-        if new is None and stamp(value) == before:
+    def of_value(self, change: Callable[[Any], Any], value: Any) -> Any:
+        """Call the function on a value, to which it may not write."""
+        new = call_read_only(change, value, self._refusal)
+        return new if is_dynamo_compiling() else self._seen(new)
+
+    def of_gradient(self, change: Callable[[Any], Any], grad: Any) -> Any:
+        """Call the function on a gradient, to which it may not write."""
+        return self._seen(guarded(change, grad, self.where))
+
+    def inside(self, change: Callable[[Any], Any], grad: Any) -> Any:
+        """Call the function on a gradient in compiled code."""
+        return call_read_only(change, grad, self._refusal)
+
+    def _seen(self, new: Any) -> Any:
+        if new is None:
             self.was_left = True
         else:
             self.has_changed = True
         return new
+
+    def _refusal(self) -> StructureError:
+        return StructureError(
+            f"the edit at {self.where or 'the root'} wrote in place to the value it was given,"
+            " which other parts of the model, or the caller, may hold."
+            "\nReturn a new tensor instead: lambda t: t * 0, or lambda t: t.clone().zero_(), not"
+            " lambda t: t.zero_()."
+        )
 
 
 def _left_alone(effects: list[_Effect]) -> str | None:
@@ -151,13 +168,13 @@ class EditGradient(OnGradient):
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _Effect) -> None:
-        self.inside = change
-        self._change = partial(effect.of, change)
+        self.inside = partial(effect.inside, change)
+        self._change = partial(effect.of_gradient, change)
         self._where = effect.where
 
     def arrived(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
-        new = guarded(self._change, grad, self._where)
+        new = self._change(grad)
         found = None if new is None else tree.difference(grad, new)
         if found:
             raise StructureError(
@@ -171,7 +188,7 @@ def _checked(change: Callable[[Any], Any], effect: _Effect) -> Callable[[Pass, A
     where = effect.where
 
     def see(current: Pass, value: Any) -> Any:
-        new = effect.of(change, value)
+        new = effect.of_value(change, value)
         if new is None:
             return None
         found = tree.difference(value, new)
