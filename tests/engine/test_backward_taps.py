@@ -323,6 +323,41 @@ def test_gradients_that_hooks_change_can_be_differentiated_again_as_torchs(inner
     assert found["torch"][0].any()
 
 
+class Named(nn.Module):
+    """A layer whose result stands in a dict, into which torch's own hooks do not look."""
+
+    def forward(self, x):
+        return {"y": x.tanh()}
+
+
+class InsideNamed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.stem, self.inner = nn.Linear(3, 3), inner
+
+    def forward(self, x):
+        y = self.inner(self.stem(x))
+        return (y["y"] if isinstance(y, dict) else y).sum(1) ** 2
+
+
+def test_gradients_in_a_dict_can_be_differentiated_again_as_those_of_a_lone_tensor():
+    def squared(module, grad_output):
+        return {"y": grad_output["y"] ** 2} if module.kind == "dict" else (grad_output[0] ** 2,)
+
+    found = []
+    for inner, kind in ((nn.Tanh(), "lone"), (Named(), "dict")):
+        torch.manual_seed(0)
+        model, x = InsideNamed(inner), torch.randn(2, 3, requires_grad=True)
+        inner.kind = kind
+        with hl.attach(model) as line:
+            line.backward("inner", lambda m, gi, go: (gi[0] * 2,))
+            line.backward_pre("inner", squared)
+            (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()]))
+    assert all(map(torch.allclose, *found))
+    assert found[0][0].any()
+
+
 # -- what is left ---------------------------------------------------------------------------------
 
 
