@@ -53,7 +53,7 @@ _BACKWARD = (
     "verbs/test_record_gradients.py", "verbs/test_edit_gradients.py",
     "traps/test_gradients_and_memory.py",
 )  # fmt: skip
-_FSDP = ("regimes/test_distributed_training.py",)
+_FSDP = ("regimes/test_distributed.py", "regimes/test_distributed_training.py")
 _SELECT = ("engine/test_select.py", "test_messages.py", "engine/test_modules.py")
 
 # The tests of files whose tests are named for what the file does, and not for the file.

@@ -120,13 +120,10 @@ class Compiler(Protocol):
 
 
 class Sink(Protocol):
-    """Where values go as they are seen: `Pass.log` fills between these two calls."""
+    """Where values go as they are seen: what fires in a pass fills its `Pass.log`."""
 
     def begin_pass(self, current: Pass) -> None:
         """A pass begins."""
-
-    def end_pass(self, current: Pass) -> None:
-        """A pass has ended, normally or (`failed`) not."""
 
 
 class _Lane(threading.local):
@@ -151,7 +148,7 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`.
 
     Args:
-        sink: told when passes begin and end.
+        sink: told when passes begin.
         every_thread: whether the line sees every thread and task, and not only its own.
     """
 
@@ -332,8 +329,6 @@ class Passes:
         current.failed = failed
         self.failed += failed
         current.roots.clear()
-        if self.sink is not None:
-            self.sink.end_pass(current)
 
 
 def _is_of_python() -> bool:

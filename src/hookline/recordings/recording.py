@@ -88,9 +88,6 @@ class Recording(Lookups):
         if self._log.untold is not None and self._log.untold.begin_pass(current):
             current.note = partial(note_copied, current.note)
 
-    def end_pass(self, current: Pass) -> None:
-        """A pass has ended. One that fired nothing (an edit elsewhere) stays, empty."""
-
     def finish(self, report: Report) -> None:
         """The line has ended: keep its report, and no longer the line."""
         self._report = report
