@@ -7,6 +7,7 @@ compiled, and to load it takes a second.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import types
@@ -219,6 +220,16 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
     return found, compiled
 
 
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether there is compiled code for a module's forward, by itself."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    entries = getattr(frames, "_debug_get_cache_entry_list", None)
+    code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
+    return entries is None or code is None or bool(entries(code))
+
+
 def is_untraceable(error: BaseException) -> bool:
     """Whether code could not be compiled because of what it does."""
     return type(error).__name__ in ("Unsupported", "TorchRuntimeError", "UserError")
@@ -284,9 +295,94 @@ def not_alone(function: types.FunctionType) -> None:
         frames.set_code_exec_strategy(function.__code__, strategy(skip, skip))
 
 
-def hook_in_graph(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Put a hook on a tensor of a graph that is being compiled: in its backward, it is compiled."""
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+_hooks_met = itertools.count()
+
+
+@while_tracing
+def next_hook() -> str:
+    """A number that says in which order the hooks in code that is being compiled are met."""
+    return str(next(_hooks_met))
+
+
+def come_from_outside(tensors: list[Tensor]) -> str:
+    """Which of some tensors the graph that is being compiled gets from outside: a "1" for each, a
+    "2" for each that it has written to by now, a "0" for each that it computes. For code that is
+    being compiled only."""
+    torch._dynamo.comptime.comptime(_note_sources)
+    return _noted_sources()  # type: ignore[no-any-return]
+
+
+class _Sources(threading.local):
+    noted = ""
+
+
+_sources = _Sources()
+
+
+def _note_sources(context: Any) -> None:
+    # Named so by torch, as they are not its public ones.
+    held = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    _sources.noted = "".join(map(_source_of, held.realize().items))
+
+
+def _source_of(variable: Any) -> str:
+    if variable.source is None:
+        return "0"
+    value = _example(variable.as_proxy().node)
+    return "1" if value is None or value._version == 0 else "2"
+
+
+@while_tracing
+def _noted_sources() -> str:
+    return _sources.noted
+
+
+def keep_call_in_graphs(function: Callable[..., Any]) -> None:
+    """Have dynamo put the call of a function into its graphs as it is, and nobody remove it."""
+    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+    torch.fx.node.has_side_effect(function)
+
+
+def shares_outputs() -> bool:
+    """Whether the tensor that the present call in a graph is about is a view, and shares memory
+    with several of the graph's outputs, or with an input and an output.
+
+    AOTAutograd returns the memory, and makes the outputs of it anew outside, where what comes back
+    to them passes the views in the graph by. For functions of `keep_call_in_graphs`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found: Any = None
+    while frame is not None:
+        if frame.f_code.co_name == "run_node" and "n" in frame.f_locals:
+            interpreter, node = frame.f_locals.get("self"), frame.f_locals["n"]
+            if isinstance(interpreter, torch.fx.Interpreter):
+                found = found or node
+        frame = frame.f_back
+    value = None if found is None else _example(found.args[0])
+    if value is None or not value._is_view():
+        return False
+    memory = _memory(value)
+    inputs = [one for one in found.graph.nodes if one.op == "placeholder"]
+    outputs = next(iter(reversed(found.graph.nodes))).all_input_nodes
+    n_outputs = sum(_shares(one, memory) for one in outputs)
+    is_of_input = any(_shares(one, memory) for one in inputs)
+    return n_outputs > 1 or (n_outputs == 1 and is_of_input)
+
+
+def _shares(node: Any, memory: int | None) -> bool:
+    """Whether the tensor at a node has this memory, and a gradient."""
+    value = _example(node)
+    return value is not None and value.requires_grad and _memory(value) == memory
+
+
+def _example(node: Any) -> Tensor | None:
+    """What dynamo knows of the tensor at a node."""
+    found = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def keep_in_graphs(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Compiled: what it takes for torch.compile to honour a line. Imports gradient_taps, taps, passes.
+"""Compiled: what it takes for torch.compile to honour a line. Imports compile_notes, taps, passes.
 
 Compiled code is reused as long as its guards hold, and by default they look at no hook that comes
 where none was. So each hooked module carries a mark that code compiled before is guarded against
@@ -33,7 +33,6 @@ from hookline.engine.compile_marks import mark, unmark
 from hookline.engine.compile_notes import note_on, refuse_reversed
 from hookline.engine.errors import AttachError
 from hookline.engine.gradient_tap import GradientTap
-from hookline.engine.gradient_taps import all_at
 from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
@@ -227,11 +226,9 @@ class Compiled:
             _with_gaps[self._root] = True
         self._open_gap(current)
 
-    def comes_later(self, tap: GradientTap) -> bool:
-        """Whether compiled code calls another tap on the same gradients of a module before it."""
-        node = self._nodes.get(id(tap))
-        taps = all_at(node.module, tap.site.port) if isinstance(node, Node) else [tap]
-        return any(other.active is not None for other in taps[: taps.index(tap)])
+    def owner_of(self, tap: Tap) -> int:
+        """The module that a tap is on, as a number; 0 if it is on none."""
+        return self._place_of(tap) or 0
 
     # -- the border, told by `Borders` -----------------------------------------------------------
 

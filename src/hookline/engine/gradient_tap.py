@@ -19,16 +19,29 @@ import torch
 from torch import Tensor
 
 from hookline.engine import outlines, tree
-from hookline.engine.compile_internals import hook_in_graph
+from hookline.engine.compile_internals import come_from_outside, next_hook, while_tracing
 from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow, has_aliases
-from hookline.engine.graph_gradients import ENDED, emptied, number_of, outline, place_in, sender
+from hookline.engine.graph_gradients import (
+    ENDED,
+    LOST,
+    emptied,
+    hook_in_graph,
+    number_of,
+    outline,
+    place_in,
+)
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
 from hookline.engine.regime import hides_gradients, refuse_mapped
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
-from hookline.engine.torch_internals import outer_backward
+from hookline.engine.torch_internals import (
+    hook_node_before,
+    is_written_by_compiled,
+    node_of_compiled,
+    outer_backward,
+)
 from hookline.engine.traced import NO_PASS, Run, Traced, TracedGradient, run_of
 from hookline.engine.values import Arrival, View, hook_value
 
@@ -120,20 +133,43 @@ class GradientTap(Tap):
             traced.add(None)
             return
         value = self.alter(NO_PASS, value)
-        call, number = traced.n_calls(), traced.switch.number
+        is_on = torch.is_grad_enabled()
         found: list[Tensor] = []
         slots: list[int] = []
         for _, tensor in tree.tensors(value):
             slot = -1
-            if tensor.requires_grad:
+            if is_on and tensor.requires_grad:
                 slot = place_in(found, tensor)
                 if slot == len(found):
                     found.append(tensor)
-                    hook_in_graph(tensor, sender(traced.number, number, call, slot, self.on))
             slots.append(slot)
+        outside = self._hook_found(traced, found) if found else ()
         # Of a value with parts, its structure: with tensors that hold nothing.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
-        traced.add((tuple(slots), form, torch.is_grad_enabled()))
+        traced.add((tuple(slots), form, is_on, outside))
+
+    def _hook_found(
+        self, traced: TracedGradient, found: list[Tensor]
+    ) -> tuple[tuple[int, Tensor, str], ...]:
+        """Put hooks on tensors in a graph. Gives those, by slot, that the graph got from outside:
+        what comes back to them comes from outside, too, so they have hooks there."""
+        call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
+        are_outside = come_from_outside(found)
+        outside: tuple[tuple[int, Tensor, str], ...] = ()
+        for slot, tensor in enumerate(found):
+            if are_outside[slot] != "0":
+                number = next_hook() if are_outside[slot] == "1" else ""
+                outside = (*outside, (slot, tensor, number))
+            else:
+                address = traced.number, of_run, call, slot
+                hook_in_graph(tensor, address, owner, self.on)
+        return outside
+
+    @while_tracing
+    def _owner(self) -> str:
+        """The module, as a number."""
+        compiler = self.passes.compiler
+        return "0" if compiler is None else str(compiler.owner_of(self))
 
     def harvest(self, current: Pass, run: Run) -> None:
         """Count what waits for its gradients in a graph."""
@@ -144,10 +180,12 @@ class GradientTap(Tap):
         for call, known in enumerate(caught):
             if known is None:
                 continue
-            slots, form, is_on = known
+            slots, form, is_on, outside = known
             crossing = run.crossings[self, call] = Crossing(n_before + call)
             if form is not None:
                 crossing.form = outline(form, slots)
+            if not run.is_again or current.again.has_gradients:
+                self._wait_outside(current, crossing, outside)
             if run.is_again:
                 continue
             if max(slots, default=-1) >= 0:
@@ -158,8 +196,55 @@ class GradientTap(Tap):
                 self.needless += 1
                 self.on.missing(current, crossing)
 
+    def _wait_outside(
+        self, current: Pass, crossing: Crossing, outside: tuple[tuple[int, Tensor, str], ...]
+    ) -> None:
+        """Wait for the gradients of what a graph got from outside: those have come to be there."""
+        compiler = self.passes.compiler
+        owner = 0 if compiler is None else compiler.owner_of(self)
+        for slot, tensor, number in outside:
+            # Who wrote last is known, not when: it may be code that ran before.
+            if not number or is_written_by_compiled(tensor):
+                self.lose(_WRITTEN_BY_GRAPH)
+            else:
+                hook = self._hook_for(current, crossing, slot)
+                self._put(current, tensor, hook, owner, int(number))
+                if self.on.awaits is not None:
+                    self.on.awaits(current, crossing, slot, tensor)
+
+    def _hook_for(self, current: Pass, crossing: Crossing, slot: int) -> Arrival:
+        if self.on.keeps_graph:
+            return Arrival(self._arrive_weakly, weakref.ref(first_of(current)), crossing, slot)
+        return Arrival(self.arrive, first_of(current), crossing, slot)
+
+    def _put(
+        self, current: Pass, tensor: Tensor, hook: Arrival, owner: int, number: int | None = None
+    ) -> None:
+        """Put a hook on a tensor."""
+        node = node_of_compiled(tensor)
+        if node is not None:
+            hook_node_before(node, Arrival(self._at_compiled, hook, tensor.output_nr))
+            return
+        view = hook_value(tensor, hook, self.lose, owner, number)
+        if view is not None:
+            self.note_view(current, view)
+
+    def _at_compiled(self, hook: Arrival, index: int, grads: tuple[Tensor | None, ...]) -> Any:
+        """Gradients have come to what compiled code returned: the hook on the node that it is.
+
+        What comes back to one of several tensors through another one, inside that code, does not
+        show there. So the gradient of one is known if it alone has one from outside.
+        """
+        if any(one is not None for k, one in enumerate(grads) if k != index):
+            self.lose(INSIDE)
+            return None
+        return _at_node(hook, index, grads)
+
     def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
         """A gradient has come out of a compiled graph."""
+        if call == LOST:
+            self.lose(_SHARED_OUTPUT)
+            return
         if self.on.inside is not None and self.passes.closed:
             raise AttachError(ENDED.format(site=self.site))
         if self.on.before_inside is not None and grad.dtype is not torch.int64:
@@ -202,22 +287,16 @@ class GradientTap(Tap):
         if current.again is not None and (self, call) in current.again.stretch.waiting:
             return  # since the first run
         crossing = Crossing(call)
-        arrive: Any = self.arrive
-        whose: Any = first_of(current)
-        if self.on.keeps_graph:
-            arrive, whose = self._arrive_weakly, weakref.ref(whose)
         numbers: dict[int, int] = {}
         for _, tensor in tree.tensors(value):
             if tensor.requires_grad and id(tensor) not in numbers:
                 slot = len(numbers)
-                hook = Arrival(arrive, whose, crossing, slot)
+                hook = self._hook_for(current, crossing, slot)
                 index = None if through is None else through.index(tensor)
                 if through is not None and index is not None:
                     through.subscribe(self.rank, hook, index)
                 elif tensor.grad_fn is not None:
-                    view = hook_value(origin(tensor), hook, self.lose, owner)
-                    if view is not None:
-                        self.note_view(current, view)
+                    self._put(current, origin(tensor), hook, owner)
                 else:  # a leaf: a hook on it would stay on it
                     if not has_aliases(tensor):
                         self.lose(_NO_ALIAS)
@@ -289,8 +368,16 @@ class GradientTap(Tap):
             if (outside := base()) is not None and view.is_of(outside):
                 views.append(weakref.ref(view))
 
-    def arrive(self, current: Pass, crossing: Crossing, slot: int, grad: Tensor) -> Tensor | None:
-        """A gradient is there: the hook that is put on tensors."""
+    def arrive(
+        self, current: Pass, crossing: Crossing, slot: int, grad: Tensor | None
+    ) -> Tensor | None:
+        """A gradient is there: the hook that is put on tensors.
+
+        Where one operation has several results, torch calls the hooks on all of them, with None for
+        those that nothing comes back to.
+        """
+        if grad is None:
+            return None
         if self.passes.closed:
             self._late()
             return None
@@ -348,6 +435,13 @@ class GradientTap(Tap):
         return super().why_silent()
 
 
+def _at_node(hook: Arrival, index: int, grads: tuple[Tensor | None, ...]) -> Any:
+    """Call the hook on one of a node's results: the hook on the node."""
+    grad = grads[index]
+    new = None if grad is None else hook(grad)
+    return None if new is None else (*grads[:index], new, *grads[index + 1 :])
+
+
 def _settle(view: View, base: Tensor | None) -> None:
     view.settle(is_over=False)
 
@@ -355,6 +449,20 @@ def _settle(view: View, base: Tensor | None) -> None:
 _LOST = (
     "it is a view that was changed in place later, and what comes back to it cannot be told from"
     " what comes back to the tensor it shows; make that operation not in place, or .clone() before"
+)
+_WRITTEN_BY_GRAPH = (
+    "compiled code got it from outside, and such code writes to it in place, so what comes back to"
+    " it as it was then cannot be told; make that operation not in place, or .clone() before"
+)
+INSIDE = (
+    "code that was compiled by itself returned it together with others, and what comes back to it"
+    " through those, inside, cannot be seen; compile the model as a whole, or select a part that is"
+    " used alone (':grad_output[0]'), or keep dynamo away: torch.compiler.disable(part)"
+)
+_SHARED_OUTPUT = (
+    "it is a view that was changed in place later, or that compiled code returns together with"
+    " others of the same memory, and what comes back to it cannot be told from what comes back to"
+    " those; make the operation not in place, or .clone() the view"
 )
 _NO_ALIAS = (
     "it is a leaf of a layout of which torch makes no alias (sparse), so what comes back to it here"

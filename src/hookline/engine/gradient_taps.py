@@ -17,15 +17,24 @@ from torch.utils.hooks import unserializable_hook
 from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.checkpoint_internals import aside
-from hookline.engine.compile_internals import while_tracing
+from hookline.engine.compile_internals import has_compiled_forward
 from hookline.engine.errors import AttachError, StructureError, warn
-from hookline.engine.gradient_tap import BORDER, NO_BACKWARD, Crossing, GradientTap, OnGradient
+from hookline.engine.gradient_tap import (
+    BORDER,
+    INSIDE,
+    NO_BACKWARD,
+    Crossing,
+    GradientTap,
+    OnGradient,
+)
+from hookline.engine.identity import ByIdentity
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import (
     base_of_view,
     hook_dict,
+    node_of_compiled,
     outer_backward,
     version_counter,
 )
@@ -54,9 +63,30 @@ class GradOutputTap(GradientTap):
             return None
         with aside(current.stretch):
             value = flow.off_leaves(output)
+            if self.passes.compiler is not None and _is_made_anew(module, value):
+                self.placed += 1
+                self.lose(INSIDE)
+                return None if value is output else value
             meeting = flow.left(key)
             self.wait(current, call, value, meeting, id(module), _itself)
         return None if value is output else value
+
+
+def _is_made_anew(module: nn.Module, value: Any) -> bool:
+    """Whether a module returned several tensors from code that was compiled by itself, and some of
+    them share memory: those are views that were made outside of that code."""
+    if isinstance(value, Tensor):
+        return False
+    found: ByIdentity[None] = ByIdentity()
+    for _, tensor in tree.tensors(value):
+        if tensor.grad_fn is not None:
+            found[tensor] = None
+    tensors = found.things()
+    return (
+        len(tensors) > 1
+        and any(tensor._is_view() and node_of_compiled(tensor) is None for tensor in tensors)
+        and has_compiled_forward(module)
+    )
 
 
 class GradInputTap(GradientTap):
@@ -75,8 +105,7 @@ class GradInputTap(GradientTap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
-            # The first one's aliases are all that there are: of several, the last would come first.
-            new = None if self.comes_later() else flow.apart(args, kwargs, leaves_only=False)
+            new = flow.apart(args, kwargs, leaves_only=True)
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
@@ -90,11 +119,6 @@ class GradInputTap(GradientTap):
             return None
         with aside(current.stretch):
             return self._look(module, current, call, args, kwargs, is_first, id(sys._getframe(1)))
-
-    @while_tracing
-    def comes_later(self) -> bool:
-        """Whether compiled code calls another one before it, on the same module."""
-        return self.passes.compiler is not None and self.passes.compiler.comes_later(self)
 
     def _look(
         self, module: nn.Module, current: Pass, call: int, args: tuple[Any, ...],

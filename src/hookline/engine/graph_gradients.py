@@ -1,9 +1,13 @@
-"""Gradients inside compiled code, on their way out of the graph. Imports tree, errors,
+"""Gradients inside compiled code, on their way out of the graph. Imports values, tree, errors,
 compile_internals.
 
 A hook on a tensor in a graph can run no Python of ours, but it can call an operator, and what the
 operator does when the graph runs is Python again. The operator is defined when the first line needs
 it: importing hookline changes nothing in torch.
+
+Dynamo puts the call of `_put_hook` into the graph as it is. AOTAutograd runs it while it traces
+forward and backward, on tensors with the autograd graph that eager code would have. So the hook is
+put on a tensor there as in eager code: over all uses, in the same order, and before later writes.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ import torch
 from torch import Tensor
 
 from hookline.engine import outlines, tree
-from hookline.engine.compile_internals import keep_in_graphs
+from hookline.engine.compile_internals import keep_call_in_graphs, keep_in_graphs, shares_outputs
 from hookline.engine.errors import AttachError
+from hookline.engine.values import View, hook_value
 
 # By number, whoever waits. What a graph holds is a tensor with the number in it: another number
 # needs no other graph.
@@ -46,44 +51,112 @@ def define() -> None:
     """Define the operator."""
 
     @torch.library.custom_op("hookline::gradient", mutates_args=())
-    def gradient(grad: Tensor, of: Tensor, call: int, slot: int) -> None:
-        tap, run = of.tolist()
-        waiting = _waiting.get(tap)
+    def gradient(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
+        waiting = _waiting.get(int(tap))
         if waiting is not None:
             # A copy: the graph may use the memory again.
-            waiting.arrived_from_graph(run, call, slot, grad.clone())
+            waiting.arrived_from_graph(int(of_run), call, slot, grad.clone())
         elif grad.dtype is torch.int64:  # no gradient: what is told where one is changed
             raise AttachError(ENDED.format(site="A gradient"))
 
     @gradient.register_fake
-    def _(grad: Tensor, of: Tensor, call: int, slot: int) -> None:
+    def _(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
         return None
 
     keep_in_graphs("hookline::gradient")
+    keep_call_in_graphs(_put_hook)
 
 
-def sender(
-    tap: Tensor, of_run: Tensor, call: int, slot: int, on: Any
-) -> Callable[[Tensor], Tensor | None]:
-    """The hook on a tensor in a graph: hand its gradient out, or change it, or both.
+def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None:
+    """Hand a tensor's gradient out of the graph that is being compiled, or change it there.
 
-    Torch 2.11 moves what a hook takes from outside to behind the tensor, an input of the graph
-    that other hooks take as well too: then the graph is broken. What is in a list it does not move.
+    Dynamo traces the function that changes it as the backward of `_Change`, of which nothing else
+    is used.
+
+    Args:
+        tensor: a tensor that was computed in the graph.
+        address: who waits for its gradient.
+        owner: says whose hook it is, as in `torch_internals.hook_gradient`.
+        on: says what is done with it: what `inside` returns, unless None, takes its place; it is
+            handed out as it was if there is no such function, or a `before_inside`.
     """
-    of = torch.stack([tap, of_run])
-    change, is_handed_out = on.inside, on.inside is None or on.before_inside is not None
+    tap, of_run, call, slot = address
+    if on.inside is None:
+        _put_hook(tensor, tap, of_run, call, slot, owner, True, None)
+        return
+    is_handed_out = on.before_inside is not None
+    given = tensor.clone()
+    changed = _Change.apply(given, on.inside)  # type: ignore[no-untyped-call]
+    _put_hook(tensor, tap, of_run, call, slot, owner, is_handed_out, (given, changed))
+
+
+# The taps's number, the run's, the call within the run, and the tensor within the value.
+Address = tuple[Tensor, Tensor, int, int]
+
+# A gradient that cannot be told from others has, in place of its call's number, one below zero.
+LOST = -1
+
+
+class _Change(torch.autograd.Function):
+    """Holds a function of a gradient, as its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+        ctx.change = change
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        new = ctx.change(grads[0])
+        return (grads[0] if new is None else new), None
+
+
+def _put_hook(
+    tensor: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int, owner: str,
+    is_handed_out: bool, change: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """Put the hook on a tensor, while AOTAutograd traces; with backend="eager", in each run.
+
+    `change` is what a function is traced between: its backward takes the gradient to the new one.
+    """
+    gradient = torch.ops.hookline.gradient
+    _settle_all()
 
     def hook(grad: Tensor) -> Tensor | None:
+        _settle_all()
         if change is not None:
-            torch.ops.hookline.gradient(of, of, call, slot)
+            gradient(tap, tap, of_run, call, slot)  # told of it, where Python may refuse
         if is_handed_out:
-            torch.ops.hookline.gradient(grad, of, call, slot)
+            gradient(grad, tap, of_run, call, slot)
         if change is None:
             return None
-        new: Tensor | None = change(grad)
+        given, changed = change
+        (new,) = torch.autograd.grad(changed, given, grad, retain_graph=True)
         return new
 
-    return hook
+    def lost() -> None:
+        gradient(tap, tap, of_run, LOST, slot)
+
+    if shares_outputs():
+        lost()
+    elif tensor.requires_grad:
+        view = hook_value(tensor, hook, lost, int(owner))
+        if view is not None:
+            _unsettled.append(weakref.ref(view))
+    return tensor
+
+
+# Views in the graph that is being traced, of which it is not known yet who writes to them.
+_unsettled: list[weakref.ref[View]] = []
+
+
+def _settle_all() -> None:
+    """Look for writes to views, of those that are still traced."""
+    _unsettled[:] = [ref for ref in _unsettled if ref() is not None]
+    for ref in _unsettled:
+        view = ref()
+        if view is not None:
+            view.settle(is_over=False)
 
 
 def place_in(found: list[Tensor], tensor: Tensor) -> int:

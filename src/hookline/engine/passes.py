@@ -109,8 +109,8 @@ class Compiler(Protocol):
     def end_pass(self, current: Pass) -> None:
         """A pass has ended: see what compiled code has left."""
 
-    def comes_later(self, tap: Any) -> bool:
-        """Whether compiled code calls another tap on the same gradients of a module before it."""
+    def owner_of(self, tap: Any) -> int:
+        """The module that a tap is on, as a number; 0 if it is on none."""
 
     def explain(self, error: BaseException) -> None:
         """A pass has failed: say more about it, if it was where code was compiled."""

@@ -160,7 +160,9 @@ def outer_backward() -> int:
     return _current_task() if OUTER.number is None else OUTER.number
 
 
-def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0) -> Any:
+def hook_gradient(
+    tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0, number: int | None = None
+) -> Any:
     """`tensor.register_hook` for a tensor of the graph: the hook goes when the graph goes.
 
     Without a handle, of which there would be one for each value of each pass, it takes a third of
@@ -171,14 +173,17 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0)
     Returns:
         The key by which `unhook_gradient` takes it off again.
     """
-    if type(tensor) is not Tensor or tensor.grad_fn is None:
+    if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_of_trace(tensor)):
         return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
-    key = owner, next(_keys)
+    key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
     hooks: HookDict | None = tensor._backward_hooks  # type: ignore[assignment]
     if hooks is None:
         # Not kept from before an in-place operation: torch resets it with the tensor's grad_fn.
         tensor._backward_hooks = hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)
+    elif number is not None:
+        _insert(hooks, key, hook)
+        return key
     elif hooks:
         # torch goes by the plain dictionary's order, so what comes later has to be put in again.
         others = [(k, h) for k, h in hooks.items() if type(k) is tuple and k[0] != owner]
@@ -189,6 +194,18 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0)
         return key
     hooks[key] = hook
     return key
+
+
+def _insert(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
+    """Insert a hook that came before the others, or among them, by its number."""
+    numbered = [(k, h) for k, h in hooks.items() if type(k) is tuple and len(k) == 3]
+    numbered = sorted([*numbered, (key, hook)], key=lambda one: one[0][2])
+    owners = list(dict.fromkeys(k[0] for k, _ in numbered))
+    before = [(k, h) for k, h in hooks.items() if not (type(k) is tuple and len(k) == 3)]
+    hooks.clear()
+    for owner in reversed(owners):  # what came later is called first
+        hooks.update((k, h) for k, h in numbered if k[0] == owner)
+    hooks.update(before)
 
 
 def unhook_gradient(tensor: Tensor, key: Any) -> None:
@@ -217,7 +234,9 @@ def _saves_result(function: type, number: int) -> bool:
 def version_counter(tensor: Tensor) -> Tensor:
     """An empty tensor that shares a tensor's `_version`, and where it can be, not its memory."""
     counter = tensor.detach()
-    if not is_wrapped(tensor):  # inside a transform of torch.func no memory can be exchanged
+    if not is_wrapped(tensor) and not is_of_trace(
+        tensor
+    ):  # inside a transform of torch.func no memory can be exchanged
         counter.data = tensor.new_empty(0)
     return counter
 
@@ -229,7 +248,9 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
     which refuse it, and where the two do not hold numbers of one kind.
     """
     base = tensor._base if tensor._is_view() else None
-    if base is None or base.grad_fn is None or type(base) is not Tensor:
+    if base is None or base.grad_fn is None:
+        return None
+    if type(base) is not Tensor and not is_of_trace(base):
         return None
     is_one_kind = base.dtype is tensor.dtype and base.is_conj() == tensor.is_conj()
     return base if is_one_kind and base.is_neg() == tensor.is_neg() else None
@@ -241,6 +262,8 @@ def is_held_by_one_view(view: Tensor) -> bool:
     Where torch does not count, nobody knows.
     """
     is_counted = hasattr(view, "_use_count") and view._base is not None
+    if is_counted and is_of_trace(view):
+        return _holders(view) == _holders(view.new_ones(1).requires_grad_().neg().view(1))
     return is_counted and _holders(view) == _holders_of_one()
 
 
@@ -255,6 +278,35 @@ def _holders_of_one() -> tuple[int, int]:
     # How torch counts differs between its versions: so look at one of which it is known.
     with torch.enable_grad():
         return _holders(torch.ones(1, requires_grad=True).neg().view(1))
+
+
+def is_of_trace(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one in a graph that torch.compile traces."""
+    return type(tensor).__name__ in ("FunctionalTensor", "FakeTensor")
+
+
+def node_of_compiled(tensor: Tensor) -> Any:
+    """The node of the graph that is the run of compiled code which returned a tensor; else None."""
+    node = tensor.grad_fn
+    is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return node if is_of_python and type(node).__name__.startswith("CompiledFunction") else None
+
+
+def is_written_by_compiled(tensor: Tensor) -> bool:
+    """Whether compiled code wrote to a tensor, or its base, and nobody else since."""
+    base = tensor._base if tensor._is_view() else tensor
+    node = None if base is None else base.grad_fn
+    if node is None or type(node).__name__ not in ("CopyBackwards", "CopySlices"):
+        return False
+    return any(
+        type(before).__name__.startswith("CompiledFunction") for before, _ in node.next_functions
+    )
+
+
+def hook_node_before(node: Any, hook: Callable[[tuple[Tensor | None, ...]], Any]) -> None:
+    """Call a hook with what comes back to a node of the graph, as long as the graph lives; what it
+    returns, unless None, takes the place of that."""
+    node.register_prehook(hook)
 
 
 def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> None:

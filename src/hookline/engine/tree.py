@@ -168,6 +168,11 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: ByIdentity[Any], dep
         mapped = [_map(change, part, seen, depth + 1) for _, part in parts]
         new = seen[value] = rebuild(value, mapped)
         return new
+    if is_dynamo_compiling() and isinstance(value, dict) and dataclasses.is_dataclass(value):
+        # transformers' ModelOutput: no graph can hold one that is made and then filled.
+        fields = {str(key): _map(change, part, seen, depth + 1) for key, part in parts}
+        new = seen[value] = type(value)(**fields)
+        return new
     try:
         is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
         shell = dict(parts) if is_fixed else _shell(value)

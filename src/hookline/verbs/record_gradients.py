@@ -107,8 +107,7 @@ class PlainGradTap(GradOutputTap):
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook on the module."""
         if is_dynamo_compiling():
-            self.trace(output)
-            return None
+            return super().fire(module, args, output)
         current = self.lane.current
         is_plain = type(output) is Tensor and output.grad_fn is not None
         if current is None or not is_plain or current.stretch is not None:
@@ -122,9 +121,9 @@ class PlainGradTap(GradOutputTap):
             self.note_view(current, view)
         return None
 
-    def keep(self, current: Pass, call: int, grad: Tensor) -> None:
+    def keep(self, current: Pass, call: int, grad: Tensor | None) -> None:
         """The hook on the tensor."""
-        if self.passes.closed:
+        if self.passes.closed or grad is None:
             return
         self.fired += 1
         if grad.requires_grad:
