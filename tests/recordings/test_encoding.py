@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import namedtuple
+from collections import UserList, namedtuple
 
 import pytest
 import torch
@@ -83,6 +83,35 @@ def test_a_named_tuple_of_very_many_fields_comes_back_as_fields():
     assert lost == [f"the named tuple {__name__}.Wide of 1001 fields, which became Fields"]
 
 
+@given(st.frozensets(KEYS))
+def test_sets_of_plain_members_come_back_as_they_were(value):
+    for one in (value, set(value), {"in": (value, frozenset({value}))}):
+        back, lost = there_and_back(one)
+        assert back == one
+        assert type(back) is type(one)
+        assert lost == []
+
+
+def test_tensors_in_sets_and_in_lists_of_users_come_back():
+    value = {
+        "set": {torch.zeros(2), torch.ones(3)}, "frozen": frozenset({(torch.ones(1), 2)}),
+        "users": UserList([torch.ones(2), UserList()]),
+    }  # fmt: skip
+    back, lost = there_and_back(value)
+    assert sorted(tensor.tolist() for tensor in back["set"]) == [[0.0, 0.0], [1.0, 1.0, 1.0]]
+    assert [(tensor.tolist(), n) for tensor, n in back["frozen"]] == [([1.0], 2)]
+    assert [*map(type, back.values())] == [set, frozenset, UserList]
+    assert back["users"][0].tolist() == [1.0, 1.0]
+    assert back["users"][1] == []
+    assert lost == []
+
+
+def test_a_set_with_a_member_that_cannot_come_back_is_named_as_lost():
+    back, lost = there_and_back([{Odd()}, frozenset({namedtuple("Pair", "x")(1)})])
+    assert lost == ["builtins.set", "builtins.frozenset"]
+    assert repr(back[0]) == "<not saved: builtins.set>"
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -91,6 +120,9 @@ def test_a_named_tuple_of_very_many_fields_comes_back_as_fields():
         {"dict": [[{"list": []}, 1]]},
         {"dict": [[{"tensor": "0"}, 1]]},
         {"fields": [["a", 1], ["a", 2]]},
+        {"set": [[0, 1], [1, 1]]},
+        {"set": [[0, {"list": []}]]},
+        {"frozenset": [[0, {"dict": []}]]},
         {"tuple": 3},
         {"other": []},
         {},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserList
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -315,3 +318,45 @@ def test_a_tensor_that_does_not_broadcast_is_refused_by_name(net, image, name, s
     assert caught.value.__notes__ == ["hookline: raised by the hook at fc (Linear)"]
     with hl.edit(net, "fc", getattr(hl.edits, name)(torch.ones(2, 1))):
         net(image)
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of its input."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.inner, self.make = nn.Identity(), make
+
+    def forward(self, x):
+        return self.make(self.inner(x))
+
+
+UNUSUAL = {
+    "set": lambda t: {t}, "frozenset": lambda t: frozenset({t}),
+    "list of a user": lambda t: UserList([t]), "view of a dict": lambda t: {"a": t}.values(),
+    "iterator": lambda t: iter([t]), "partial": lambda t: partial(torch.add, t),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_writes_to_tensors_in_unusual_containers_are_refused(name):
+    model, x = Returns(UNUSUAL[name]), torch.ones(2)
+
+    def write(value):
+        x.zero_()
+
+    with hl.edit(model, "", write), pytest.raises(hl.StructureError, match="in place"):
+        model(x)
+    assert x.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["set", "frozenset", "list of a user"])
+def test_an_edit_of_an_unusual_container_keeps_its_form_or_is_refused(name):
+    model, x = Returns(UNUSUAL[name]), torch.ones(2)
+    with hl.edit(model, "", lambda value: type(value)([t * 2 for t in value])):
+        found = model(x)
+    assert [t.tolist() for t in found] == [[2.0, 2.0]]
+    assert type(found) is type(UNUSUAL[name](x))
+    with hl.edit(model, "", lambda value: [t * 2 for t in value]):
+        with pytest.raises(hl.StructureError, match=r"expected .* got list"):
+            model(x)

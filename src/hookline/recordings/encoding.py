@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections import namedtuple
+from collections import UserList, namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -82,6 +82,10 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
         kind = "tuple"
     elif isinstance(value, list):
         kind = "list"
+    elif isinstance(value, UserList):
+        kind = "userlist"
+    elif isinstance(value, set | frozenset) and all(map(_is_member, value)):
+        kind = "set" if isinstance(value, set) else "frozenset"
     elif isinstance(value, Mapping) and not hasattr(type(value), "__dataclass_fields__"):
         kind = "dict"
     elif hasattr(type(value), "__dataclass_fields__"):
@@ -114,6 +118,13 @@ def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
         lost(f"the key {key!r}, which became the text {text!r}")
         encoded.append(text)
     return encoded
+
+
+def _is_member(part: Any) -> bool:
+    """Whether a member of a set comes back as what a set can hold: Fields and lists are not."""
+    if isinstance(part, tuple | frozenset) and not hasattr(part, "_fields"):
+        return all(map(_is_member, part))
+    return isinstance(part, Tensor) or _is_plain_key(part)
 
 
 def _is_plain_key(key: Any) -> bool:
@@ -188,10 +199,8 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
     if kind == "lost":
         return Lost(str(data[kind]))
     values = [decode(part, get) for _, part in data[kind]]
-    if kind == "tuple":
-        return tuple(values)
-    if kind == "list":
-        return values
+    if kind in _OF_PARTS:
+        return _OF_PARTS[kind](values)
     keys = [decode(key, _no_tensor) for key, _ in data[kind]]
     if kind == "dict":
         return _distinct(dict(zip(keys, values, strict=True)), keys)
@@ -205,6 +214,29 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
         fields.type_name = name
         return _distinct(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
+
+
+def _members(values: list[Any]) -> set[Any]:
+    """Return the members as a set.
+
+    Raises:
+        ValueError: one of them cannot be in a set, or is there twice.
+    """
+    try:
+        found: set[Any] = _distinct(set(values), values)
+    except TypeError as error:
+        raise ValueError(f"not the members of a set: {error}") from None
+    return found
+
+
+# What is made of its parts alone, without keys.
+_OF_PARTS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "userlist": UserList,
+    "set": _members,
+    "frozenset": lambda values: frozenset(_members(values)),
+}
 
 
 def _distinct(value: Any, keys: list[Any]) -> Any:
