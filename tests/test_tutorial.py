@@ -45,7 +45,7 @@ def outputs(notebook, kind):
 
 def words_and_numbers(text):
     """The text with its numbers taken out, and those; times of a run are left out."""
-    text = re.sub(r"\d+\.\d+ ms", "ms", text)
+    text = re.sub(r"~?\d+\.\d+ ms", "ms", text)
     return " ".join(NUMBER.sub("N", text).split()), [float(n) for n in NUMBER.findall(text)]
 
 

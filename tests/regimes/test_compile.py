@@ -274,11 +274,11 @@ def test_another_thread_that_runs_the_compiled_model_meanwhile_is_not_mixed_in()
     assert all(torch.equal(one["3"], expected) for one in seen.passes)
 
 
-def test_threads_of_a_line_without_a_block_have_passes_of_their_own():
+def test_threads_of_a_line_of_every_thread_have_passes_of_their_own():
     model = make()
     run = torch.compile(model, **OPTIONS)
     run(X)
-    line = hl.record(model, "3", ports=("output", "grad_output"))
+    line = hl.record(model, "3", ports=("output", "grad_output"), every_thread=True)
 
     def work(k):
         for _ in range(10):

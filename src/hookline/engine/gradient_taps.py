@@ -12,6 +12,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
 from hookline.engine import flow, tree
@@ -223,7 +224,7 @@ class ParameterTap(GradientTap):
 
     def hook_for(self, tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
         """Return the hook to register on a tensor. A view is watched: a write takes its hooks."""
-        if base_of_view(tensor) is not None:
+        if not is_lazy(tensor) and base_of_view(tensor) is not None:
             self._counter = version_counter(tensor)
             self._version = self._counter._version
         hook: Callable[[Tensor], Tensor | None] = self.fire

@@ -15,11 +15,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.engine import opaque
 from hookline.engine.distributed_internals import is_dtensor, is_shared_job
 from hookline.engine.regime import has_numbers, innermost
-from hookline.engine.torch_internals import buffers, children, parameters
+from hookline.engine.torch_internals import buffers, children, is_scripted, parameters
 from hookline.engine.weak import WeakByIdentity
 
 # fmt: off
@@ -130,6 +131,8 @@ def _is_within(tensor: Tensor, known: Container[int]) -> bool:
 
 def addresses(tensor: Tensor) -> Iterator[int]:
     """Where the memory of a tensor begins, by lines: of one that stands for several, of each."""
+    if is_lazy(tensor):
+        return  # it has none before its module's first run
     tensor = innermost(tensor)
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass, as of torchao; a DTensor
         for name in tensor.__tensor_flatten__()[0]:
@@ -210,7 +213,7 @@ class _Witness:
     def _where(self) -> int:
         module = self._module()
         parameter = None if module is None else parameters(module).get(self._name)
-        if parameter is None:
+        if parameter is None or is_lazy(parameter):
             return 0
         try:
             return parameter.untyped_storage().data_ptr() >> LINE
@@ -224,7 +227,8 @@ _memories: WeakByIdentity[_Memory] = WeakByIdentity()
 
 def _witnesses(root: nn.Module) -> list[_Witness]:
     """Choose the first parameter, the last one, and two between."""
-    found = [(module, name) for module in root.modules() for name in parameters(module)]
+    modules = [module for module in root.modules() if not is_scripted(module)]
+    found = [(module, name) for module in modules for name in parameters(module)]
     last = len(found) - 1
     chosen = sorted({0, last // 3, 2 * last // 3, last}) if found else []
     return [_Witness(*found[k]) for k in chosen]
