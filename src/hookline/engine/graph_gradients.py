@@ -65,6 +65,7 @@ def define() -> None:
 
     keep_in_graphs("hookline::gradient")
     keep_call_in_graphs(_put_hook)
+    keep_call_in_graphs(_apart)
 
 
 def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None:
@@ -85,7 +86,7 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
         _put_hook(tensor, tap, of_run, call, slot, owner, True, None)
         return
     is_handed_out = on.before_inside is not None
-    given = tensor.clone()
+    given = _apart(tensor)
     changed = _Change.apply(given, on.inside)  # type: ignore[no-untyped-call]
     _put_hook(tensor, tap, of_run, call, slot, owner, is_handed_out, (given, changed))
 
@@ -109,6 +110,12 @@ class _Change(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         new = ctx.change(grads[0])
         return (grads[0] if new is None else new), None
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A leaf like a tensor. What is computed from that may be held by the tensor's hooks: of what
+    is computed from the tensor itself, which holds them, they would be freed never."""
+    return tensor.detach().clone().requires_grad_()
 
 
 def _put_hook(

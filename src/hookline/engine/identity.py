@@ -1,8 +1,8 @@
 """Things found again by what they are (`is`), not by what they equal. Imports
 compile_internals.
 
-By their ids, also in code that is being compiled. There torch before 2.13 has few ids, but it can
-compare tensors, so those are searched for; of containers each is taken for another one.
+By their ids. In code that is being compiled a tensor's id would be guarded, so tensors are searched
+for there; torch before 2.13 has few ids of others, so each container is taken for another one.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class ByIdentity(Generic[V]):
         return [thing for thing, _ in self._entries.values()]
 
     def _key(self, thing: Any) -> int:
-        if not (OLD_DYNAMO and is_dynamo_compiling()):
+        if not is_dynamo_compiling():
             return id(thing)
-        if isinstance(thing, Tensor):
+        if isinstance(thing, Tensor):  # its id would be guarded: of each batch another one
             for key, (other, _) in self._entries.items():
                 if isinstance(other, Tensor) and other is thing:
                     return key
-        return len(self._entries)
+            return -1 - len(self._entries)
+        return len(self._entries) if OLD_DYNAMO else id(thing)
