@@ -22,8 +22,8 @@ ENGINE = [
     "calls",
     "passes", "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",
     "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps", "saved_taps",
-    "fast_paths", "placing", "compile_notes", "compiled", "everywhere", "ending", "report",
-    "inventory", "blame", "line", "hooks_on_modules",
+    "fast_paths", "placing", "compile_notes", "compiled", "everywhere", "ending", "handle",
+    "report", "inventory", "blame", "line", "hooks_on_modules",
     "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.

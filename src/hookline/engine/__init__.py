@@ -6,8 +6,8 @@ compile_internals, compile_marks, identity, checkpoint_internals, distributed_in
 meeting, tree, opaque, outlines, memory, read_only, local, globs, site, modules, no_match, select,
 calls, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
 gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing, compile_notes,
-compiled, everywhere, ending, report, inventory, blame, line, hooks_on_modules, hooks_on_tensors,
-hooks_on_events, attach.
+compiled, everywhere, ending, handle, report, inventory, blame, line, hooks_on_modules,
+hooks_on_tensors, hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine

@@ -69,7 +69,7 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> with attach(model) as line:
-        ...     line.forward("*", lambda module, args, output: print(type(module).__name__))
+        ...     _ = line.forward("*", lambda module, args, output: print(type(module).__name__))
         ...     _ = model(torch.zeros(1, 2))
         Linear
         ReLU
@@ -84,7 +84,8 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
     Returns:
         A line. Its methods add hooks: `forward_pre`, `forward`, `backward_pre`, `backward`,
         `saved`, `grad`, `accumulated`, `registered`, `step_pre`, `step_post`, `state_dict_pre`,
-        `state_dict`, `load_state_dict_pre`, `load_state_dict`.
+        `state_dict`, `load_state_dict_pre`, `load_state_dict`. Each returns a handle, whose
+        `remove()` takes off what that call added; the end of the line takes off all.
 
     Raises:
         AttachError: what was given is no model, or one that torch never calls hooks on.

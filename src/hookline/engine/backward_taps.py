@@ -29,7 +29,7 @@ from hookline.engine.gradient_tap import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.returns import check_backward
 from hookline.engine.site import Site, path_text
-from hookline.engine.taps import Rank
+from hookline.engine.taps import Rank, unused
 from hookline.engine.torch_internals import at_end_of_backward, backward_number
 from hookline.engine.values import Arrival, hook_value
 
@@ -99,6 +99,11 @@ class _RawBackwardTap(GradientTap):
             "\nUse hl.record or hl.edit at ':grad_output' or ':grad_input', which can; or put"
             " torch.compiler.set_stance('force_eager') around the block."
         )
+
+    def retire(self) -> None:
+        """Fire no more, and let the user's function go."""
+        super().retire()
+        self.function = unused
 
     def _rank(self, rank: Rank) -> Rank:
         return Rank.EVERYWHERE if self.is_everywhere else rank

@@ -158,6 +158,21 @@ class Compiled:
             for tap in gradients:
                 tap.prepare()
 
+    def unhooked(self, taps: list[Tap]) -> None:
+        """Modules have lost hooks. Where none of the line's is left, the mark goes, too."""
+        if not self.is_on:
+            return
+        gone = set(map(id, taps))
+        self._parts.clear()
+        self._new = [tap for tap in self._new if id(tap) not in gone]
+        self._of_one_call = [tap for tap in self._of_one_call if id(tap) not in gone]
+        hooked = {self._place_of(tap) for tap in self._taps if not tap.is_removed}
+        for number in {self._place_of(tap) for tap in taps} - hooked:
+            module = None if number is None else self._marked.get(number)
+            if module is not None and module is not self._root:
+                unmark(module, self)
+                self._marked.pop(id(module), None)
+
     def _make_ready(self) -> None:
         """Code is compiled by now, or is about to be: that compiled before is not to serve while
         the line lasts. In whatever pieces it was compiled, each that a hook belongs to is about

@@ -35,7 +35,7 @@ def dropped(
     passes: Passes,
 ) -> None:
     """End a line that nobody holds any more; warn where it was made, if it had hooks."""
-    had_hooks = len(placements) > 0 or bool(catch.groups)
+    had_hooks = placements.has_hooks or bool(catch.groups)
     take_off(placements, catch, taps)
     compiled.end()
     forget_checkpoints(passes)

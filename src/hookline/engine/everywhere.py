@@ -8,7 +8,7 @@ hook: what a line puts on the values of its context in forward belongs to it in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -76,6 +76,12 @@ class Catch:
         """Add a hook of a kind, on what it matches."""
         self.taps.insert(0 if prepend else len(self.taps), _Caught(kind, matches, tap, with_kwargs))
         self.groups |= _groups(kind)
+
+    def drop(self, taps: Sequence[Any]) -> None:
+        """Drop some taps, and the kinds of hooks that no other needs."""
+        gone = set(map(id, taps))
+        self.taps[:] = [one for one in self.taps if id(one.tap) not in gone]
+        self.groups = {group for one in self.taps for group in _groups(one.kind)}
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -159,13 +165,23 @@ class _Dispatcher:
         """A line has ended; with the last one of its group, torch's hooks go."""
         with self._lock:
             self._lines = tuple(other for other in self._lines if other is not line)
-            wanted = {group for other in self._lines for group in other.groups}
-            for group in self._placed.keys() - wanted:
-                try:
-                    self._take_off(group)
-                except BaseException:  # Ctrl-C
-                    self._take_off(group)
-                    raise
+            self._take_off_unwanted()
+
+    def shrink(self, line: Catch) -> None:
+        """A line has dropped some taps; it keeps its place among the lines for what is left."""
+        with self._lock:
+            if not line.groups:
+                self._lines = tuple(other for other in self._lines if other is not line)
+            self._take_off_unwanted()
+
+    def _take_off_unwanted(self) -> None:
+        wanted = {group for other in self._lines for group in other.groups}
+        for group in self._placed.keys() - wanted:
+            try:
+                self._take_off(group)
+            except BaseException:  # Ctrl-C
+                self._take_off(group)
+                raise
 
     def _take_off(self, group: str) -> None:
         if group in self._placed:

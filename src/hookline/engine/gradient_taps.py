@@ -29,7 +29,7 @@ from hookline.engine.gradient_tap import (
     OnGradient,
 )
 from hookline.engine.identity import ByIdentity
-from hookline.engine.passes import Pass, Passes
+from hookline.engine.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import (
@@ -214,13 +214,14 @@ class ParameterTap(GradientTap):
     What FSDP2 shards takes no part in the graph; its reduced gradient is first seen in `.grad`.
     """
 
-    __slots__ = ("_counter", "_held", "_n_parts", "_run", "_version")
+    __slots__ = ("_counter", "_held", "_is_elsewhere", "_n_parts", "_run", "_version")
 
     def __init__(self, site: Site, passes: Passes, on: OnGradient, rank: Rank) -> None:
         super().__init__(site, passes, on, rank)
         self._run, self._n_parts = -1, 0
         self._counter: Tensor | None = None
         self._version = 0
+        self._is_elsewhere = False  # whether a gradient came where the line does not see
 
     def hook_for(self, tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
         """Return the hook to register on a tensor. A view is watched: a write takes its hooks."""
@@ -244,7 +245,7 @@ class ParameterTap(GradientTap):
         Raises:
             AttachError: it is to be changed, and cannot be told from what was in `.grad` before.
         """
-        current = self.passes.at_parameter(outer_backward())
+        current = self._pass(outer_backward())
         grad = parameter.grad
         if current is None or grad is None:
             return
@@ -280,7 +281,7 @@ class ParameterTap(GradientTap):
     def fire(self, grad: Tensor) -> Tensor | None:
         """The hook itself. Pickling the tensor leaves it behind, and need not say so."""
         number = outer_backward()
-        current = self.passes.at_parameter(number)
+        current = self._pass(number)
         if current is None:
             return None
         if self._is_written():  # it is what came back to the old value past the write, a part
@@ -299,8 +300,21 @@ class ParameterTap(GradientTap):
             )
         return self.arrive(current, Crossing(self._n_parts - 1), 0, grad)
 
+    def retire(self) -> None:
+        """Fire no more, and let what was to be done with the gradients go."""
+        super().retire()
+        self.on = OnGradient()
+
+    def _pass(self, backward: int) -> Pass | None:
+        current = self.passes.at_parameter(backward)
+        if current is None and not self.passes.closed:
+            self._is_elsewhere = True
+        return current
+
     def why_silent(self) -> str | None:
         """Why no gradient arrived."""
+        if self._is_elsewhere:
+            return f"its gradient flowed back {ELSEWHERE}"
         if self.off:
             return "it is frozen: requires_grad is False; call requires_grad_() on it first"
         if self._is_written():

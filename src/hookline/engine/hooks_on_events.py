@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hookline.engine import returns
 from hookline.engine.errors import AttachError
+from hookline.engine.handle import HookHandle
 from hookline.engine.hooks_on_modules import ModuleHooks, check_callable
 from hookline.engine.raw_taps import EventTap
 from hookline.engine.select import Selector
@@ -25,13 +26,13 @@ Hook = Callable[..., Any]
 class EventHooks(ModuleHooks):
     """The part of a raw line that hooks registrations, optimizers and state dicts."""
 
-    def registered(self, kind: str, hook: Hook) -> None:
+    def registered(self, kind: str, hook: Hook) -> HookHandle:
         """Call `hook(module, name, value)` when a parameter, buffer or module is registered.
 
         On a line of a model: in that model. With `hl.EVERYWHERE`: in any, in this context.
 
             >>> with hl.attach(hl.EVERYWHERE) as line:
-            ...     line.registered("parameter", lambda module, name, value: print(name))
+            ...     _ = line.registered("parameter", lambda module, name, value: print(name))
             ...     _ = nn.Linear(2, 2)
             weight
             bias
@@ -62,15 +63,15 @@ class EventHooks(ModuleHooks):
         def matches(module: nn.Module) -> bool:
             return root is None or any(module is one for one in root.modules())
 
-        self.caught(kind, matches, tap)
+        return self.caught(kind, matches, tap)
 
-    def step_pre(self, optimizer: Optimizer | None, hook: Hook) -> None:
+    def step_pre(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` before each step of an optimizer.
 
             >>> model = nn.Linear(2, 1)
             >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> with hl.attach(model) as line:
-            ...     line.step_pre(optimizer, lambda optimizer, args, kwargs: print("step"))
+            ...     _ = line.step_pre(optimizer, lambda optimizer, args, kwargs: print("step"))
             ...     optimizer.step()
             step
 
@@ -82,9 +83,9 @@ class EventHooks(ModuleHooks):
             AttachError: it is no optimizer, or holds none of the model's parameters.
             StructureError: (at the step) the hook returned something else.
         """
-        self._optimizer("step_pre", optimizer, hook, returns.check_step)
+        return self._optimizer("step_pre", optimizer, hook, returns.check_step)
 
-    def step_post(self, optimizer: Optimizer | None, hook: Hook) -> None:
+    def step_post(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
 
         Args:
@@ -95,9 +96,9 @@ class EventHooks(ModuleHooks):
             AttachError: it is no optimizer, or holds none of the model's parameters.
         """
         check = returns.check_nothing("line.step_post", "change the parameters")
-        self._optimizer("step_post", optimizer, hook, check)
+        return self._optimizer("step_post", optimizer, hook, check)
 
-    def state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> None:
+    def state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call `hook(module, prefix, keep_vars)`, or `hook(optimizer)`, before one is made.
 
         Args:
@@ -105,9 +106,9 @@ class EventHooks(ModuleHooks):
             hook: the function. It returns nothing.
         """
         check = returns.check_nothing("line.state_dict_pre", "change the module")
-        self._state("state_dict_pre", "state_dict_pre", where, hook, check)
+        return self._state("state_dict_pre", "state_dict_pre", where, hook, check)
 
-    def state_dict(self, where: Selector | Optimizer, hook: Hook) -> None:
+    def state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call `hook(module, state_dict, prefix, local_metadata)` when its state dict is made.
 
         Args:
@@ -116,9 +117,9 @@ class EventHooks(ModuleHooks):
                 optimizer's may return another one.
         """
         check = returns.check_nothing("line.state_dict", "change the state_dict")
-        self._state("state_dict", "state_dict_post", where, hook, check)
+        return self._state("state_dict", "state_dict_post", where, hook, check)
 
-    def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> None:
+    def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call `hook(module, state_dict, prefix, local_metadata, strict, missing_keys,
         unexpected_keys, error_msgs)` before a state dict is loaded.
 
@@ -128,9 +129,9 @@ class EventHooks(ModuleHooks):
                 optimizer's may return another one.
         """
         check = returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
-        self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
+        return self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
 
-    def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> None:
+    def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
         """Call `hook(module, incompatible_keys)`, or `hook(optimizer)`, when one is loaded.
 
         Args:
@@ -138,16 +139,15 @@ class EventHooks(ModuleHooks):
             hook: the function. It returns nothing; `incompatible_keys` may be changed in place.
         """
         check = returns.check_nothing("line.load_state_dict", "change incompatible_keys")
-        self._state("load_state_dict", "load_state_dict_post", where, hook, check)
+        return self._state("load_state_dict", "load_state_dict_post", where, hook, check)
 
-    def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> None:
+    def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> HookHandle:
         check_callable(kind, hook)
         if optimizer is None and self.is_everywhere:
             tap = EventTap(
                 Site("any optimizer", kind, module_type="Optimizer"), self.passes, hook, check
             )
-            self.caught(kind, lambda owner: True, tap)
-            return
+            return self.caught(kind, lambda owner: True, tap)
         if not isinstance(optimizer, Optimizer):
             raise AttachError(
                 f"line.{kind} needs an optimizer, got {type(optimizer).__name__}."
@@ -156,9 +156,10 @@ class EventHooks(ModuleHooks):
         self._check_owns(optimizer)
         name = type(optimizer).__name__
         tap = EventTap(Site(name, kind, module_type="Optimizer"), self.passes, hook, check)
-        with self.all_or_nothing() as placements:
+        with self.hooking(kind) as (placements, handle):
             placements.place_on_optimizer(optimizer, kind, tap.fire)
             self.keep(tap)
+            return handle
 
     def _check_owns(self, optimizer: Optimizer) -> None:
         mine = {id(node.tensor) for node in self.layout.tensors}
@@ -172,19 +173,18 @@ class EventHooks(ModuleHooks):
 
     def _state(
         self, kind: str, torch_kind: str, where: Any, hook: Hook, check: Hook
-    ) -> None:  # fmt: skip
+    ) -> HookHandle:  # fmt: skip
         if isinstance(where, Optimizer):
             may_replace = torch_kind in ("state_dict_post", "load_state_dict_pre")
             check = returns.check_optimizer_state if may_replace else check
-            self._optimizer(torch_kind, where, hook, check)
-            return
+            return self._optimizer(torch_kind, where, hook, check)
         check_callable(kind, hook)
         if self.is_everywhere:
             raise AttachError(
                 f"line.{kind} needs a model or an optimizer: torch has no process-wide hooks on"
                 f" state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
             )
-        with self.all_or_nothing() as placements:
+        with self.hooking(kind) as (placements, handle):
             # Of every module: a ModuleList has a state dict, though nothing flows through it.
             for site, node in self._each_module(kind, where, port=kind):
                 tap = EventTap(site, self.passes, hook, check)
@@ -193,3 +193,4 @@ class EventHooks(ModuleHooks):
                 else:
                     placements.place(node.module, kind, tap.fire, Rank.HOOK)
                 self.keep(tap, node)
+            return handle

@@ -15,6 +15,7 @@ from hookline.engine import returns
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.errors import AttachError, SelectionError
 from hookline.engine.everywhere import everywhere_matcher
+from hookline.engine.handle import HookHandle
 from hookline.engine.line import Line
 from hookline.engine.modules import Node
 from hookline.engine.raw_taps import RawTap
@@ -32,7 +33,7 @@ class ModuleHooks(Line):
 
     def forward_pre(
         self, selector: Selector, hook: Hook, *, with_kwargs: bool = False, prepend: bool = False
-    ) -> None:
+    ) -> HookHandle:
         """Call `hook(module, args)` before each selected module runs.
 
         Returning None changes nothing; a tuple replaces the arguments, and any other single value
@@ -41,7 +42,7 @@ class ModuleHooks(Line):
 
             >>> model = nn.Linear(2, 2)
             >>> with hl.attach(model) as line:
-            ...     line.forward_pre("", lambda module, args: (args[0] * 0,))
+            ...     _ = line.forward_pre("", lambda module, args: (args[0] * 0,))
             ...     bool((model(torch.ones(1, 2)) == model.bias).all())
             True
 
@@ -62,7 +63,7 @@ class ModuleHooks(Line):
                 "\nUse line.forward(..., with_kwargs=True), or attach to a model."
             )
         check = returns.check_forward_pre(with_kwargs)
-        self._forward("forward_pre", selector, hook, check, prepend=prepend,
+        return self._forward("forward_pre", selector, hook, check, prepend=prepend,
                       with_kwargs=with_kwargs)  # fmt: skip
 
     def forward(
@@ -73,7 +74,7 @@ class ModuleHooks(Line):
         with_kwargs: bool = False,
         prepend: bool = False,
         always_call: bool = False,
-    ) -> None:
+    ) -> HookHandle:
         """Call `hook(module, args, output)` after each selected module has run.
 
         Returning None changes nothing; anything else replaces the output. With `with_kwargs`, it
@@ -81,7 +82,7 @@ class ModuleHooks(Line):
 
             >>> model = nn.Linear(2, 2)
             >>> with hl.attach(model) as line:
-            ...     line.forward("", lambda module, args, output: torch.zeros_like(output))
+            ...     _ = line.forward("", lambda module, args, output: torch.zeros_like(output))
             ...     model(torch.ones(1, 2)).tolist()
             [[0.0, 0.0]]
 
@@ -98,29 +99,29 @@ class ModuleHooks(Line):
         """
         if self.is_everywhere and always_call:
             raise AttachError("always_call is not offered with hl.EVERYWHERE.")
-        self._forward("forward", selector, hook, returns.check_forward, prepend=prepend,
+        return self._forward("forward", selector, hook, returns.check_forward, prepend=prepend,
                       with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
 
     def _forward(
         self, kind: str, selector: Selector, hook: Hook, check: Hook, *, prepend: bool,
         with_kwargs: bool = False, always_call: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> HookHandle:  # fmt: skip
         check_callable(kind, hook)
         hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + with_kwargs)
         if self.is_everywhere:
             tap = RawTap(_everywhere(kind), self.passes, hook, check)
-            self.caught(
+            return self.caught(
                 kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
             )
-            return
-        with self.all_or_nothing() as placements:
+        with self.hooking(kind) as (placements, handle):
             for site, node in self._each_module(kind, selector, calls=True):
                 tap = RawTap(site, self.passes, hook, check)
                 placements.place(node.module, kind, tap.fire, Rank.HOOK, prepend=prepend,
                                  with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
                 self.keep(tap, node)
+            return handle
 
-    def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> None:
+    def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_output)` before the gradients enter each selected module.
 
         They are a tuple, or where the output is a dict, a dataclass or a `ModelOutput`, that.
@@ -129,7 +130,7 @@ class ModuleHooks(Line):
 
             >>> model = nn.Linear(2, 1)
             >>> with hl.attach(model) as line:
-            ...     line.backward_pre("", lambda module, grad_output: grad_output[0] * 2)
+            ...     _ = line.backward_pre("", lambda module, grad_output: grad_output[0] * 2)
             ...     model(torch.ones(1, 2)).sum().backward()
             >>> model.bias.grad
             tensor([2.])
@@ -147,17 +148,17 @@ class ModuleHooks(Line):
         check_callable("backward_pre", hook)
         if self.is_everywhere:
             tap = BackwardPreTap(_everywhere("backward_pre"), self.passes, hook, is_everywhere=True)
-            self.caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
-            return
-        with self.all_or_nothing() as placements:
+            return self.caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
+        with self.hooking("backward_pre") as (placements, handle):
             for site, node in self._each_module("backward_pre", selector):
                 tap = BackwardPreTap(site, self.passes, hook)
                 module = node.module
                 placements.place(module, "forward", tap.join, Rank.JOIN, prepend=prepend)
                 placements.place(module, "forward", tap.fire, Rank.GRAD_HOOK, prepend=prepend)
                 self.keep(tap, node)
+            return handle
 
-    def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> None:
+    def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_input, grad_output)` when each module's gradients are there.
 
         Both are tuples: of the positional arguments and then the keyword ones, and of the outputs;
@@ -167,7 +168,7 @@ class ModuleHooks(Line):
             >>> model = nn.ReLU()
             >>> x = torch.ones(1, 2, requires_grad=True)
             >>> with hl.attach(model) as line:
-            ...     line.backward("", lambda *gradients: gradients[1][0] * 2)
+            ...     _ = line.backward("", lambda *gradients: gradients[1][0] * 2)
             ...     model(x).sum().backward()
             >>> x.grad
             tensor([[2., 2.]])
@@ -186,9 +187,8 @@ class ModuleHooks(Line):
         check_callable("backward", hook)
         if self.is_everywhere:
             tap = BackwardTap(_everywhere("backward"), self.passes, hook, is_everywhere=True)
-            self.caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
-            return
-        with self.all_or_nothing() as placements:
+            return self.caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
+        with self.hooking("backward") as (placements, handle):
             for site, node in self._each_module("backward", selector):
                 tap, module = BackwardTap(site, self.passes, hook), node.module
                 self.keep(tap, node)
@@ -197,10 +197,11 @@ class ModuleHooks(Line):
                 placements.place(module, "forward", tap.join, Rank.JOIN, prepend=prepend)
                 placements.place(module, "forward", tap.read, Rank.GRAD_READ, prepend=prepend)
                 placements.place(module, "forward", tap.close, Rank.CLOSE, always_call=True)
+            return handle
 
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-    ) -> None:
+    ) -> HookHandle:
         """Pack what autograd saves for backward in the selected modules, and unpack it there.
 
         Unpacking goes on after the line has ended, for what was packed while it lasted. Packers
@@ -208,7 +209,7 @@ class ModuleHooks(Line):
 
             >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
             >>> with hl.attach(model) as line:
-            ...     line.saved("", lambda t: t.half(), lambda packed: packed.float())
+            ...     _ = line.saved("", lambda t: t.half(), lambda packed: packed.float())
             ...     y = model(torch.ones(1, 2))
             >>> y.sum().backward()
 
@@ -229,12 +230,13 @@ class ModuleHooks(Line):
                 "line.saved needs a model: it packs what its modules save."
                 "\nOutside of modules: torch.autograd.graph.saved_tensors_hooks(pack, unpack)."
             )
-        with self.all_or_nothing() as placements:
+        with self.hooking("saved") as (placements, handle):
             for site, node in self._each_module("saved", selector):
                 tap, module = SavedTap(site, self.passes, pack, unpack), node.module
                 self.keep(tap, node)
                 placements.place(module, "forward", tap.end, Rank.BEGIN, always_call=True)
                 placements.place(module, "forward_pre", tap.begin, Rank.END)
+            return handle
 
     def _each_module(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"

@@ -14,6 +14,7 @@ from hookline.engine import returns
 from hookline.engine.errors import AttachError, SelectionError
 from hookline.engine.gradient_tap import Crossing, OnGradient, guarded
 from hookline.engine.gradient_taps import ParameterTap
+from hookline.engine.handle import HookHandle
 from hookline.engine.hooks_on_modules import check_callable
 from hookline.engine.line import Line
 from hookline.engine.modules import TensorNode
@@ -29,13 +30,13 @@ Hook = Callable[..., Any]
 class TensorHooks(Line):
     """The part of a raw line that hooks parameters and tensors."""
 
-    def grad(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> None:
+    def grad(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(grad)` when the gradient of a parameter, or of any tensor, is there.
 
             >>> a = torch.ones(2, requires_grad=True)
             >>> b = 2 * a
             >>> with hl.attach() as line:
-            ...     line.grad(b, print)
+            ...     _ = line.grad(b, print)
             ...     b.mean().backward()
             tensor([0.5000, 0.5000])
 
@@ -52,7 +53,7 @@ class TensorHooks(Line):
             StructureError: (in backward) what the hook returned is no such gradient.
         """
         check_callable("grad", hook)
-        with self.all_or_nothing() as placements:
+        with self.hooking("grad") as (placements, handle):
             for site, node in self._each_tensor("grad", selector):
                 tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Rank.GRAD_HOOK)
                 kind, fire = "grad", tap.hook_for(node.tensor)
@@ -63,15 +64,16 @@ class TensorHooks(Line):
                     node.tensor, kind, fire, Rank.GRAD_HOOK, prepend=prepend, name=node.path
                 )
                 self.keep(tap, node)
+            return handle
 
-    def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> None:
+    def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(parameter)` when a gradient has been accumulated in its `.grad`.
 
         The place to change `.grad` itself, or to step an optimizer while backward still runs.
 
             >>> model = nn.Linear(2, 1)
             >>> with hl.attach(model) as line:
-            ...     line.accumulated("bias", lambda p: print(tuple(p.grad.shape)))
+            ...     _ = line.accumulated("bias", lambda p: print(tuple(p.grad.shape)))
             ...     model(torch.ones(1, 2)).sum().backward()
             (1,)
 
@@ -86,7 +88,7 @@ class TensorHooks(Line):
             StructureError: (in backward) the hook returned something, which torch would ignore.
         """
         check_callable("accumulated", hook)
-        with self.all_or_nothing() as placements:
+        with self.hooking("accumulated") as (placements, handle):
             for site, node in self._each_tensor("accumulated", selector):
                 check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
                 tap = EventTap(site, self.passes, hook, check)
@@ -101,6 +103,7 @@ class TensorHooks(Line):
                     name=node.path,
                 )
                 self.keep(tap, node)
+            return handle
 
     def _each_tensor(self, kind: str, selector: Selector) -> Iterator[tuple[Site, TensorNode]]:
         """The parameters that a selector matches; a tensor is itself, of the model or not."""

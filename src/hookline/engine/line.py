@@ -1,7 +1,7 @@
 """Line: taps attached together for a while.
 
-Imports select, taps, passes, placing, everywhere, report. Attaching is all or nothing; whatever
-ends a line, an exception half-way included, nothing of it is left on the model.
+Imports select, taps, passes, placing, everywhere, handle, report. Attaching is all or nothing;
+whatever ends a line, an exception half-way included, nothing of it is left on the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
 from hookline.engine.gradient_tap import OnGradient
 from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.handle import HookHandle, Registration
 from hookline.engine.hidden import hides
+from hookline.engine.locks import lock
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
@@ -83,6 +85,12 @@ class Line:
         self._placements = Placements()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self._catch = Catch(self.passes)
+        self._registering = lock()
+        self._had_handles = False
+        # A handle that nobody holds needs not be known.
+        self._handles: weakref.WeakKeyDictionary[HookHandle, Registration] = (
+            weakref.WeakKeyDictionary()
+        )
         self._why: dict[Site, str] | None = None
         self._beside: str | None = None
         self._last: Report | None = None  # once the line has ended, nothing in it changes
@@ -199,12 +207,27 @@ class Line:
                 layer.module, "forward_pre", watch.fire, Rank.BEGIN, with_kwargs=True
             )
 
-    def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> None:
+    def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> HookHandle:
         """Let a tap fire wherever in this context something of a kind matches."""
-        with self.all_or_nothing(), self._catch.all_or_nothing():
+        with self.hooking(tap.site.port) as (_, handle), self._catch.all_or_nothing():
             self._catch.add(kind, matches, tap, **options)
             DISPATCHER.add(self._catch)
             self.keep(tap)
+            return handle
+
+    @contextmanager
+    def hooking(self, kind: str) -> Iterator[tuple[Placements, HookHandle]]:
+        """Attach the hooks of one call, all or none, and give their handle."""
+        # Threads that share a line register one after the other: each has a handle of its own.
+        with self._registering, self.all_or_nothing() as placements:
+            n_taps, n_placed = len(self.taps), len(placements)
+            registration = Registration(placements, self._catch, self._compiled)
+            handle = HookHandle(kind, registration)
+            self._handles[handle] = registration
+            self._had_handles = True
+            yield placements, handle
+            taps = self.taps[n_taps:]
+            registration.hold(taps, placements.of(taps, n_placed))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[Placements]:
@@ -292,6 +315,7 @@ class Line:
             self.passes.leave()
             self._drop.detach()
         # The report outlives the line; the model must not be kept alive by it.
+        self._handles.clear()
         self._nodes, self.root = {}, None
         self.layout = Layout(self.layout.name, [], [])
 
@@ -315,17 +339,23 @@ class Line:
             why=why,
             excused=frozenset([tap.site for tap in silent if is_excused(tap)]),
             notes=self._notes(),
+            removed=self._removed(),
         )
         if self.passes.closed:
             self._last = report
         return report
+
+    def _removed(self) -> tuple[int, ...]:
+        if not self._had_handles:  # as of every verb: its report is made at each end
+            return ()
+        return tuple([place for place, tap in enumerate(self.taps) if tap.is_removed])
 
     def _explain(self) -> dict[Site, str]:
         beside = _BESIDE if self.is_everywhere and has_compiled() else ""
         return {
             tap.site: beside or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
             for tap in self.taps
-            if not tap.fired
+            if not tap.fired and not tap.is_removed
         }
 
     def _gathered(self) -> str | None:

@@ -331,6 +331,13 @@ class Passes:
         current.roots.clear()
 
 
+# Why nothing was seen of what did happen.
+ELSEWHERE = (
+    "in another thread or async task, and a line sees the one that made it; do it in this one, or"
+    " attach with every_thread=True"
+)
+
+
 def _is_of_python() -> bool:
     """Whether the present thread was started by Python, and not by torch."""
     me = threading.get_ident()

@@ -31,6 +31,11 @@ from hookline.engine.torch_internals import (
 )
 
 Hook = Callable[..., Any]
+# The dictionaries that a hook stands in (its own, then those of its flags), its key, its module.
+Entry = tuple[Sequence[Any], int, nn.Module | None]
+
+# Stands where an entry was, so that the places of the others do not change.
+_TAKEN_OFF: Entry = ((), 0, None)
 
 # Threads may put lines on one model at once; a handler of a signal, in the midst of it.
 _lock = lock()
@@ -43,10 +48,15 @@ class Placements:
     __slots__ = ("_placed",)
 
     def __init__(self) -> None:
-        self._placed: list[tuple[Sequence[Any], int, nn.Module | None]] = []
+        self._placed: list[Entry] = []
 
     def __len__(self) -> int:
         return len(self._placed)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether any is in place."""
+        return any(entry is not _TAKEN_OFF for entry in self._placed)
 
     def place(
         self,
@@ -205,6 +215,41 @@ class Placements:
         except BaseException:
             self.take_off(keep)
             raise
+
+    def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
+        """Find where taps are placed, from the entry `start` on; with `hook`, that method alone."""
+        owners = set(map(id, taps))
+        found = []
+        for entry in self._placed[start:]:
+            if entry is _TAKEN_OFF:
+                continue
+            placed = entry[0][0].get(entry[1])
+            placed = getattr(placed, "hook", placed)  # torch wraps those before loading
+            is_meant = hook is None or getattr(placed, "__name__", None) == hook
+            if is_meant and id(getattr(placed, "__self__", None)) in owners:
+                found.append(entry)
+        return found
+
+    def take_off_these(self, entries: Iterable[Entry]) -> None:
+        """Take off some of what was placed, also when interrupted meanwhile. Idempotent."""
+        with _lock:
+            try:
+                self._take_off_these(entries)
+            except BaseException:  # Ctrl-C
+                self._take_off_these(entries)
+                raise
+
+    def _take_off_these(self, entries: Iterable[Entry]) -> None:
+        wanted = set(map(id, entries))
+        for index, entry in enumerate(self._placed):
+            # By what is in the list: whatever is there no more, the line's end has taken off.
+            if id(entry) in wanted:
+                dicts, key, module = entry
+                for hooks in dicts:
+                    hooks.pop(key, None)
+                if module is not None and "forward" in module.__dict__:
+                    follow(module)
+                self._placed[index] = _TAKEN_OFF
 
     def _free_id(self, hooks: HookDict) -> int:
         """The first of hookline's ids that is not taken in this dictionary.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.passes import Pass, Passes
+from hookline.engine.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, is_inert, unused
 from hookline.engine.torch_internals import discard_hooks_of
@@ -20,12 +20,13 @@ class EventTap(Tap):
     A step of an optimizer, a state dict, a registration, a parameter whose gradient is complete.
     """
 
-    __slots__ = ("check", "function")
+    __slots__ = ("check", "function", "is_elsewhere")
 
     def __init__(
         self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]
     ) -> None:
         super().__init__(site, passes, unused, Rank.HOOK)
+        self.is_elsewhere = False  # whether it happened where the line does not see
         self.function = function
         self.check = check
 
@@ -36,6 +37,7 @@ class EventTap(Tap):
                 discard_hooks_of(values[0], self, is_inert)
             return None
         if not self.passes.is_ours():
+            self.is_elsewhere = self.is_elsewhere or not self.passes.closed
             return None
         self.fired += 1
         try:
@@ -45,8 +47,15 @@ class EventTap(Tap):
             self._note(error)
             raise
 
+    def retire(self) -> None:
+        """Fire no more, and let the user's function go."""
+        super().retire()
+        self.function = unused
+
     def why_silent(self) -> str:
         """What did not happen."""
+        if self.is_elsewhere:
+            return f"it happened {ELSEWHERE}"
         return _NEVER.get(self.site.port.partition(" ")[0], "nothing of the kind happened")
 
 
@@ -93,6 +102,11 @@ class RawTap(Tap):
         except Exception as error:
             self._note(error)
             raise
+
+    def retire(self) -> None:
+        """Fire no more, and let the user's function go."""
+        super().retire()
+        self.function = unused
 
     def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
         result = self.function(*values)

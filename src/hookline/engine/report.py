@@ -59,6 +59,7 @@ class Report:
         excused: the sites of which that is no mistake: what flows there needs no gradient.
         beside: how many of the passes are of modules that were run outside a run of the model.
         notes: what else a person should know.
+        removed: the places in `fired` of what a handle took off before the line ended.
     """
 
     name: str
@@ -71,11 +72,17 @@ class Report:
     excused: frozenset[Site] = frozenset()
     beside: int = 0
     notes: tuple[str, ...] = ()
+    removed: tuple[int, ...] = ()
 
     @property
     def silent(self) -> tuple[Site, ...]:
-        """The sites that never fired."""
-        return tuple(site for site, count in self.fired if not count)
+        """The sites that never fired, without those that a handle took off."""
+        removed = frozenset(self.removed)
+        return tuple(
+            site
+            for place, (site, count) in enumerate(self.fired)
+            if not count and place not in removed
+        )
 
     def warning(self) -> str | None:
         """What a person should be told at the end of the line; None if all went as asked."""
@@ -97,8 +104,10 @@ class Report:
         sites, passes = plural(len(self.fired), "site"), plural(self.passes, "pass", "passes")
         head = (
             f"hl.{self.name} on {self.model_type}: {sites}, {passes},"
-            f" {len(self.fired) - len(self.silent)} fired, {len(self.silent)} never; {state}"
+            f" {self.n_fired} fired, {len(self.silent)} never; {state}"
         )
+        if self.removed:
+            head += f"; {len(self.removed)} removed"
         if self.passes and self.beside == self.passes:
             head += "; the model itself was not called, only modules inside it"
         if self.elsewhere:
@@ -106,8 +115,8 @@ class Report:
         width = max((len(str(site)) for site, _ in self.fired), default=0)
         lines = [
             f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
-            + (f"  never: {self.why[site]}" if site in self.why else "")
-            for site, count in self.fired
+            + (f"  {'' if remark == 'removed' else 'never: '}{remark}" if remark else "")
+            for (site, count), remark in zip(self.fired, self.remarks(), strict=True)
         ]
         notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
         return visible("\n".join([head, *lines, *notes, *[_ASK] * self._is_vague]))
@@ -119,6 +128,19 @@ class Report:
         from hookline.views import report_html
 
         return report_html(self)
+
+    @property
+    def n_fired(self) -> int:
+        """How many of the sites fired."""
+        return sum(count > 0 for _, count in self.fired)
+
+    def remarks(self) -> list[str]:
+        """What there is to say of each site: that it was removed, or why it never fired."""
+        removed = frozenset(self.removed)
+        return [
+            "removed" if place in removed else "" if count else self.why.get(site, "")
+            for place, (site, count) in enumerate(self.fired)
+        ]
 
     @property
     def _is_vague(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -18,11 +18,14 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.calls import Calls, call_frame
 from hookline.engine.compile_internals import while_tracing
 from hookline.engine.errors import AttachError, StructureError
+from hookline.engine.locks import lock
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
 from hookline.engine.tree import describe, full
+
+_lock = lock()
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -37,7 +40,7 @@ class _Lane(threading.local):
 class SavedTap(Tap):
     """Packs what is saved for backward in a module, and unpacks it there, by a user's functions."""
 
-    __slots__ = ("_pack", "_pushed", "_unpack")
+    __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
     ranks: ClassVar[Mapping[str, Rank]] = {"begin": Rank.END, "end": Rank.BEGIN}
 
     def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
@@ -45,6 +48,8 @@ class SavedTap(Tap):
         self._pack = pack
         self._unpack = unpack
         self._pushed = _Lane()
+        self._n_open = 0  # in all threads
+        self._closed: Callable[[], None] | None = None
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """The last forward-pre hook."""
@@ -56,11 +61,18 @@ class SavedTap(Tap):
         if current.stretch is not None:
             current.stretch.changed(str(self.site), None, None)
         calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
-        for _ in range(calls.drop_dead(frame.f_back)):
-            pop_saved_tensors_hooks()
+        self._pop(calls.drop_dead(frame.f_back))
         is_for_nothing = current.again is not None and not current.again.has_gradients
         push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
         calls.begin(frame, module)
+        with _lock:
+            self._n_open += 1
+
+    def _pop(self, n_calls: int) -> None:
+        for _ in range(n_calls):
+            pop_saved_tensors_hooks()
+        with _lock:
+            self._n_open -= n_calls
 
     @while_tracing
     def refuse_graphs(self) -> None:
@@ -80,8 +92,10 @@ class SavedTap(Tap):
             return
         if not hasattr(self, "_pushed"):
             return  # an inert copy, which never began: a pre-hook failed before
-        for _ in range(self._pushed.calls.end(call_frame(sys._getframe(1)))):
-            pop_saved_tensors_hooks()
+        self._pop(self._pushed.calls.end(call_frame(sys._getframe(1))))
+        if self._closed is not None and not self._n_open:
+            self._closed()
+            self._closed = None
 
     def _again(self, current: Pass) -> Pass:
         # Where torch packs itself what is saved in the second run, it counts on the same as before.
@@ -89,12 +103,23 @@ class SavedTap(Tap):
 
     def release(self) -> None:
         """The line ends: undo, in this thread, what is still pushed."""
-        for _ in range(len(self._pushed.calls)):
-            pop_saved_tensors_hooks()
+        self._pop(len(self._pushed.calls))
         self._pushed.calls.clear()
+        self._closed = None
+
+    def is_under_way(self) -> bool:
+        """Whether a call of the module runs, in any thread, that began by pushing."""
+        self._pop(self._pushed.calls.drop_dead(sys._getframe(1)))  # what Ctrl-C left
+        return self._n_open > 0
+
+    def when_closed(self, then: Callable[[], None]) -> None:
+        """Call a function when the calls under way have ended."""
+        self._closed = then
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept in place of a tensor, and what it has to become again."""
+        if self.is_removed:  # in the midst of a call
+            return tensor.detach(), None
         self.fired += 1
         return self._packed(tensor)
 
@@ -108,6 +133,8 @@ class SavedTap(Tap):
     def _unpacked(self, kept: tuple[Any, Any]) -> Tensor:
         # Also after the line's end: what was packed has to be unpacked.
         packed, form = kept
+        if form is None:
+            return cast(Tensor, packed)
         try:
             tensor = self._unpack(packed)
         except Exception as error:

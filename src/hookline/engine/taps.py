@@ -158,6 +158,16 @@ class Tap:
         self.fired -= 1  # it counted the first time
         return current
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether a handle has taken it off, while its line went on."""
+        return self.passes is _REMOVED
+
+    def retire(self) -> None:
+        """Fire no more, as when the line has ended; the line goes on without this tap."""
+        self.passes, self.lane = _REMOVED, _REMOVED.lane
+        self.traced = self.active = None
+
     def _note(self, error: Exception) -> None:
         error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
 
@@ -169,8 +179,8 @@ class Tap:
         return None
 
 
-def unused(current: Pass, value: Any) -> None:
-    """What taps that see no single value are made with."""
+def unused(*values: Any) -> None:
+    """What taps that see no single value are made with, and what a removed one calls."""
 
 
 class OutputTap(Tap):
@@ -262,6 +272,9 @@ def _inert(kind: type[Tap]) -> Tap:
 
 _INERT = Passes()
 _INERT.closed = True
+# The passes of taps that a handle has taken off: none ever begins.
+_REMOVED = Passes()
+_REMOVED.closed = True
 
 
 class RootTap:

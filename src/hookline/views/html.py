@@ -131,23 +131,26 @@ def report_html(report: Report) -> str:
     >>> "1 fired, 0 never" in report_html(run.report())
     True
     """
-    n_silent = len(report.silent)
+    n_silent, n_removed = len(report.silent), len(report.removed)
     head = (
         f"<b>hl.{escape(report.name)}</b> on {escape(report.model_type)}:"
         f" {plural(len(report.fired), 'site')}, {plural(report.passes, 'pass', 'passes')},"
-        f" {len(report.fired) - n_silent} fired, {n_silent} never;"
+        f" {report.n_fired} fired, {n_silent} never;"
         f" {'ended' if report.ended else 'attached'}"
     )
+    if n_removed:
+        head += f"; {n_removed} removed"
     if report.elsewhere:
         head += f"; {plural(report.elsewhere, 'run')} in other threads or tasks not seen"
     # Silent sites first: they are what one looks for.
-    ordered = sorted(report.fired, key=lambda pair: pair[1] > 0)
+    remarked = zip(report.fired, report.remarks(), strict=True)
+    ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
     rows = [
-        [str(site), site.module_type, f"{n:,}", report.why.get(site, "")]
-        for site, n in ordered[:MOST_ROWS]
+        [str(site), site.module_type, f"{n:,}", remark]
+        for (site, n), remark in ordered[:MOST_ROWS]
     ]
     names = ["site", "type", ">fired", "~why not"]
-    if not n_silent:
+    if not n_silent and not n_removed:
         rows, names = [row[:3] for row in rows], names[:3]
     return _page(head, names, rows, len(ordered))
 

@@ -143,18 +143,20 @@ def report_table(report: Report) -> Group:
     head = Text.assemble(
         (f"hl.{report.name}", "bold"),
         f" on {visible(report.model_type)}: {plural(len(report.fired), 'site')},"
-        f" {plural(report.passes, 'pass', 'passes')}, {len(report.fired) - n_silent} fired, ",
+        f" {plural(report.passes, 'pass', 'passes')}, {report.n_fired} fired, ",
         (f"{n_silent} never", "bold yellow" if n_silent else ""),
         f"; {'ended' if report.ended else 'attached'}",
     )
+    if report.removed:
+        head.append(f"; {len(report.removed)} removed")
     if report.elsewhere:
         runs = plural(report.elsewhere, "run")
         head.append(f"; {runs} in other threads or tasks not seen", style="yellow")
     table = table_of(box.SIMPLE_HEAD, "site", "type", ">fired", "why not")
-    if not report.silent:
+    has_remarks = bool(report.silent or report.removed)
+    if not has_remarks:
         table.columns.pop()
-    for site, n_fired in report.fired:
-        why = report.why.get(site, "")
+    for (site, n_fired), why in zip(report.fired, report.remarks(), strict=True):
         cells = [
             Text(visible(str(site))), Text(visible(site.module_type)),
             Text(f"{n_fired:,}"),
@@ -162,7 +164,7 @@ def report_table(report: Report) -> Group:
         # Unfired sites stand out by their reason; the rest of their row steps back.
         table.add_row(
             *(cells if n_fired else [Text(cell.plain, style="dim") for cell in cells]),
-            *([Text(visible(why), style="yellow")] if report.silent else []),
+            *([Text(visible(why), style="yellow")] if has_remarks else []),
         )
     return Group(head, Text(), table)
 
