@@ -43,8 +43,8 @@ Bound = See | Halves | Tap | OnGradient
 
 
 @hides(
-    "all_or_nothing", "caught", "is_everywhere", "keep", "layout", "lenient", "nodes", "passes",
-    "quiet", "remark", "root", "select", "tap", "taps",
+    "all_or_nothing", "caught", "hooking", "is_everywhere", "keep", "layout", "lenient", "nodes",
+    "passes", "quiet", "remark", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
     """Taps attached together for a while: a context manager, or ended by `remove()`.

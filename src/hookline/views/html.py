@@ -146,8 +146,7 @@ def report_html(report: Report) -> str:
     remarked = zip(report.fired, report.remarks(), strict=True)
     ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
     rows = [
-        [str(site), site.module_type, f"{n:,}", remark]
-        for (site, n), remark in ordered[:MOST_ROWS]
+        [str(site), site.module_type, f"{n:,}", remark] for (site, n), remark in ordered[:MOST_ROWS]
     ]
     names = ["site", "type", ">fired", "~why not"]
     if not n_silent and not n_removed:
