@@ -117,3 +117,24 @@ def test_memory_is_told_apart_by_lines_and_freed_memory_is_known():
     assert not is_freed(tensor)
     tensor.untyped_storage().resize_(0)
     assert is_freed(tensor)
+
+
+def test_modules_that_are_equal_and_have_no_hash_are_told_apart():
+    class Equal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(40))
+
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    model = nn.ModuleList()
+    model._modules.update({"0": Equal(), "1": Equal()})
+    for part in model._modules.values():
+        assert has_unhashed(model, part.weight)
+
+
+def has_unhashed(model, tensor):
+    return Untold(model, 3).has(Current(), tensor.detach())

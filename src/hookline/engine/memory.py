@@ -227,22 +227,28 @@ _memories: WeakByIdentity[_Memory] = WeakByIdentity()
 
 def _witnesses(root: nn.Module) -> list[_Witness]:
     """Choose the first parameter, the last one, and two between."""
-    modules = [module for module in root.modules() if not is_scripted(module)]
+    modules = [module for module in _modules(root) if not is_scripted(module)]
     found = [(module, name) for module in modules for name in parameters(module)]
     last = len(found) - 1
     chosen = sorted({0, last // 3, 2 * last // 3, last}) if found else []
     return [_Witness(*found[k]) for k in chosen]
 
 
-def _addresses(root: nn.Module | None) -> set[int]:
-    found: set[int] = set()
+def _modules(root: nn.Module | None) -> Iterator[nn.Module]:
+    """Walk over a model, each module once, by id: a module may define == and lose its hash."""
     seen: set[int] = set()
     stack = [] if root is None else [root]
     while stack:
         module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += [child for child in children(module).values() if child is not None]
+
+
+def _addresses(root: nn.Module | None) -> set[int]:
+    found: set[int] = set()
+    for module in _modules(root):
         for held in (parameters(module), buffers(module)):
             for tensor in held.values():
                 if tensor is None:
@@ -254,6 +260,5 @@ def _addresses(root: nn.Module | None) -> set[int]:
                     except RuntimeError:  # sparse, or of a transform
                         pass
                 found.update(addresses(tensor))
-        stack += [child for child in children(module).values() if child is not None]
     found.discard(0)  # of tensors without memory
     return found
