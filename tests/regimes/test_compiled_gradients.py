@@ -252,6 +252,35 @@ def test_what_comes_back_through_another_result_of_a_layer_compiled_by_itself_is
         call(x).sum().backward()
 
 
+class Both(nn.Linear):
+    def forward(self, x):
+        first = super().forward(x)
+        return first, first.tanh() * 2
+
+
+class GivesOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Both(3, 3)
+
+    def forward(self, x):
+        first, self.second = self.inner(x)
+        return first
+
+
+def test_a_lone_result_out_of_several_of_a_layer_compiled_by_itself_is_not_known():
+    model, x = GivesOne(), torch.randn(2, 3)
+    with hl.record(model, ports="grad_output") as run:
+        (model(x).sum() + model.second.sum()).backward()
+    assert run["(root):grad_output"].ne(1).all()  # what comes back through the other one, too
+    model.inner.compile(backend="aot_eager")
+    with pytest.warns(hl.HooklineWarning, match="compiled by itself returned it together"):
+        with hl.record(model, ports="grad_output") as run:
+            (model(x).sum() + model.second.sum()).backward()
+    with pytest.raises(hl.NotRecordedError, match="compile the model as a whole"):
+        run["(root):grad_output"]
+
+
 @pytest.mark.parametrize("shape", [(3, WIDTH), (2, 3, WIDTH)])
 def test_a_value_from_outside_that_compiled_code_writes_to_is_refused(shape):
     """`linear` of three dimensions returns a view."""

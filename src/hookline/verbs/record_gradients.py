@@ -23,6 +23,7 @@ from hookline.engine import (
     has_numbers,
     hook_value,
     local_part,
+    node_of_compiled,
     outer_backward,
     outlines,
 )
@@ -110,6 +111,8 @@ class PlainGradTap(GradOutputTap):
             return super().fire(module, args, output)
         current = self.lane.current
         is_plain = type(output) is Tensor and output.grad_fn is not None
+        # Of what compiled code returned, others may have come along: `look` knows what to do.
+        is_plain = is_plain and node_of_compiled(output) is None
         if current is None or not is_plain or current.stretch is not None:
             return self.look(module, output, id(sys._getframe(1)))
         calls = current.calls
