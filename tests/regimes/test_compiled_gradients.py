@@ -357,7 +357,8 @@ layers = st.builds(
 
 
 @settings(
-    max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate],
+    # An example takes seconds: the same ones each time; search for more by hand.
+    max_examples=8, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(st.lists(layers, min_size=1, max_size=3), st.booleans(), st.sampled_from(FORMS), st.data())
@@ -370,7 +371,8 @@ def test_gradients_of_random_nets_are_those_of_eager_code_or_refused(parts, agai
     except RuntimeError:  # something was written to that autograd needs
         assume(False)
     sites = sorted({site.split("#")[0] for site, _ in found if not site.startswith("(root)")})
-    chosen = data.draw(st.lists(st.sampled_from(sites), min_size=1, max_size=3, unique=True))
+    most = 1 if form == "pieces" else 3  # of two edits of one gradient: see the test below
+    chosen = data.draw(st.lists(st.sampled_from(sites), min_size=1, max_size=most, unique=True))
     expected = edited(net, net, x, chosen, shifted)
     torch.compiler.reset()
     other, call = compiled(net, form)
@@ -385,6 +387,18 @@ def test_gradients_of_random_nets_are_those_of_eager_code_or_refused(parts, agai
         assert str(refused).split()[0] in chosen  # noqa: PT017
     else:
         close(other_edited, expected)
+
+
+@pytest.mark.xfail(strict=True, reason="the first edit never fires: warned of, not refused yet")
+def test_two_edits_of_one_gradient_in_pieces_of_compiled_code_are_both_made():
+    parts = Layer("flat", "+", "same"), Layer("linear relu", "", "plain")
+    sites = ["layers.1.relu:grad_input", "layers.1.linear:grad_output"]
+    net, x = made(*parts, again=True)
+    net.layers[1].breaks = True
+    expected = edited(net, net, x, sites, shifted)
+    torch.compiler.reset()
+    other, call = compiled(net, "pieces")
+    close(edited(other, call, x, sites, shifted), expected)
 
 
 def resnet():

@@ -106,7 +106,7 @@ def test_a_later_call_and_a_part_of_a_value_are_held_to_it_too(holder):
 
     with hl.edit(model, "", by_turns):
         model(x)
-        with pytest.raises(hl.StructureError, match=r":output wrote in place.*\n.*t \* 0"):
+        with pytest.raises(hl.StructureError, match=r"\(root\) wrote in place.*\n.*t \* 0"):
             model(x)
     assert x.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     with hl.edit(holder, "inner", part_zeroed):
