@@ -72,5 +72,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What an editor completes: the public names, and none of what is imported to make them."""
+    """List the public names for completion, without what is imported to make them."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

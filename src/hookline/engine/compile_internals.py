@@ -198,7 +198,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def holds_compiled_call(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called: then the module itself holds its compiled call."""
+    """Tell whether `module.compile()` was called: the module then holds its compiled call."""
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
@@ -221,7 +221,7 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether there is compiled code for a module's forward, by itself."""
+    """Tell whether a module's forward was compiled by itself."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
         return False
@@ -370,13 +370,13 @@ def shares_outputs() -> bool:
 
 
 def _shares(node: Any, memory: int | None) -> bool:
-    """Whether the tensor at a node has this memory, and a gradient."""
+    """Tell whether the tensor at a node has this memory and requires a gradient."""
     value = _example(node)
     return value is not None and value.requires_grad and _memory(value) == memory
 
 
 def _example(node: Any) -> Tensor | None:
-    """What dynamo knows of the tensor at a node."""
+    """Return what dynamo knows of the tensor at a node."""
     found = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return found if isinstance(found, Tensor) else None
 

@@ -41,7 +41,7 @@ LINE = 6
 
 
 def makes_new_memory(kind: type[nn.Module]) -> bool:
-    """Whether what a class's forward returns shares no memory with a parameter or an input."""
+    """Tell whether a class's forward returns no memory of a parameter or an input."""
     return getattr(kind, "forward", None) in _COMPUTING
 
 

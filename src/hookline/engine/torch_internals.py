@@ -372,7 +372,7 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module has no children, and does not hold its compiled call."""
+    """Tell whether a module has no children and does not hold its compiled call."""
     attributes = module.__dict__
     return not attributes.get("_modules", True) and "_compiled_call_impl" not in attributes
 
@@ -456,5 +456,5 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_holder(kind: type) -> bool:
-    """Whether a class has no forward. A scripted module's belongs to its instances."""
+    """Tell whether a class has no forward. A scripted module's belongs to its instances."""
     return getattr(kind, "forward", None) is nn.Module.forward

@@ -232,7 +232,7 @@ class _PlainTap(OutputTap):
         self.kept = kept
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep what is no lone tensor, or was seen outside of a pass, as any other tap does."""
+        """Keep a nested value, or one that was seen outside of a pass, as any other tap does."""
         # Made here, since most taps never need it; an inert copy has none.
         if getattr(self, "see", None) is unused:
             self.see = _keep(self.number, self.kept)
