@@ -145,6 +145,20 @@ def test_of_two_writers_one_wins_and_a_reader_sees_one_or_the_other(tmp_path, re
     assert names_in(tmp_path) == ["run"]
 
 
+def test_a_folder_is_looked_at_while_no_other_writer_replaces_it(tmp_path, monkeypatch):
+    folder = recorded(0).save(tmp_path / "run")
+    is_manifest, free = place._is_manifest, []
+
+    def look(path):
+        with contextlib.ExitStack() as stack:
+            free.append(place._hold(tmp_path, stack, alone=True, waiting=False))
+        return is_manifest(path)
+
+    monkeypatch.setattr(place, "_is_manifest", look)
+    recorded(1).save(folder)
+    assert free == [False, False]  # before anything is written, and before it is moved there
+
+
 WRITERS = """
     import json, os, signal, sys, torch, hookline as hl
     from pathlib import Path

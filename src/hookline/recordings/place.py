@@ -32,14 +32,21 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Make sure that a recording may be written here.
+    """Make sure that a recording may be written here, while no other writer replaces it.
 
     Raises:
         FolderError: there is something that is not a recording.
     """
-    target = Path(folder)
     try:
-        os.path.realpath(target)  # a name that no file can have
+        parent = Path(os.path.realpath(folder)).parent  # a name that no file can have raises
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from error
+    with _turn(parent):
+        _check(Path(folder))
+
+
+def _check(target: Path) -> None:
+    try:
         if not target.exists():
             return
         if not target.is_dir():
@@ -48,12 +55,16 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     except FolderError:
         raise
     except (OSError, ValueError) as error:
-        raise FolderError(f"{target} cannot be used: {first_line(error)}.") from error
+        raise _unusable(target, error) from error
     if others:
         raise FolderError(
             f"{target} holds something else ({', '.join(others[:3])}{', …' * (len(others) > 3)})."
             "\nName a new folder, an empty one, or an older recording to replace."
         )
+
+
+def _unusable(folder: str | os.PathLike[str], error: Exception) -> FolderError:
+    return FolderError(f"{os.fspath(folder)} cannot be used: {first_line(error)}.")
 
 
 def _others(target: Path) -> list[str]:
@@ -62,7 +73,7 @@ def _others(target: Path) -> list[str]:
     others = [name for name in held if not _OURS.fullmatch(name)]
     for name in held:
         if RANK.fullmatch(name):
-            check_target(target / name)
+            _check(target / name)
     if MANIFEST in held and not others and not _is_manifest(target / MANIFEST):
         return [MANIFEST]
     return others
@@ -116,7 +127,7 @@ def move_into_place(building: Path, target: Path) -> None:
         FolderError: there is something that is not a recording.
     """
     with _turn(target.parent):
-        check_target(target)
+        _check(target)
         if _is_free(target):
             building.replace(target)  # one rename: there or not there
             return
