@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -78,3 +82,39 @@ def test_a_hooks_own_error_names_its_site(net, image):
     with hl.edit(net, "layer1.0.conv", fail), pytest.raises(ValueError, match="mine") as caught:
         net(image)
     assert caught.value.__notes__ == ["hookline: raised by the hook at layer1.0.conv (Conv2d)"]
+
+
+# "X is no Y" and "there is no Y" say neither what is expected nor what is there.
+PATTERN = re.compile(r"\b([Ii]s|[Aa]re|was|were) no\b(?! longer)", re.ASCII)
+
+
+def texts_of(source):
+    """The texts of a file that are not docstrings, those of an f-string put together."""
+    tree = ast.parse(source)
+    left_out = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            left_out.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            left_out.update(part for part in node.values if isinstance(part, ast.Constant))
+            yield (
+                node.lineno,
+                "".join(
+                    part.value if isinstance(part, ast.Constant) else "0" for part in node.values
+                ),
+            )
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and node not in left_out:
+            yield node.lineno, node.value
+
+
+def test_no_message_says_only_what_something_is_not():
+    assert [text for _, text in texts_of('raise E(f"{x} is no y")') if PATTERN.search(text)]
+    found = [
+        f"{path.name}:{line}: {text}"
+        for path in Path(hl.__file__).parent.rglob("*.py")
+        for line, text in texts_of(path.read_text())
+        if PATTERN.search(text)
+    ]
+    assert not found, "\n".join(found)

@@ -127,7 +127,7 @@ def test_a_selection_that_never_fires_exits_1_says_why_and_writes_nothing(tmp_pa
     done = run("inspect", "demo:digits", "demo", "--at", "block1#7", "--out", "r", cwd=tmp_path)
     assert complaint(done, code=1) == (
         "hookline: nothing was recorded, so nothing was written.\n"
-        "block1#7: the module ran once in a pass, so there is no call #7.\n"
+        "block1#7: the module ran once in a pass, so call #7 never came.\n"
     )
     assert "0 values" not in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +138,7 @@ def test_a_part_of_a_selection_that_never_fires_is_told_of(tmp_path):
                cwd=tmp_path)  # fmt: skip
     assert complaint(done, code=0) == (
         "hookline: 1 of 2 sites never fired.\n"
-        "block1#7: the module ran once in a pass, so there is no call #7.\n"
+        "block1#7: the module ran once in a pass, so call #7 never came.\n"
     )
     assert list(hl.open(tmp_path / "r")) == ["head"]
 
@@ -149,7 +149,7 @@ def test_plots_of_values_that_cannot_be_drawn_exit_1_after_the_recording(tmp_pat
         "        return None\n"
     )
     done = run("inspect", "mine.py:Silent", "random:1x3", "--plot", "--out", "r", cwd=tmp_path)
-    assert "there is no value that can be drawn" in complaint(done, code=1)
+    assert "must hold a value that can be drawn, got none" in complaint(done, code=1)
     assert "1 value in r/" in done.stdout
     done = run("inspect", "demo:digits", "demo", "--at", "head#1", "--plot", cwd=tmp_path)
     assert "nothing was recorded" in complaint(done, code=1)

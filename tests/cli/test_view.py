@@ -110,7 +110,7 @@ def test_two_folders_are_compared(folder, at_once, tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda path: None, "there is no such folder"),
+        (lambda path: None, "the folder does not exist"),
         (lambda path: path.mkdir(), "it has no manifest.json"),
         (lambda path: path.write_text(""), "it is a file"),
     ],

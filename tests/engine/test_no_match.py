@@ -88,8 +88,52 @@ def test_eight_paths_are_all_named_and_nine_are_cut():
     assert said(eight, "zzz").endswith("\nIts 10 modules begin: 0, 1, 2, 3, 4, 5, 6, 7, ….")
 
 
-def test_a_model_without_submodules_is_said_to_have_none():
-    assert said(nn.Linear(1, 1), "zzz").endswith("(no submodules).")
+@pytest.mark.parametrize(
+    ("model", "selector", "advice"),
+    [
+        (nn.Linear(1, 1), "zzz", "Its only module is the root, Linear: select it with ''."),
+        (
+            nn.ModuleList(),
+            "z",
+            "Its only module is the root, ModuleList: give a model with a forward.",
+        ),
+        (nn.ReLU(), "z:grad", "Select what flows, as in ':grad_output': it has no parameters."),
+        (nn.PReLU(), "z:grad", "Its 1 parameter begins: weight."),
+        (nn.ModuleList(), nn.ModuleList, "Select a module that has a forward: it holds none."),
+        (nn.ModuleList([nn.ModuleList([nn.ReLU()])]), "0", "Select what it holds: '0.*'."),
+        (
+            nn.ModuleList([nn.ModuleList([nn.ReLU()])]),
+            nn.ModuleList,
+            "Select what it holds: '**'.",
+        ),
+        (
+            nn.ModuleList([nn.ModuleList([nn.ReLU()])]),
+            "0:grad",
+            "Select a parameter, or a module that has one.",
+        ),
+    ],
+)
+def test_what_a_small_model_has_is_told_and_what_fails_not_proposed(model, selector, advice):
+    assert said(model, selector).splitlines()[1] == advice
+
+
+@pytest.mark.parametrize(
+    ("selector", "says"),
+    [
+        ("conv:input", "Did you mean '**.conv:input', at any depth?"),
+        ("weight:grad", "Did you mean '**.weight:grad', at any depth?"),
+        ("haed:input[0]", "Did you mean 'head:input[0]'?"),
+        ("ModuleList", "of Parts.\nIts"),  # nothing flows through lists, so they are not proposed
+        ("manny", "of Parts. Did you mean 'many.3', 'many.2', 'many.1', 'many.0'?"),
+        ("Parts", "of Parts.\nIts"),  # it has no forward
+        ("Mine", "give the type itself: Mine, not its name."),
+        ("Linear:grad", "give the type itself: nn.Linear, ports='grad', not its name."),
+    ],
+)
+def test_what_is_proposed_would_match(selector, says):
+    model = Parts()
+    model.mine = type("Mine", (nn.Identity,), {})()
+    assert says in said(model, selector)
 
 
 def test_a_type_of_the_same_name_is_told_by_its_module():

@@ -317,7 +317,7 @@ def test_gradient_selections_combine(net):
     ("selector", "ports", "says"),
     [
         ("fc.bias", "output", "It is a parameter; its gradient is 'fc.bias:grad'"),
-        ("fc.bais:grad", "output", "matches no parameter of SmallNet. Did you mean 'fc.bias'"),
+        ("fc.bais:grad", "output", "matches no parameter of SmallNet. Did you mean 'fc.bias:"),
         ("pool:grad", "output", "AdaptiveAvgPool2d at 'pool' has no parameters"),
         (nn.ReLU, "grad", "ReLU at 'layer1.0.relu' has no parameters"),
         ("fc.bias:grad[0]", "output", "has no leaves and no calls"),

@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_run_is_an_error_with_the_line(write, said, code, 
 
 
 def test_a_module_that_is_not_there_is_an_error(said):
-    with pytest.raises(ModelError, match="there is no module 'never_there'") as raised:
+    with pytest.raises(ModelError, match="the module 'never_there' must be importable") as raised:
         load_model("never_there.nets:make")
     assert "path/to/file.py:FACTORY" in said(raised)
 

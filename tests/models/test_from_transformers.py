@@ -70,7 +70,7 @@ def test_a_folder_without_a_tokenizer_gets_none(minilm_folder, tmp_path, said):
     shutil.copy(minilm_folder / "config.json", tmp_path)
     loaded = load_model(f"hf:{tmp_path}", weights="none")
     assert loaded.tokenize is None
-    with pytest.raises(InputError, match="has no tokenizer, so it is not text either") as raised:
+    with pytest.raises(InputError, match=r"does not exist; for text .* has no tokenizer") as raised:
         load_input("a cat", loaded)
     assert "random:SHAPE" in said(raised)
 
@@ -228,5 +228,7 @@ def test_a_hub_that_has_no_such_model_is_an_error():
     finally:
         server.shutdown()
         server.server_close()
-    assert "hf:hookline/never-there: the hub has no such model" in result.stdout, result.stderr
+    assert "hf:hookline/never-there: the hub does not know this model" in result.stdout, (
+        result.stderr
+    )
     assert len(result.stdout.splitlines()) <= 3

@@ -70,7 +70,7 @@ def test_text_for_a_model_without_a_tokenizer_is_an_error(linear, tmp_path, said
     with pytest.raises(InputError) as raised:
         load_input("a cat on a mat", linear)
     assert said(raised) == (
-        "there is no file 'a cat on a mat', and linear has no tokenizer, so it is not text either."
+        "the file 'a cat on a mat' does not exist; for text linear has no tokenizer."
         "\nGive .npy, .npz, .pt, .safetensors or random:SHAPE (random:1x3x224x224)."
     )
     (tmp_path / "lines.txt").write_text("a cat")
@@ -80,13 +80,13 @@ def test_text_for_a_model_without_a_tokenizer_is_an_error(linear, tmp_path, said
 
 def test_a_file_that_is_not_there_is_an_error_with_close_matches(digits, minilm, picture, said):
     for loaded in (digits, minilm):
-        with pytest.raises(InputError, match="there is no file") as raised:
+        with pytest.raises(InputError, match="does not exist") as raised:
             load_input(str(picture.with_name("rmap.png")), loaded)
         assert f"Did you mean {picture}?" in said(raised)
 
 
 def test_what_ends_like_a_file_is_a_file_also_for_a_model_of_text(minilm, tmp_path, said):
-    with pytest.raises(InputError, match="there is no file") as raised:
+    with pytest.raises(InputError, match="does not exist") as raised:
         load_input(str(tmp_path / "tokens.npy"), minilm)
     assert "a text with a space in it is text" in said(raised)
 

@@ -96,5 +96,5 @@ def test_without_a_network_the_hub_is_given_up_on_at_once():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert "hf:hookline/never-there: there is no folder of that name, the hub" in result.stdout
+    assert "hf:hookline/never-there: a folder of that name does not exist, the hub" in result.stdout
     assert "timm:resnet18: its weights cannot be fetched (no connection" in result.stdout

@@ -50,7 +50,9 @@ def test_an_ambiguous_call_shows_the_choices(thrice):
 
 
 def test_a_call_that_does_not_exist_says_how_many_there_are(thrice):
-    with pytest.raises(hl.NotRecordedError, match=r"ran 3 times .* no call #3.\n.*'block#2'"):
+    with pytest.raises(
+        hl.NotRecordedError, match=r"ran 3 times .* so its calls are #0 to #2, got #3.\n.*'block#2'"
+    ):
         thrice["block#3"]
 
 
@@ -350,7 +352,9 @@ def test_what_is_no_site_or_no_pass_says_how_to_look_up(net, image):
     ):
         with pytest.raises(hl.NotRecordedError, match=rf"must be a site, got {key}.\n.*{remedy}"):
             run[key]
-    with pytest.raises(IndexError, match="there is no pass 3; 1 pass ran, from 0 on"):
+    with pytest.raises(
+        IndexError, match="the pass must be one of the 1 pass that ran, from 0 on, got 3"
+    ):
         run.passes[3]
     assert torch.equal(run.passes[-1]["layer1"], run.passes[0]["layer1"])
 

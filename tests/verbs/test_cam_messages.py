@@ -31,21 +31,22 @@ def said(error, action) -> str:
 
 def test_a_method_that_there_is_not(model, x):
     assert said(hl.InputError, lambda: hl.cam(model, x, method="Grad-CAM")) == (
-        "'Grad-CAM' is not a method. Did you mean 'gradcam' or 'gradcam++'?"
-        "\nThe methods: gradcam, gradcam++, layercam, hirescam, eigencam, scorecam."
+        "method must be one of gradcam, gradcam++, layercam, hirescam, eigencam, scorecam, got"
+        " 'Grad-CAM'.\nDid you mean 'gradcam' or 'gradcam++'?"
     )
     assert "'scorecam' or" in said(hl.InputError, lambda: hl.cam(model, x, method="score_cam"))
-    assert "3 is not a method.\n" in said(hl.InputError, lambda: hl.cam(model, x, method=3))
+    none = said(hl.InputError, lambda: hl.cam(model, x, method=3))
+    assert none.endswith(", got 3.\nGive method='gradcam', or leave it out.")
 
 
 def test_a_layer_without_maps(model, x):
     assert said(hl.SelectionError, lambda: hl.cam(model, x, ["block3", "pool2"])) == (
-        "pool2 (AdaptiveAvgPool2d) returns Tensor[8, 40, 1, 1]: no maps of 8 images of 8 x 8."
+        "pool2 (AdaptiveAvgPool2d) must return maps of 8 images of 8 x 8, got Tensor[8, 40, 1, 1]."
         "\nName a layer that returns (batch, channels, height, width), or give reshape=, from its"
         " output to that; without layer= the last one is found."
     )
     one = said(hl.SelectionError, lambda: hl.cam(model, x[:1], "pool2"))
-    assert "no maps of 1 image of 8 x 8." in one
+    assert "must return maps of 1 image of 8 x 8, got" in one
     assert "'block3'" in said(hl.SelectionError, lambda: hl.cam(model, x, "blok3"))
     assert said(hl.SelectionError, lambda: hl.cam(model, x, "block3:input")) == (
         "a class map is made of what a layer returns, and block3:input is its input."
@@ -65,10 +66,11 @@ def test_a_model_without_maps(x):
 def test_a_reshape_that_gives_no_maps(model, x):
     message = said(hl.InputError, lambda: hl.cam(model, x, reshape=lambda t: t.flatten(2)))
     assert message == (
-        "reshape= got Tensor[8, 40, 4, 4] from block3, and returned Tensor[8, 40, 16]: no maps."
+        "reshape= must return maps of Tensor[8, 40, 4, 4] from block3, got Tensor[8, 40, 16]."
         "\nReturn a tensor of shape (8, channels, height, width)."
     )
-    assert "no function" in said(hl.InputError, lambda: hl.cam(model, x, reshape=3))
+    message = said(hl.InputError, lambda: hl.cam(model, x, reshape=3))
+    assert message.startswith("reshape= must be a function, got 3.\nGive one")
 
 
 @pytest.mark.parametrize("method", ["gradcam", "eigencam", "scorecam"])
@@ -77,7 +79,7 @@ def test_a_class_out_of_range(model, x, target, method):
     message = said(hl.InputError, lambda: hl.cam(model, x, target=target, method=method))
     wrong = target if isinstance(target, int) else 10
     assert message == (
-        f"target={wrong} is no class of this model: it has 10, from 0 to 9."
+        f"target must be one of the model's 10 classes, 0 to 9, got {wrong}."
         "\nGive one of these, or None for each image's highest."
     )
 
@@ -92,7 +94,8 @@ def test_classes_that_are_not_one_for_each_image(model, x, target):
 
 @pytest.mark.parametrize("target", ["cat", True, 1.5, [1.0] * 8, torch.ones(8)])
 def test_a_target_that_is_no_class(model, x, target):
-    assert "is no class.\nGive" in said(hl.InputError, lambda: hl.cam(model, x, target=target))
+    message = said(hl.InputError, lambda: hl.cam(model, x, target=target))
+    assert message.startswith(f"target must be the number of a class, got {target!r}.\nGive")
 
 
 def test_a_function_that_returns_something_else(model, x):
@@ -112,7 +115,7 @@ def test_a_function_that_returns_something_else(model, x):
     one = hl.cam(model, x, target=total, method="scorecam", batch_size=1)
     together = hl.cam(model, x, target=0, method="scorecam")
     torch.testing.assert_close(one.maps, together.maps, atol=1e-5, rtol=0)
-    assert "batch_size=0 is no count" in said(
+    assert "batch_size must be a positive integer, got 0." in said(
         hl.InputError, lambda: hl.cam(model, x, method="scorecam", batch_size=0)
     )
 
@@ -147,9 +150,9 @@ class Net(nn.Module):
 def test_an_output_without_class_scores(x):
     boxes = Net(lambda maps, other: {"boxes": maps})
     assert said(hl.InputError, lambda: hl.cam(boxes, x)) == (
-        "the model returns dict(boxes=Tensor[8, 3, 6, 6]), in which there are no class scores of"
-        " shape (batch, classes).\nGive a function of its output that returns one number for each"
-        " image: target=lambda out: ..."
+        "the model must return class scores of shape (batch, classes), got"
+        " dict(boxes=Tensor[8, 3, 6, 6]).\nGive a function of its output that returns one number"
+        " for each image: target=lambda out: ..."
     )
     found = hl.cam(boxes, x, "conv", lambda out: out["boxes"].square().sum((1, 2, 3)))
     assert found.scores.shape == (8,)

@@ -200,7 +200,7 @@ def test_a_script_module_is_told():
 
 def test_a_call_that_does_not_come_is_told_with_how_many_do(looped):
     why, remedy = never(hl.doctor(looped, X, ["block#3", "block#2"]), "block#3")
-    assert why == "the module ran 3 times in a pass, so there is no call #3"
+    assert why == "the module ran 3 times in a pass, so call #3 never came"
     assert remedy == "calls count from 0: 'block#0' is the first"
     assert hl.doctor(looped, X, "block#0").ok
 

@@ -145,7 +145,7 @@ def test_options_are_those_of_record(net, image):
 
 
 def test_wrong_options_are_refused_as_record_refuses_them(net, image):
-    with pytest.raises(hl.AttachError, match="is no dtype"):
+    with pytest.raises(hl.AttachError, match=r"dtype must be a torch.dtype, got"):
         hl.features(net, image, "stem", dtype="float16")
 
 

@@ -192,9 +192,11 @@ def test_keep_device_and_dtype_shape_what_is_kept(net, image):
 
 def test_wrong_options_are_refused_before_the_model_runs(net, left_as_found):
     before = left_as_found(net)
-    with pytest.raises(hl.AttachError, match="dtype='float16' is no dtype"):
+    with pytest.raises(hl.AttachError, match=r"dtype must be a torch.dtype, got 'float16'"):
         hl.record(net, dtype="float16")
-    with pytest.raises(hl.AttachError, match="device='nowhere' is no device"):
+    with pytest.raises(
+        hl.AttachError, match=r"device must be a torch.device or its name, got 'nowhere'"
+    ):
         hl.record(net, device="nowhere")
     assert left_as_found(net) == before
 

@@ -20,7 +20,7 @@ from hookline.engine.errors import SelectionError
 from hookline.engine.globs import glob
 from hookline.engine.hidden import hides
 from hookline.engine.modules import Layout, Node, TensorNode, layout
-from hookline.engine.no_match import nothing
+from hookline.engine.no_match import Asked, nothing
 from hookline.engine.site import PORTS, ROOT, Site, SiteText, parse
 from hookline.engine.torch_internals import has_forward, is_holder, unwrap
 from hookline.engine.tree import describe
@@ -214,6 +214,14 @@ def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterab
                 "a list of selectors must name at least one site, got an empty one."
             )
         return [pair for part in selector for pair in _match(layout, part, ports)]
+    found, asked = _find(layout, selector, ports)
+    if not found:
+        raise SelectionError(nothing(layout, asked))
+    return found
+
+
+def _find(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> tuple[list[Place], Asked]:
+    """Find the sites that one selector matches, which may be none, and what it asked for."""
     text = SiteText("", None, (), None)
     if isinstance(selector, Tensor):
         matched: list[Node] = []
@@ -232,9 +240,15 @@ def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterab
     if "grad" in wanted:
         tensors = _match_tensors(layout, selector, text, matched)
         found += [(_gradient_site(node, text), node) for node in tensors]
-    if not found:
-        raise SelectionError(nothing(layout, selector, text, matched, wanted))
-    return found
+    return found, Asked(selector, text, matched, wanted, functools.partial(_works, layout, ports))
+
+
+def _works(layout: Layout, ports: tuple[str, ...], selector: Selector) -> bool:
+    """Whether a selector matches anything; one that cannot be read does not."""
+    try:
+        return bool(_find(layout, selector, ports)[0])
+    except SelectionError:
+        return False
 
 
 def _again(layout: Layout, selection: Selection) -> Iterable[Place]:

@@ -175,7 +175,7 @@ class Tap:
         """Why this tap has not fired, as far as it can tell itself."""
         if self.site.call is not None and self.ran:
             runs = "once" if self.ran == 1 else f"{self.ran} times"
-            return f"the module ran {runs} in a pass, so there is no call #{self.site.call}"
+            return f"the module ran {runs} in a pass, so call #{self.site.call} never came"
         return None
 
 

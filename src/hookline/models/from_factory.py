@@ -76,8 +76,8 @@ def load_module_factory(module_name: str, factory: str) -> Loaded:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise _failed(f"the module {module_name}", "cannot be imported", error) from error
             raise ModelError(
-                f"{module_name}:{factory}: there is no module {error.name!r}.\nCheck the spelling, "
-                "install it, or give the file: path/to/file.py:FACTORY."
+                f"{module_name}:{factory}: the module {error.name!r} must be importable, and is"
+                " not.\nCheck the spelling, install it, or give the file: path/to/file.py:FACTORY."
             ) from error
         except (Exception, SystemExit) as error:
             raise _failed(f"the module {module_name}", "cannot be imported", error) from error

@@ -121,14 +121,14 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
             ) from error
         if not options["local_files_only"]:
             raise ModelError(
-                f"{name}: the hub has no such model, or it is not open to you: "
+                f"{name}: the hub does not know this model, or it is not open to you: "
                 f"{first_line(error)}.\nLook the name up on the hub; where the model is gated, log "
                 "in first with `hf auth login`."
             ) from error
         raise ModelError(
-            f"{name}: there is no folder of that name, the hub cannot be reached, and the model's "
-            "config.json is not in the cache.\nGive a folder that save_pretrained() wrote, also "
-            "with --weights none or --weights FILE: both need its config.json."
+            f"{name}: a folder of that name does not exist, the hub cannot be reached, and the "
+            "model's config.json is not in the cache.\nGive a folder that save_pretrained() "
+            "wrote, also with --weights none or --weights FILE: both need its config.json."
         ) from error
     except (ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):

@@ -145,16 +145,16 @@ def _not_there(spec: str, loaded: Loaded) -> InputError:
     close = difflib.get_close_matches(path.name, names_in(path.parent), n=3)
     if close:
         found = ", ".join(str(path.parent / name) for name in close)
-        return InputError(f"there is no file {shown}.\nDid you mean {found}?")
+        return InputError(f"the file {shown} does not exist.\nDid you mean {found}?")
     if spec == "demo":
         return InputError("'demo' is the input of demo:digits alone.\nGive a file or random:SHAPE.")
     if loaded.tokenize is not None:
         return InputError(
-            f"there is no file {shown}.\nCheck the path; a text with a space in it is text."
+            f"the file {shown} does not exist.\nCheck the path; a text with a space in it is text."
         )
     takes = "a picture, a folder of pictures, " if loaded.preprocess else ""
     return InputError(
-        f"there is no file {shown}, and {loaded.name} has no tokenizer, so it is not text either."
+        f"the file {shown} does not exist; for text {loaded.name} has no tokenizer."
         f"\nGive {takes}{', '.join(arrays.SUFFIXES)} or random:SHAPE (random:1x3x224x224)."
     )
 

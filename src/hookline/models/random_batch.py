@@ -60,7 +60,10 @@ def make_random(spec: str, loaded: Loaded) -> Batch:
         )
     dtype = _DTYPES.get((match[2] or "float32").lower())
     if dtype is None:
-        raise InputError(f"{spec!r}: there is no type {match[2]!r}.\nUse {', '.join(_DTYPES)}.")
+        raise InputError(
+            f"the type in {spec!r} must be one of {', '.join(_DTYPES)}, got {match[2]!r}."
+            f"\nWrite random:{match[1]}:float32, for instance."
+        )
     shape = [int(size[:_N_DIGITS]) for size in re.split("x", match[1], flags=re.IGNORECASE)]
     if math.prod(shape) > _MAX_ELEMENTS or len(shape) > _MAX_DIMENSIONS:
         raise InputError(

@@ -278,8 +278,8 @@ class Log:
             last = max(entry.call or 0 for entry in found)
             where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
             return NotRecordedError(
-                f"{site} ran {_times(last + 1)} {where}; there is no call #{asked.call}."
-                f"\nThe last one is {f'{site}#{last}'!r}."
+                f"{site} ran {_times(last + 1)} {where}, so its calls are #0 to #{last}, got"
+                f" #{asked.call}.\nThe last one is {f'{site}#{last}'!r}."
             )
         report = self._report()
         why = None if report is None else report().why.get(site)

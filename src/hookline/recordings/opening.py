@@ -65,7 +65,7 @@ def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
     except (FileNotFoundError, NotADirectoryError) as error:
         if (path / MANIFEST).exists():
             raise FolderError(f"{path} is damaged: {first_line(error)}.\n{REMEDY}") from error
-        there = "there is no such folder" if not path.exists() else f"it has no {MANIFEST}"
+        there = "the folder does not exist" if not path.exists() else f"it has no {MANIFEST}"
         there = "it is a file" if path.is_file() else there
         raise FolderError(
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."

@@ -185,7 +185,10 @@ class PassList(Sequence[PassRecord]):
             return [PassRecord(self._log, current) for current in self._log.passes[index]]
         if not -len(self) <= index < len(self):
             ran = plural(len(self), "pass", "passes")
-            raise IndexError(f"there is no pass {index}; {ran} ran, from 0 on.")
+            raise IndexError(
+                f"the pass must be one of the {ran} that ran, from 0 on, got {index}."
+                "\nLook how many there are: len(run.passes)."
+            )
         return PassRecord(self._log, self._log.passes[index])
 
     def __repr__(self) -> str:

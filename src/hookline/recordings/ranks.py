@@ -255,7 +255,7 @@ def _check_dim(ask: Ask, parts: list[list[dict[str, Any]]], dim: int | None) -> 
         n_dims = len(shapes[0])
         if not -n_dims <= dim < n_dims:
             raise ValueError(
-                f"{ask.question}: there is no dimension {dim} in {there}."
+                f"{ask.question}: dim must be a dimension of {there}, got {dim}."
                 "\nNumbers of each rank are reduced: run.reduced(..., op='mean')."
             )
         rest = [[n for k, n in enumerate(shape) if k != dim % n_dims] for shape in shapes]

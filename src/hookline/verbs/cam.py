@@ -100,8 +100,8 @@ def cam(
         )
     if reshape is not None and not callable(reshape):
         raise InputError(
-            f"reshape={reshape!r} is no function.\nGive one from a layer's output to maps of shape"
-            " (batch, channels, height, width)."
+            f"reshape= must be a function, got {reshape!r}.\nGive one from a layer's output to maps"
+            " of shape (batch, channels, height, width)."
         )
     # A compiled model's own module runs eagerly: to compile it anew for one map would cost more.
     model = unwrap(model) if is_compiled(model) else model
@@ -285,8 +285,8 @@ class _Camera:
             found = layer_at(site, value, self._n, self._size, self._reshape)
             if found is None:
                 raise SelectionError(
-                    f"{site} ({site.module_type}) returns {tree.describe(value)}: no maps of"
-                    f" {plural(self._n, 'image')} of {self._size[0]} x {self._size[1]}."
+                    f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"
+                    f" {self._size[0]} x {self._size[1]}, got {tree.describe(value)}."
                     "\nName a layer that returns (batch, channels, height, width), or give"
                     " reshape=, from its output to that; without layer= the last one is found."
                 )
@@ -299,7 +299,7 @@ class _Camera:
     def _scores_of_masks(self, shot: _Shot, batch_size: int) -> list[Tensor]:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise InputError(
-                f"batch_size={batch_size!r} is no count.\nGive a whole number from 1 up."
+                f"batch_size must be a positive integer, got {batch_size!r}.\nGive batch_size=64."
             )
         assert shot.goal is not None
         found = []

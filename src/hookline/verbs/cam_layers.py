@@ -162,8 +162,9 @@ def layer_at(
 def _check_reshaped(site: Site, given: Tensor, maps: Any, n_images: int) -> None:
     if not isinstance(maps, Tensor) or maps.dim() != 4 or maps.shape[0] != n_images:
         raise InputError(
-            f"reshape= got {tree.describe(given)} from {site}, and returned {tree.describe(maps)}:"
-            f" no maps.\nReturn a tensor of shape ({n_images}, channels, height, width)."
+            f"reshape= must return maps of {tree.describe(given)} from {site}, got"
+            f" {tree.describe(maps)}."
+            f"\nReturn a tensor of shape ({n_images}, channels, height, width)."
         )
 
 

@@ -110,8 +110,9 @@ def method_named(name: str) -> Method:
         return METHODS[name]
     asked = str(name).lower().replace("-", "").replace("_", "").replace("plusplus", "++")
     close = difflib.get_close_matches(asked, METHODS, n=2, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    raise InputError(f"{name!r} is not a method.{hint}\nThe methods: {', '.join(METHODS)}.")
+    hint = " or ".join(map(repr, close))
+    advice = f"Did you mean {hint}?" if hint else "Give method='gradcam', or leave it out."
+    raise InputError(f"method must be one of {', '.join(METHODS)}, got {name!r}.\n{advice}")
 
 
 def scaled(maps: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
     for one in classes:
         if not 0 <= one < n_classes:
             raise InputError(
-                f"target={one} is no class of this model: it has {n_classes}, from 0 to"
-                f" {n_classes - 1}.\nGive one of these, or None for each image's highest."
+                f"target must be one of the model's {n_classes} classes, 0 to {n_classes - 1}, got"
+                f" {one}.\nGive one of these, or None for each image's highest."
             )
     return Goal(torch.tensor(classes, device=found.device), None)
 
@@ -100,8 +100,9 @@ def _integers(target: Any, n_images: int) -> list[int]:
     parts = [whole] * n_images if is_one else list(whole)
     if any(isinstance(one, bool) or not isinstance(one, int) for one in parts):
         raise InputError(
-            f"target={target!r} is no class.\nGive a class's number, one number for each image, a"
-            " function of the model's output, or None for each image's highest class."
+            f"target must be the number of a class, got {target!r}.\nGive a class's number, one"
+            " number for each image, a function of the model's output, or None for each image's"
+            " highest class."
         )
     return parts
 
@@ -123,7 +124,7 @@ def logits(output: Any) -> Tensor:
             found = output[0]
     if not isinstance(found, Tensor) or found.dim() != 2 or not found.is_floating_point():
         raise InputError(
-            f"the model returns {tree.describe(output)}, in which there are no class scores of"
-            f" shape (batch, classes).{_WRITE}"
+            f"the model must return class scores of shape (batch, classes), got"
+            f" {tree.describe(output)}.{_WRITE}"
         )
     return found

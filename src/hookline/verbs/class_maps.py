@@ -91,7 +91,8 @@ class ClassMaps:
         """
         if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
             raise InputError(
-                f"alpha={alpha!r} is no share.\nGive a number from 0 (image) to 1 (map)."
+                f"alpha must be a number from 0 to 1, got {alpha!r}."
+                "\nGive 0 for the image alone, 1 for the map alone, 0.5 for half of each."
             )
         pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
         if len(pictures) != len(self.maps):
@@ -129,7 +130,9 @@ class ClassMaps:
             ) from error
         except OSError as error:
             folder = os.path.dirname(path) or "."
-            why = error.strerror if os.path.isdir(folder) else f"there is no folder {folder!r}"
+            why = (
+                error.strerror if os.path.isdir(folder) else f"its folder {folder!r} does not exist"
+            )
             raise InputError(
                 f"{os.fspath(path)!r} cannot be written: {why}."
                 "\nGive a place in a folder that is there, and that you may write to."
@@ -263,9 +266,9 @@ def _pixels(picture: Any) -> Pixels:
         or not (values.min() >= 0 and values.max() <= top)
     ):
         raise InputError(
-            f"this is no picture: {_described(picture, values)}.\nGive pillow's, an array (height,"
-            " width[, 3]) or a tensor (1 or 3, height, width): integers from 0 to 255, or floats"
-            " from 0 to 1."
+            f"image= must hold pictures, got {_described(picture, values)}.\nGive pillow's, an"
+            " array (height, width[, 3]) or a tensor (1 or 3, height, width): integers from 0 to"
+            " 255, or floats from 0 to 1."
         )
     pixels = values if is_whole else values * 255.0
     return np.broadcast_to(np.round(pixels).astype(np.uint8), (*values.shape[:2], 3))

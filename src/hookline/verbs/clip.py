@@ -271,8 +271,8 @@ def clip(
     ((kind, bound),) = given.items()
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
         raise AttachError(
-            f"{kind}={bound!r} is no bound.\nGive a number from 0 up; float('inf') measures, and"
-            " clips nothing."
+            f"{kind} must be a number >= 0, got {bound!r}."
+            f"\nGive {kind}=1.0, for instance; float('inf') measures, and clips nothing."
         )
     line = RawLine(model, name="clip", every_thread=every_thread)
     line.lenient = selector is None
@@ -280,7 +280,7 @@ def clip(
     for site in selection:
         if not site.is_gradient:
             raise AttachError(
-                f"hl.clip clips gradients, and {site} is none."
+                f"hl.clip must be given gradients, got {str(site)!r}."
                 f"\nWrite '{path_text(site.path)}:grad_output', or hl.edit(model, selector,"
                 " hl.edits.clamp(...)) for values."
             )

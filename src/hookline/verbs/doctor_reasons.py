@@ -121,7 +121,7 @@ _SHARDED = Why(
 
 def _no_such_call(site: Site, node: Any, facts: Facts) -> Why | None:
     why = facts.run.why.get(site, "") if facts.run else ""
-    if site.call is None or "there is no call" not in why:
+    if site.call is None or "never came" not in why:
         return None
     first = Site(site.path, site.port, site.leaf, 0)
     return Why(why, f"calls count from 0: '{first}' is the first")

@@ -66,11 +66,16 @@ def check_options(verb: str, options: Keep) -> None:
         )
     device, dtype = options.get("device"), options.get("dtype")
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise AttachError(f"dtype={dtype!r} is no dtype; give one such as torch.float16.")
+        raise AttachError(
+            f"dtype must be a torch.dtype, got {dtype!r}.\nGive one such as dtype=torch.float16."
+        )
     try:
         torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError):
-        raise AttachError(f"device={device!r} is no device; give one such as 'cpu'.") from None
+        raise AttachError(
+            f"device must be a torch.device or its name, got {device!r}.\nGive one such as"
+            " device='cpu'."
+        ) from None
 
 
 def is_plain(options: Keep) -> bool:

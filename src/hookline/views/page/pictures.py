@@ -141,7 +141,7 @@ def is_picture(tensor: Tensor) -> bool:
 def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
     """One sample, channels first, and how many samples there are."""
     if tensor.dim() > 5:
-        raise InputError(f"there is no picture of {tensor.dim()} dimensions.")
+        raise InputError(f"a picture must have at most 5 dimensions, got {tensor.dim()}.")
     value = Value("it", module_type, tensor)
     if tensor.dim() == 2:  # samples by channels: all samples are shown at once, a row each
         return replace(arrange(value, "TC", 0), space="N", text="read as NC"), 1

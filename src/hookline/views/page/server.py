@@ -224,7 +224,9 @@ def make_app(shelf: Shelf, rules: Rules) -> Any:
         return _response(responses, content, "text/html", status)
 
     def missing(_: Any, __: Exception) -> Any:
-        return failed(None, InputError("there is no such page.\nGo to the start page."))
+        return failed(
+            None, InputError("this address leads to none of the pages.\nGo to the start page.")
+        )
 
     routes = [
         route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),

@@ -73,7 +73,9 @@ def compare(
         HooklineError: matplotlib is not installed.
     """
     if order not in ("difference", "index"):
-        raise InputError(f"there is no order {order!r}: write 'difference' or 'index'.")
+        raise InputError(
+            f"order must be 'difference' or 'index', got {order!r}.\nWrite order='difference'."
+        )
     if n is not None:
         check_count("n", n)
     if site is None:

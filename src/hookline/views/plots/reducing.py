@@ -80,7 +80,8 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
         for one in chosen:
             if not -n_channels <= one < n_channels:
                 raise InputError(
-                    f"{label} has no channel {one}: it has {n_channels} (0 to {n_channels - 1})."
+                    f"a channel of {label} must be a number from 0 to {n_channels - 1}, got {one}."
+                    "\nGive order='index' for the first ones."
                 )
         if not chosen:
             raise InputError("the list of channels is empty; name at least one.")
@@ -102,8 +103,8 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
         key = flat.where(finite, -math.inf).amax(1)
     else:
         raise InputError(
-            f"there is no order {order!r}: write 'index', 'mean', 'std' or 'max', or a list of"
-            " channels."
+            "order must be 'index', 'mean', 'std' or 'max', or a list of channels, got"
+            f" {order!r}.\nWrite order='std', for instance."
         )
     found: list[int] = key.nan_to_num(-math.inf).argsort(descending=True, stable=True).tolist()
     return found[:n]

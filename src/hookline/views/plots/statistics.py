@@ -97,10 +97,10 @@ def statistics(
     names = [what] if isinstance(what, str) else list(what)
     unknown = [name for name in names if name not in HEADINGS]
     if unknown or not names:
+        got = repr(unknown[0]) if unknown else "none"
         raise InputError(
-            f"there is no statistic {unknown[0]!r}; there are {', '.join(HEADINGS)}."
-            if unknown
-            else "no statistic is named; what=('mean', 'std') draws two."
+            f"what must be some of {', '.join(HEADINGS)}, got {got}."
+            "\nWrite what=('mean', 'std'), for instance."
         )
     if isinstance(recording, PassRecord):
         return _over_depth(recording, sites, names)
@@ -226,7 +226,10 @@ def _measure(
             look_up(passes[0], key)  # raises, and says why
     fired = {key: row for key, row in found.items() if row}
     if not fired:
-        raise InputError(f"there is no value that can be drawn: {not_drawn([*skipped.values()])}.")
+        raise InputError(
+            "the recording must hold a value that can be drawn, got none:"
+            f" {not_drawn([*skipped.values()])}.\nRecord sites with tensors."
+        )
     return fired, list(skipped.values()), bad
 
 

@@ -144,7 +144,10 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
     skipped = [value for value in found if isinstance(value, Skipped)]
     if not values:
         why = f" ({skipped[0].label}: {skipped[0].why})" if skipped else ""
-        raise InputError(f"there is no value that can be drawn{why}.\nRecord sites with tensors.")
+        raise InputError(
+            f"the recording must hold a value that can be drawn, got none{why}."
+            "\nRecord sites with tensors."
+        )
     return values, skipped
 
 
