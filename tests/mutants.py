@@ -67,7 +67,7 @@ TESTS_OF = {
     "engine/compiled": _COMPILE,
     "engine/distributed_internals": ("regimes/test_distributed.py",),
     "engine/ending": ("engine/test_line.py", "engine/test_placing.py"),
-    "engine/errors": ("test_messages.py", "engine/test_site.py"),
+    "errors": ("test_messages.py", "engine/test_site.py"),
     "engine/flow": _BACKWARD,
     "engine/globs": _SELECT,
     "engine/gradient_tap": (*_BACKWARD, "regimes/test_compile.py"),
@@ -76,7 +76,7 @@ TESTS_OF = {
     "engine/local": (
         "regimes/test_distributed_training.py", "engine/test_distributed_internals.py",
     ),
-    "engine/locks": ("regimes/test_processes.py",),
+    "util/locks": ("regimes/test_processes.py",),
     "engine/meeting": (
         "regimes/test_distributed_bad_input.py", "regimes/test_distributed.py",
         "regimes/test_distributed_folder.py",

@@ -109,6 +109,7 @@ def test_it_prints_a_table():
     assert len(hl.inventory(model)) == 2
     assert str(hl.inventory(model)).splitlines() == [
         "path    kind         owner  function                    where",
+        "-" * 61,
         "(root)  forward      yours  builtin_function_or_method",
         "0       forward_pre  yours  builtin_function_or_method",
     ]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline.engine.errors import SelectionError
 from hookline.engine.select import as_written, parse_site
 from hookline.engine.site import PORTS, Site, parse
+from hookline.errors import SelectionError
 
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,5}", fullmatch=True)
 sites = st.builds(

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GPT2Config
 from transformers.modeling_outputs import BaseModelOutput
 
 from hookline.engine import tree
-from hookline.engine.errors import HooklineWarning, SiteError
+from hookline.errors import HooklineWarning, SiteError
 
 Point = namedtuple("Point", ["x", "y"])
 

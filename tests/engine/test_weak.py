@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from hookline.engine.weak import WeakByIdentity
+from hookline.util.weak_map import WeakByIdentity
 
 
 class Thing:

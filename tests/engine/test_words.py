@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.engine.words import plural, visible
+from hookline.display.text import plural, visible
 
 
 def test_nouns_follow_their_number():

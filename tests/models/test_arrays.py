@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models import Loaded, load_input
 
 ONE = np.arange(6, dtype=np.float32).reshape(1, 2, 3)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models.checkpoints import fit_state_dict, read_state_dict
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models import load_model
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models import load_model
 from hookline.models._torchvision_import import import_torchvision
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hookline.engine.errors import InputError, ModelError
+from hookline.errors import InputError, ModelError
 from hookline.models import load_input, load_model
 from hookline.models.packages import import_package
 

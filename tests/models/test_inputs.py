@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models import load_input
 
 

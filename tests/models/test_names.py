@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models import load_demo_digits, load_model
 
 FORMS = (

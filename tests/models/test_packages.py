@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hookline.engine.errors import InputError, ModelError
+from hookline.errors import InputError, ModelError
 from hookline.models import load_input, load_model
 from hookline.models.packages import first_line, import_package, is_reachable
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models import Loaded, load_input
 from hookline.models.pictures import guess_preprocess, open_picture
 

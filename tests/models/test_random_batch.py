@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models import Loaded, load_input
 
 LINEAR = Loaded("linear", nn.Linear(2, 2))

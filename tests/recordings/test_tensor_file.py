@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hookline.engine.errors import OverwrittenError
+from hookline.errors import OverwrittenError
 from hookline.recordings.manifest import checksum
 from hookline.recordings.tensor_file import DTYPES, TensorFile, write_tensors
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import hookline as hl
-from hookline.engine.errors import AttachError, HooklineWarning
+from hookline.errors import AttachError, HooklineWarning
 
 
 def saves(context, operation, *args, **kwargs):

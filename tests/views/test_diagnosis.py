@@ -9,7 +9,9 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.views import diagnosis_data, diagnosis_table, diagnosis_text
+from hookline.display.terminal import renderable
+from hookline.verbs import diagnosis_data, diagnosis_parts
+from hookline.verbs.diagnosis import Finding
 
 X = torch.ones(3, 2)
 
@@ -88,17 +90,8 @@ def test_a_failure_is_shown_with_what_to_do():
 
 
 def test_a_model_of_many_causes_is_cut_and_says_so(found):
-    class Finding:
-        calls, verdict, remedy = 0, "never", ""
-
-        def __init__(self, number):
-            self.site, self.why = hl.Site(f"m.{number}"), f"cause {number}"
-
-    class Many:
-        model_type, ran, notes, failure, environment, ok = "Net", "forward", (), None, {}, False
-        sites = [Finding(number) for number in range(30)]
-
-    text = diagnosis_text(Many())
+    sites = [Finding(hl.Site(f"m.{number}"), 0, f"cause {number}") for number in range(30)]
+    text = str(hl.Diagnosis("Net", "forward", tuple(sites)))
     assert "cause 23" in text
     assert "cause 24" not in text
     assert "and 6 more rows: see .sites" in text
@@ -116,7 +109,7 @@ def test_the_table_for_a_terminal_says_the_same(found):
     def words(text):
         return [word for word in text.split() if set(word) - set("-\u2500")]
 
-    assert words(render(diagnosis_table(found))) == words(diagnosis_text(found))
+    assert words(render(renderable(diagnosis_parts(found)))) == words(str(found))
 
 
 def test_the_data_holds_every_site_by_itself(found):

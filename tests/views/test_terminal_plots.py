@@ -10,8 +10,8 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
+from hookline.display.colours import BLUE_RED, VIRIDIS, colour
 from hookline.views import terminal_plots
-from hookline.views.colours import BLUE_RED, VIRIDIS, colour
 from hookline.views.terminal_plots import spark
 
 

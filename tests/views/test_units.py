@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.views.units import count, measure, share, size
+from hookline.display.units import count, measure, share, size
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,15 @@ from hookline.cli.diagnosing import diagnose
 from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
 from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.cli.viewing import open_page, serve, serving_of
-from hookline.engine.errors import InputError, ModelError
-from hookline.engine.words import plural
+from hookline.display.terminal import renderable
+from hookline.display.text import plural
+from hookline.engine.inventory import inventory_parts
+from hookline.errors import InputError, ModelError
 from hookline.models import Batch, Loaded, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
-from hookline.views import (
-    diagnosis_data,
-    diagnosis_table,
-    inventory_table,
-    summary_table,
-    terminal_plots,
-)
+from hookline.verbs import diagnosis_data, diagnosis_parts, summary_parts
+from hookline.views import terminal_plots
 
 app = typer.Typer(
     name="hookline",
@@ -88,7 +85,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
         loaded, batch = _load("demo:digits", "demo", "default")
         found = inspect(loaded, batch, None, out_folder)
         facts = about()
-    out.print(summary_table(found.summary))
+    out.print(renderable(summary_parts(found.summary)))
     out.print(
         f"\nA small convolutional network, trained on scikit-learn's digits"
         f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), saw eight of them."
@@ -124,7 +121,7 @@ def inspect_command(
     with complaints():
         loaded, batch = _load(model, source, weights)
         found = inspect(loaded, batch, at, out_folder)
-    out.print(summary_table(found.summary, failure=False))
+    out.print(renderable(summary_parts(found.summary, failure=False)))
     out.print(f"\n{batch.description}", markup=False)
     n_rows = len(batch.images)
     if found.classes and n_rows > 1:
@@ -171,7 +168,7 @@ def summary(
         batch = read_input(source, loaded) if source is not None else None
         with Busy("running the model"):
             table = hl.summary(loaded.model, inputs_of(loaded.model, batch) if batch else None)
-    out.print(summary_table(table, failure=False))
+    out.print(renderable(summary_parts(table, failure=False)))
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
@@ -205,7 +202,7 @@ def hooks(model: ModelName, weights: Weights = "none") -> None:
         with Busy(f"loading {model}"):
             loaded = load_model(model, weights=weights)
         found = hl.inventory(loaded.model)
-    out.print(inventory_table(found))
+    out.print(renderable(inventory_parts(found)))
 
 
 @app.command("doctor")
@@ -231,7 +228,7 @@ def doctor_command(
     if as_json:
         typer.echo(json.dumps({**diagnosis_data(found), "input": said}, indent=2))
     else:
-        out.print(diagnosis_table(found))
+        out.print(renderable(diagnosis_parts(found)))
         out.print(f"\ninput: {said}", markup=False)
     if not found.ok:
         raise typer.Exit(1)

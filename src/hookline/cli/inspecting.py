@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.cli.terminal import Busy
+from hookline.display.text import plural
 from hookline.engine import Report
-from hookline.engine.errors import HooklineWarning, InputError, SelectionError
-from hookline.engine.words import plural
+from hookline.errors import HooklineWarning, InputError, SelectionError
 from hookline.models import Batch, Loaded, load_input
 from hookline.recordings import Recording, check_target
 from hookline.verbs import Inputs, Summary

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hookline.engine.errors import HooklineError
+from hookline.errors import HooklineError
 
 BAD_INPUT = 2  # the exit code for what the user can mend; 1 is for a model that fails
 

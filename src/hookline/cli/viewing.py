@@ -8,7 +8,7 @@ import webbrowser
 from pathlib import Path
 
 from hookline.cli.terminal import out, say
-from hookline.engine.errors import FolderError
+from hookline.errors import FolderError
 from hookline.views.page import FolderSource, Serving, Shelf
 
 

@@ -1,7 +1,7 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-words, hidden, errors, locks, weak, regime_internals, torch_internals, everywhere_internals,
+regime_internals, torch_internals, everywhere_internals,
 compile_internals, compile_marks, identity, checkpoint_internals, distributed_internals, regime,
 meeting, tree, opaque, outlines, memory, read_only, local, globs, site, modules, no_match, select,
 calls, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
@@ -30,7 +30,6 @@ from hookline.engine.gradient_tap import Crossing as Crossing
 from hookline.engine.gradient_tap import OnGradient as OnGradient
 from hookline.engine.gradient_tap import guarded as guarded
 from hookline.engine.gradient_taps import GradOutputTap as GradOutputTap
-from hookline.engine.hidden import hides as hides
 from hookline.engine.inventory import HookEntry as HookEntry
 from hookline.engine.inventory import Inventory as Inventory
 from hookline.engine.inventory import inventory as inventory
@@ -87,6 +86,7 @@ from hookline.engine.traced import graph_snapshot as graph_snapshot
 from hookline.engine.traced import snapshot as snapshot
 from hookline.engine.values import Arrival as Arrival
 from hookline.engine.values import hook_value as hook_value
+from hookline.util.hidden import hides as hides
 
 __all__ = [
     "EVERYWHERE",

@@ -23,7 +23,6 @@ from hookline.engine import flow, outlines, tree
 from hookline.engine.calls import call_frame
 from hookline.engine.checkpoint_internals import aside
 from hookline.engine.compile_internals import while_tracing
-from hookline.engine.errors import AttachError, StructureError
 from hookline.engine.flow import Flow, off_leaves, off_saved
 from hookline.engine.gradient_tap import GradientTap, OnGradient, guarded
 from hookline.engine.passes import Pass, Passes
@@ -32,6 +31,7 @@ from hookline.engine.site import Site, path_text
 from hookline.engine.taps import Rank, unused
 from hookline.engine.torch_internals import at_end_of_backward, backward_number
 from hookline.engine.values import Arrival, hook_value
+from hookline.errors import AttachError, StructureError
 
 Hook = Callable[..., Any]
 Grads = list[Tensor | None]

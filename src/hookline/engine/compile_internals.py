@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.locks import lock
 from hookline.engine.torch_internals import children, has_own_hooks
-from hookline.engine.weak import WeakByIdentity
+from hookline.util.locks import lock
+from hookline.util.weak_map import WeakByIdentity
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
 # reverse order; that of 2.11 makes named tuples only by their own `__new__`.

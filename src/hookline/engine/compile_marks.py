@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hookline.engine.compile_internals import is_disabled, own_kinds
-from hookline.engine.locks import lock
-from hookline.engine.weak import WeakByIdentity
+from hookline.util.locks import lock
+from hookline.util.weak_map import WeakByIdentity
 
 
 class _Note(NamedTuple):

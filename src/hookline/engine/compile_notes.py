@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hookline.engine.compile_internals import is_limit, is_untraceable
-from hookline.engine.errors import AttachError
 from hookline.engine.gradient_tap import GradientTap
 from hookline.engine.gradient_taps import all_at
 from hookline.engine.site import Site
+from hookline.errors import AttachError
 
 _UNTRACEABLE = (
     "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"

@@ -31,16 +31,16 @@ from hookline.engine.compile_internals import (
 )
 from hookline.engine.compile_marks import mark, unmark
 from hookline.engine.compile_notes import note_on, refuse_reversed
-from hookline.engine.errors import AttachError
 from hookline.engine.gradient_tap import GradientTap
-from hookline.engine.locks import lock
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
 from hookline.engine.site import GRADIENT_PORTS, Site
 from hookline.engine.taps import RootTap, Tap
 from hookline.engine.traced import Run, keep_settled, stop_settling
-from hookline.engine.weak import WeakByIdentity
+from hookline.errors import AttachError
+from hookline.util.locks import lock
+from hookline.util.weak_map import WeakByIdentity
 
 # Under which a pass keeps the run of compiled code that has no border.
 _GAP = object()

@@ -6,13 +6,13 @@ Imports compiled, everywhere, passes, placing, recompute, saved_taps.
 from __future__ import annotations
 
 from hookline.engine.compiled import Compiled
-from hookline.engine.errors import Place, warn_at
 from hookline.engine.everywhere import DISPATCHER, Catch
 from hookline.engine.passes import Passes
 from hookline.engine.placing import Placements
 from hookline.engine.recompute import forget_checkpoints
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.taps import Tap
+from hookline.errors import Place, warn_at
 
 
 def take_off(placements: Placements, catch: Catch, taps: list[Tap]) -> None:

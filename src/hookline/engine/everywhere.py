@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, final
 from torch import nn
 
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
-from hookline.engine.errors import SelectionError
-from hookline.engine.locks import lock
 from hookline.engine.passes import Passes
 from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap, RawTap
 from hookline.engine.select import Selector
 from hookline.engine.torch_internals import hook_dict, runs_fused
+from hookline.errors import SelectionError
+from hookline.util.locks import lock
 
 
 @final

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.errors import AttachError
 from hookline.engine.identity import ByIdentity
 from hookline.engine.regime import is_transformed
 from hookline.engine.taps import Rank
 from hookline.engine.torch_internals import base_of_view, saves_itself, version_counter
 from hookline.engine.values import Arrival, View, hook_value
+from hookline.errors import AttachError
 
 OneHook = Callable[[Tensor], Any]
 AllHook = Callable[[list[Tensor | None]], Any]

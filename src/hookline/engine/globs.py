@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hookline.engine.errors import SelectionError
+from hookline.errors import SelectionError
 
 # One of several characters, `[0-9]`; `[[]` and `[]]` are the brackets themselves. No colons, dots,
 # commas and blanks: these are meant for a slice.

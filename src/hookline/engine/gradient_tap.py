@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hookline.engine import outlines, tree
 from hookline.engine.compile_internals import come_from_outside, next_hook, while_tracing
-from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.flow import Flow, has_aliases
 from hookline.engine.graph_gradients import (
     ENDED,
@@ -44,6 +43,7 @@ from hookline.engine.torch_internals import (
 )
 from hookline.engine.traced import NO_PASS, Run, Traced, TracedGradient, run_of
 from hookline.engine.values import Arrival, View, hook_value
+from hookline.errors import AttachError, StructureError, warn
 
 # Under which a pass keeps what came in at its border.
 BORDER = object()

@@ -19,7 +19,6 @@ from hookline.engine import flow, tree
 from hookline.engine.arguments import Arguments
 from hookline.engine.checkpoint_internals import aside
 from hookline.engine.compile_internals import has_compiled_forward
-from hookline.engine.errors import AttachError, StructureError, warn
 from hookline.engine.gradient_tap import (
     BORDER,
     INSIDE,
@@ -39,6 +38,7 @@ from hookline.engine.torch_internals import (
     outer_backward,
     version_counter,
 )
+from hookline.errors import AttachError, StructureError, warn
 
 
 class GradOutputTap(GradientTap):

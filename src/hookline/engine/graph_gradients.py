@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hookline.engine import outlines, tree
 from hookline.engine.compile_internals import keep_call_in_graphs, keep_in_graphs, shares_outputs
-from hookline.engine.errors import AttachError
 from hookline.engine.values import View, hook_value
+from hookline.errors import AttachError
 
 # By number, whoever waits. What a graph holds is a tensor with the number in it: another number
 # needs no other graph.

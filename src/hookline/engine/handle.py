@@ -11,13 +11,13 @@ from functools import partial
 from types import TracebackType
 from typing import Self, final
 
+from hookline.display.text import plural
 from hookline.engine.compiled import Compiled
 from hookline.engine.everywhere import DISPATCHER, Catch
 from hookline.engine.placing import Entry, Placements
 from hookline.engine.saved_taps import SavedTap
 from hookline.engine.site import Site
 from hookline.engine.taps import Tap
-from hookline.engine.words import plural
 
 
 @final

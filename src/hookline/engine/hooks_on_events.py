@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.engine import returns
-from hookline.engine.errors import AttachError
 from hookline.engine.handle import HookHandle
 from hookline.engine.hooks_on_modules import ModuleHooks, check_callable
 from hookline.engine.raw_taps import EventTap
 from hookline.engine.select import Selector
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank
+from hookline.errors import AttachError
 
 Hook = Callable[..., Any]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hookline.engine import returns
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
-from hookline.engine.errors import AttachError, SelectionError
 from hookline.engine.everywhere import everywhere_matcher
 from hookline.engine.handle import HookHandle
 from hookline.engine.line import Line
@@ -24,6 +23,7 @@ from hookline.engine.select import Selector
 from hookline.engine.site import Site, path_text
 from hookline.engine.taps import Rank
 from hookline.engine.traced import defaults_by_name
+from hookline.errors import AttachError, SelectionError
 
 Hook = Callable[..., Any]
 

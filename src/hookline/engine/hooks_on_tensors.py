@@ -11,7 +11,6 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.engine import returns
-from hookline.engine.errors import AttachError, SelectionError
 from hookline.engine.gradient_tap import Crossing, OnGradient, guarded
 from hookline.engine.gradient_taps import ParameterTap
 from hookline.engine.handle import HookHandle
@@ -23,6 +22,7 @@ from hookline.engine.raw_taps import EventTap
 from hookline.engine.select import Selector
 from hookline.engine.site import Site, path_text
 from hookline.engine.taps import Rank
+from hookline.errors import AttachError, SelectionError
 
 Hook = Callable[..., Any]
 

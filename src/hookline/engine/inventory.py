@@ -16,11 +16,12 @@ from typing import Any, final
 
 from torch import nn
 
+from hookline.display.terminal import Part, Table, Words, text_of
+from hookline.display.text import plural
 from hookline.engine.modules import walk
 from hookline.engine.site import path_text
 from hookline.engine.taps import RootTap, Tap, is_inert
 from hookline.engine.torch_internals import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
-from hookline.engine.words import plural, visible
 
 
 @final
@@ -58,18 +59,7 @@ class Inventory:
         return len(self.entries)
 
     def __str__(self) -> str:
-        if not self.entries:
-            return f"no hooks on {plural(self.modules, 'module')}"
-        rows = [
-            (path_text(e.path), e.kind, e.owner, e.function, e.where) for e in self.entries
-        ]  # fmt: skip
-        rows.insert(0, ("path", "kind", "owner", "function", "where"))
-        widths = [max(len(row[k]) for row in rows) for k in range(4)]
-        lines = [
-            "  ".join([*(f"{row[k]:{widths[k]}}" for k in range(4)), row[4]]).rstrip()
-            for row in rows
-        ]
-        return visible("\n".join(lines))
+        return text_of(inventory_parts(self), width=None)
 
     __repr__ = __str__
 
@@ -90,6 +80,23 @@ def inventory(model: nn.Module) -> Inventory:
     """
     nodes = walk(model)
     return Inventory(tuple(_entries(nodes)), len(nodes))
+
+
+def inventory_parts(found: Inventory) -> list[Part]:
+    """Describe an inventory for the terminal: each hook, and whose it is."""
+    if not found.entries:
+        return [f"no hooks on {plural(found.modules, 'module')}"]
+    rows: list[list[Words]] = [
+        [
+            path_text(entry.path),
+            entry.kind,
+            [(entry.owner, "bold" if entry.owner == "yours" else "")],
+            entry.function,
+            [(entry.where, "dim")],
+        ]
+        for entry in found
+    ]
+    return [Table(["path", "kind", "owner", "function", "where"], rows)]
 
 
 def _entries(nodes: list[Any]) -> Iterator[HookEntry]:

@@ -18,14 +18,11 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.compile_internals import has_compiled
 from hookline.engine.compiled import Compiled, refuse_inside
 from hookline.engine.ending import dropped, take_off
-from hookline.engine.errors import AttachError, caller, warn
 from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
 from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
 from hookline.engine.gradient_tap import OnGradient
 from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.handle import HookHandle, Registration
-from hookline.engine.hidden import hides
-from hookline.engine.locks import lock
 from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
@@ -37,6 +34,9 @@ from hookline.engine.site import Site
 from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
 from hookline.engine.torch_internals import is_scripted
 from hookline.engine.traced import Halves, See
+from hookline.errors import AttachError, caller, warn
+from hookline.util.hidden import hides
+from hookline.util.locks import lock
 
 Ground = nn.Module | Mapping[str, Tensor]
 Bound = See | Halves | Tap | OnGradient

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hookline.engine.distributed_internals import default_store, is_grouped
-from hookline.engine.errors import RanksError
+from hookline.errors import RanksError
 
 # How long ranks wait for one another unless told otherwise.
 TIMEOUT_S = 60.0

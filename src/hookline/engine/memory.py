@@ -21,7 +21,7 @@ from hookline.engine import opaque
 from hookline.engine.distributed_internals import is_dtensor, is_shared_job
 from hookline.engine.regime import has_numbers, innermost
 from hookline.engine.torch_internals import buffers, children, is_scripted, parameters
-from hookline.engine.weak import WeakByIdentity
+from hookline.util.weak_map import WeakByIdentity
 
 # fmt: off
 _COMPUTING = frozenset(kind.forward for kind in (

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hookline.engine.modules import Layout, Node
 from hookline.engine.site import SiteText, path_text
 from hookline.engine.tree import describe
-from hookline.engine.words import plural
+from hookline.display.text import plural
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from typing import Any, Protocol, final
 
 from hookline.engine.calls import Calls, call_frame
 from hookline.engine.checkpoint_internals import is_recomputing
-from hookline.engine.locks import lock
 from hookline.engine.regime import is_transformed, refuse_tracing
+from hookline.util.locks import lock
 
 # The passes of the lines made in this context. A tuple, since contexts share it.
 _made_here: ContextVar[tuple[Passes, ...]] = ContextVar("hookline_made_here", default=())

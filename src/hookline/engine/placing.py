@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile_marks import follow
-from hookline.engine.errors import AttachError
 from hookline.engine.everywhere_internals import global_hook_dicts
-from hookline.engine.locks import lock
 from hookline.engine.taps import Rank, RootTap, Tap
 from hookline.engine.torch_internals import (
     HookDict,
@@ -29,6 +27,8 @@ from hookline.engine.torch_internals import (
     own_hook_id,
     tensor_hook_dict,
 )
+from hookline.errors import AttachError
+from hookline.util.locks import lock
 
 Hook = Callable[..., Any]
 # The dictionaries that a hook stands in (its own, then those of its flags), its key, its module.

@@ -22,11 +22,11 @@ from hookline.engine.compile_internals import (
     note_graph_version,
     was_written_in_graph,
 )
-from hookline.engine.errors import StructureError
 from hookline.engine.identity import ByIdentity
 from hookline.engine.memory import is_freed
 from hookline.engine.regime import innermost
 from hookline.engine.torch_internals import hook_gradient
+from hookline.errors import StructureError
 
 
 def call_read_only(

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hookline.engine import tree
 from hookline.engine.checkpoint_internals import Telling, aside
-from hookline.engine.errors import AttachError
-from hookline.engine.locks import lock
 from hookline.engine.passes import THREAD, Pass, Passes
+from hookline.errors import AttachError
+from hookline.util.locks import lock
 
 # Of a changed value, this many elements and partial sums are kept to compare.
 _N_SAMPLES = 64

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hookline.engine.compile_internals import while_tracing
-from hookline.engine.errors import AttachError
 from hookline.engine.regime_internals import (
     is_mapped,
     is_of_running_transform,
@@ -21,6 +20,7 @@ from hookline.engine.regime_internals import (
     transform,
     unwrapped,
 )
+from hookline.errors import AttachError
 
 
 def refuse_tracing() -> None:

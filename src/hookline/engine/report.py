@@ -11,6 +11,8 @@ from typing import Any, final
 
 from torch import nn
 
+from hookline.display.html import MOST_ROWS, escape, table
+from hookline.display.text import plural, visible
 from hookline.engine.gradient_tap import GradientTap
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
@@ -22,7 +24,6 @@ from hookline.engine.torch_internals import (
     parameters,
     unwrap,
 )
-from hookline.engine.words import plural, visible
 
 _NOT_RUN = "the model has not run"
 _NOTHING_RAN = (
@@ -124,10 +125,27 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from hookline.views import report_html
-
-        return report_html(self)
+        """Show each site, how often it fired, and why it did not, in a notebook."""
+        head = (
+            f"<b>hl.{escape(self.name)}</b> on {escape(self.model_type)}:"
+            f" {plural(len(self.fired), 'site')}, {plural(self.passes, 'pass', 'passes')},"
+            f" {self.n_fired} fired, {len(self.silent)} never;"
+            f" {'ended' if self.ended else 'attached'}"
+        )
+        if self.removed:
+            head += f"; {len(self.removed)} removed"
+        if self.elsewhere:
+            head += f"; {plural(self.elsewhere, 'run')} in other threads or tasks not seen"
+        # Silent sites first: they are what one looks for.
+        remarked = zip(self.fired, self.remarks(), strict=True)
+        ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
+        rows = [
+            [str(site), site.module_type, f"{n:,}", why] for (site, n), why in ordered[:MOST_ROWS]
+        ]
+        names = ["site", "type", ">fired", "~why not"]
+        if not self.silent and not self.removed:
+            rows, names = [row[:3] for row in rows], names[:3]
+        return table(head, names, rows, len(ordered))
 
     @property
     def n_fired(self) -> int:

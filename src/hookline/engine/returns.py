@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.errors import StructureError
+from hookline.errors import StructureError
 
 
 def check_forward(result: Any, values: tuple[Any, ...]) -> Any:

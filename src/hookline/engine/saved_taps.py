@@ -17,13 +17,13 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.calls import Calls, call_frame
 from hookline.engine.compile_internals import while_tracing
-from hookline.engine.errors import AttachError, StructureError
-from hookline.engine.locks import lock
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.site import Site
 from hookline.engine.taps import Rank, Tap, unused
 from hookline.engine.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
 from hookline.engine.tree import describe, full
+from hookline.errors import AttachError, StructureError
+from hookline.util.locks import lock
 
 _lock = lock()
 

@@ -16,15 +16,16 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.engine.errors import SelectionError
+from hookline.display.html import MOST_ROWS, table
+from hookline.display.text import plural
 from hookline.engine.globs import glob
-from hookline.engine.hidden import hides
 from hookline.engine.modules import Layout, Node, TensorNode, layout
 from hookline.engine.no_match import Asked, nothing
 from hookline.engine.site import PORTS, ROOT, Site, SiteText, parse
 from hookline.engine.torch_internals import has_forward, is_holder, unwrap
 from hookline.engine.tree import describe
-from hookline.engine.words import plural
+from hookline.errors import SelectionError
+from hookline.util.hidden import hides
 
 Selector = (
     Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list of these | None
@@ -112,10 +113,13 @@ class Selection:
         return "\n".join([plural(len(self), "site"), *lines])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from hookline.views import selection_html
-
-        return selection_html(self.sites)
+        """Show the sites and their types in a notebook."""
+        shown = self.sites[:MOST_ROWS]
+        rows = [[str(site), site.module_type, ", ".join(site.aliases)] for site in shown]
+        names = ["site", "type", "also"]
+        if not any(row[2] for row in rows):
+            rows, names = [row[:2] for row in rows], names[:2]
+        return table(f"<b>Selection</b> of {plural(len(self), 'site')}", names, rows, len(self))
 
 
 @final

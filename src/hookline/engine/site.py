@@ -12,9 +12,9 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Final
 
-from hookline.engine.errors import SelectionError
 from hookline.engine.globs import CLASS
 from hookline.engine.tree import Key, Leaf, leaf_text
+from hookline.errors import SelectionError
 
 # What flows through a module, and back; `grad` is a parameter's, or a tensor's.
 PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")

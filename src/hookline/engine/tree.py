@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.compile_internals import OLD_DYNAMO
-from hookline.engine.errors import SiteError, warn
 from hookline.engine.identity import ByIdentity
+from hookline.errors import SiteError, warn
 
 Key = str | int
 Leaf = tuple[Key, ...]

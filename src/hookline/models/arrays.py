@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.loaded import Batch, describe
 from hookline.models.packages import first_line

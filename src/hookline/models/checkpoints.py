@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine.errors import HooklineError, ModelError
+from hookline.errors import HooklineError, ModelError
 from hookline.models.packages import first_line
 from hookline.models.places import absence, is_file, printable
 

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from torch import nn
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models.loaded import Loaded
 from hookline.models.packages import first_line
 from hookline.models.pictures import guess_preprocess

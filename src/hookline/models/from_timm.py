@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models.from_torchvision import unknown_name
 from hookline.models.loaded import Loaded
 from hookline.models.packages import (

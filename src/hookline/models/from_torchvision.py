@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.loaded import Loaded, Preprocess
 from hookline.models.packages import (

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hookline.engine.errors import InputError, ModelError
+from hookline.errors import InputError, ModelError
 from hookline.models.loaded import Loaded, Preprocess, Tokenize
 from hookline.models.packages import (
     RANDOM,

@@ -10,7 +10,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models.inputs import load_input
 from hookline.models.loaded import Batch, Loaded, describe
 from hookline.models.packages import import_package

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.display.text import plural
+from hookline.errors import InputError
 from hookline.models import arrays, pictures
 from hookline.models.demo import load_demo_digits
 from hookline.models.loaded import Batch, Loaded, describe

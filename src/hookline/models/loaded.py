@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine.words import plural, visible
+from hookline.display.text import plural, visible
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hookline.engine.errors import ModelError
+from hookline.errors import ModelError
 from hookline.models.checkpoints import fit_state_dict, read_state_dict
 from hookline.models.demo import load_digits_net, preprocess_digit
 from hookline.models.from_factory import load_file_factory, load_module_factory

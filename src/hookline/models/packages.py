@@ -12,7 +12,7 @@ import urllib.request
 from http import HTTPStatus
 from typing import Any
 
-from hookline.engine.errors import HooklineError, ModelError
+from hookline.errors import HooklineError, ModelError
 from hookline.models._torchvision_import import import_torchvision
 
 # What an error tells to do, to those who type commands and to those who write Python.

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.display.text import plural
+from hookline.errors import InputError
 from hookline.models.loaded import Loaded, Preprocess, describe
 from hookline.models.packages import first_line, import_package
 from hookline.models.places import is_file, printable

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.models.loaded import Batch, Loaded, describe
 from hookline.models.places import printable
 

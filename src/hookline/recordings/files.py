@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.engine import Site
-from hookline.engine.errors import FolderError, OverwrittenError
+from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings.encoding import decode
 from hookline.recordings.manifest import DAMAGE, REMEDY, first_line
 from hookline.recordings.tensor_file import TensorFile

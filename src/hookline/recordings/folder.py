@@ -21,7 +21,7 @@ from typing import Any, final
 from torch import Tensor
 
 from hookline.engine import PORTS, Report, Site, as_written
-from hookline.engine.errors import FolderError
+from hookline.errors import FolderError
 from hookline.recordings.encoding import encode
 from hookline.recordings.entries import Contents, Entry, Gathered
 from hookline.recordings.files import Files, Stored

@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hookline.display.text import visible
 from hookline.engine import Report, as_written, has_numbers, tree
-from hookline.engine.errors import NotRecordedError
-from hookline.engine.words import visible
+from hookline.errors import NotRecordedError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
+from hookline.display.text import plural
 from hookline.engine import ROOT, Site, parse_site
-from hookline.engine.errors import NotRecordedError
-from hookline.engine.words import plural
+from hookline.errors import NotRecordedError
 
 Key = str | Site
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.errors import AmbiguousError, StructureError
+from hookline.errors import AmbiguousError, StructureError
 from hookline.recordings.index import Lookup
 
 _N_FORMS_SHOWN = 3

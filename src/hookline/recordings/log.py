@@ -15,6 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from hookline.display.text import plural
 from hookline.engine import (
     Pass,
     Report,
@@ -27,8 +28,7 @@ from hookline.engine import (
     plain,
     tree,
 )
-from hookline.engine.errors import AmbiguousError, NotRecordedError, OverwrittenError
-from hookline.engine.words import plural
+from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError
 from hookline.recordings.entries import Entry, Gathered
 from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, Lookup

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hookline.engine import TIMEOUT_S, Site, tree
-from hookline.engine.errors import StructureError
+from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.ranks import Ask, combined, full, joined, reduced
 

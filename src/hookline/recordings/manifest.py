@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from hookline.engine.errors import FolderError
+from hookline.errors import FolderError
 
 FORMAT = "hookline-recording"
 VERSION = 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.engine.errors import FolderError
+from hookline.errors import FolderError
 from hookline.recordings.entries import Contents
 from hookline.recordings.folder import read
 from hookline.recordings.manifest import MANIFEST, REMEDY, first_line, read_manifest

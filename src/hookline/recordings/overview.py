@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from hookline.display.text import plural, visible
 from hookline.engine import Pass, local, tree
-from hookline.engine.errors import FolderError
-from hookline.engine.words import plural, visible
+from hookline.errors import FolderError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log, Noted
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, final, overload
 
+from hookline.display.text import plural
 from hookline.engine import Pass, Site, hides
-from hookline.engine.errors import AmbiguousError
-from hookline.engine.words import plural
+from hookline.errors import AmbiguousError
 from hookline.recordings.index import Key, Lookup, run_text
 from hookline.recordings.log import Log
 from hookline.recordings.lookups import Lookups

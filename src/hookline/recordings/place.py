@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hookline.engine.errors import FolderError
+from hookline.errors import FolderError
 from hookline.recordings.manifest import FORMAT, MANIFEST, first_line, read_regular
 
 try:

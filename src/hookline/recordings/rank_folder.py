@@ -21,7 +21,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from hookline.engine import Site, is_grouped, meet, ranks_of, say_by_rank
-from hookline.engine.errors import FolderError, HooklineError, RanksError
+from hookline.errors import FolderError, HooklineError, RanksError
 from hookline.recordings.entries import Contents
 from hookline.recordings.folder import write_contents
 from hookline.recordings.manifest import sync, write_manifest

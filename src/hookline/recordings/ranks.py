@@ -26,7 +26,7 @@ from hookline.engine import (
     say_by_rank,
     tree,
 )
-from hookline.engine.errors import AmbiguousError, HooklineError, RanksError
+from hookline.errors import AmbiguousError, HooklineError, RanksError
 
 OPS = ("mean", "sum", "max", "min")
 

@@ -17,8 +17,10 @@ from typing import Any, final, overload
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, hides, is_transformed
-from hookline.engine.errors import AmbiguousError
+from hookline.display.html import MOST_ROWS, escape, table
+from hookline.display.text import plural
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, hides, is_transformed, tree
+from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
 from hookline.recordings.folder import write
@@ -317,10 +319,31 @@ class Recording(Lookups):
         return recording_text(self._log)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from hookline.views import recording_html
-
-        return recording_html(self)
+        """Show each site that fired, its type, how often, and its first value, in a notebook."""
+        passes = list(self.passes[:1000])
+        fired: Counter[Site] = Counter(site for one in passes for site, _ in one.fired())
+        first: dict[Site, tuple[PassRecord, int]] = {}
+        for one in passes:
+            for site, call in one.fired():
+                first.setdefault(site, (one, call))
+        sites = [site for site in self.sites if site in fired]
+        n_silent = len(self.sites) - len(sites)
+        head = (
+            f"<b>Recording</b> of {escape(self.report().model_type)}:"
+            f" {plural(len(self.sites), 'site')}, {plural(len(self.passes), 'pass', 'passes')},"
+            f" {plural(sum(fired.values()), 'value')}"
+        )
+        if len(self.passes) > len(passes):
+            head += f" in the first {len(passes)} passes"
+        if n_silent:
+            head += f"; {n_silent} without a value: <code>print(run.report())</code> says why"
+        if self.lost:
+            head += f"; {plural(len(self.lost), 'part')} not saved: <code>run.lost</code>"
+        rows = [
+            [str(site), site.module_type, f"{fired[site]:,}", _first_value(*first[site], site)]
+            for site in sites[:MOST_ROWS]
+        ]
+        return table(head, ["site", "type", ">values", "first value"], rows, len(sites))
 
     @property
     def _name(self) -> str:
@@ -373,3 +396,18 @@ class Recording(Lookups):
                 f"this recording is of {len(self.ranks)} ranks, and each has its own {what}."
                 f"\nWrite run.ranks[0].{what} for one of them."
             )
+
+
+def _first_value(one: PassRecord, call: int, site: Site) -> str:
+    """Describe a value without reading its numbers."""
+    key = site if site.call is not None else Site(site.path, site.port, site.leaf, call)
+    try:
+        runs = one.backwards if site.is_gradient else []
+        value: Any = next((run for run in runs if (site, call) in run.fired()), one)[key]
+    except OverwrittenError:
+        return "overwritten in place after it was recorded; copy=True keeps it"
+    except FolderError as error:
+        return str(error).splitlines()[0]
+    first = next(tree.tensors(value), None)
+    dtype = "" if first is None else f" {str(first[1].dtype).removeprefix('torch.')}"
+    return tree.form(value) + dtype

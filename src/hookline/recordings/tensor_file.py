@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine.errors import OverwrittenError
+from hookline.errors import OverwrittenError
 from hookline.recordings.manifest import checksum, open_regular
 
 # As the head of a file writes them.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.compile_internals import is_compiled
-from hookline.engine.errors import InputError
 from hookline.engine.torch_internals import buffers
+from hookline.errors import InputError
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 

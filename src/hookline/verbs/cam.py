@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from hookline.display.text import plural
 from hookline.engine import Selector, Site, tree
 from hookline.engine.compile_internals import is_compiled
-from hookline.engine.errors import AttachError, InputError, SelectionError, warn
 from hookline.engine.torch_internals import is_scripted, unwrap
-from hookline.engine.words import plural
+from hookline.errors import AttachError, InputError, SelectionError, warn
 from hookline.recordings import Recording
 from hookline.verbs.calling import as_found, call
 from hookline.verbs.cam_layers import (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import Selection, Selector, Site, path_text, select, tree
-from hookline.engine.errors import InputError, NotRecordedError, SelectionError
 from hookline.engine.modules import layout
+from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.record import RecordLine, start_recording
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 
 Needs = Literal["gradients", "scores", "nothing"]
 

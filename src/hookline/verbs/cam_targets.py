@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hookline.display.text import plural
 from hookline.engine import tree
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.errors import InputError
 
 Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
 

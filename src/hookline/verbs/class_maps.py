@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from hookline.display.text import plural
 from hookline.engine import tree
-from hookline.engine.errors import HooklineError, InputError, warn
-from hookline.engine.words import plural
+from hookline.errors import HooklineError, InputError, warn
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -27,7 +27,7 @@ from hookline.engine import (
     split_over,
     split_parameters,
 )
-from hookline.engine.errors import AttachError, warn
+from hookline.errors import AttachError, warn
 from hookline.verbs.clip_limit import Limit, largest
 from hookline.verbs.clip_parameters import AtEnd, WhenWhole, clip_norm, dense, meet_for_norms
 from hookline.verbs.clip_report import ClipReport, Tally

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import full_value, gathered, is_dtensor, local_part, while_tracing
-from hookline.engine.errors import AttachError
+from hookline.errors import AttachError
 
 _EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
 

@@ -24,7 +24,7 @@ from hookline.engine import (
     outer_backward,
     say_by_rank,
 )
-from hookline.engine.errors import RanksError, warn
+from hookline.errors import RanksError, warn
 
 
 @final

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
 
+from hookline.display.terminal import Grid, Part, Table, Words, text_of
+from hookline.display.text import plural
 from hookline.engine import Site, as_written
 
 
@@ -91,8 +93,108 @@ class Diagnosis:
                        f" {', '.join(str(one.site) for one in self.sites[:6])}.")  # fmt: skip
 
     def __str__(self) -> str:
-        from hookline.views import diagnosis_text
-
-        return diagnosis_text(self)
+        return text_of(diagnosis_parts(self))
 
     __repr__ = __str__
+
+
+_N_FEW = 24  # of so many sites each is shown
+_N_SITES = 4  # of more, so many of those that share a row
+_N_ROWS = 24
+
+
+def diagnosis_parts(found: Diagnosis) -> list[Part]:
+    """Describe a diagnosis for the terminal: verdicts, reasons and remedies, facts.
+
+    Sites of which the same is to be said share a row; `found.sites` has them one by one.
+
+    >>> finding = Finding(Site("fc", "output", module_type="Linear"), 1)
+    >>> print(text_of(diagnosis_parts(Diagnosis("Net", "forward", (finding,)))).splitlines()[0])
+    hl.doctor on Net: 1 site, 1 fires, 0 never; ran forward
+    """
+    parts: list[Part] = [_head(found), _sites(found)]
+    if found.failure is not None:
+        parts.append([
+            ("The run failed", "bold red"),
+            (f"\n{found.failure.what}", "red"),
+            (f"\n-> {found.failure.remedy}", ""),
+        ])  # fmt: skip
+    if found.notes:
+        parts.append(
+            Grid([(note.about, _with_remedy(note.what, note.remedy)) for note in found.notes])
+        )
+    known = "; ".join(f"{name} {value}" for name, value in found.environment.items())
+    return [*parts, [(known, "dim")]]
+
+
+def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
+    """Give a diagnosis as plain data, for JSON: every site by itself."""
+    return {
+        "model": found.model_type,
+        "ok": found.ok,
+        "ran": found.ran,
+        "sites": [
+            {
+                "site": str(one.site),
+                "type": one.site.module_type,
+                "verdict": one.verdict,
+                "calls": one.calls,
+                "why": one.why,
+                "remedy": one.remedy,
+            }
+            for one in found.sites
+        ],
+        "notes": [asdict(note) for note in found.notes],
+        "failure": None if found.failure is None else asdict(found.failure),
+        "environment": dict(found.environment),
+    }
+
+
+def _head(found: Diagnosis) -> Words:
+    n_never = sum(one.calls == 0 for one in found.sites)
+    n_unknown = sum(one.calls is None for one in found.sites)
+    n_fire = len(found.sites) - n_never - n_unknown
+    pieces = [
+        ("hl.doctor", "bold"),
+        (
+            f" on {found.model_type}: {plural(len(found.sites), 'site')},"
+            f" {plural(n_fire, 'fires', 'fire')}, ",
+            "",
+        ),
+        (f"{n_never} never", "bold yellow" if n_never else ""),
+    ]
+    if n_unknown:
+        pieces.append((f", {n_unknown} unknown", "bold yellow"))
+    return [*pieces, (f"; ran {found.ran}", "")]
+
+
+def _sites(found: Diagnosis) -> Table:
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for one in found.sites:
+        groups.setdefault((one.verdict, one.why, one.remedy), []).append(one)
+    has_reasons = any(why for _, why, _ in groups)
+    # What does not fire is what was asked for; the rest stands below.
+    ordered = sorted(groups.items(), key=lambda group: (bool(group[1][0].calls), not group[0][1]))
+    most = _N_FEW if len(found.sites) <= _N_FEW else _N_SITES
+    rows: list[list[Words]] = []
+    for (verdict, why, remedy), members in ordered[:_N_ROWS]:
+        n_lines = min(len(members), most) + (len(members) > most)
+        # On each line: one that is blank would read as none.
+        verdicts = "\n".join([verdict] * n_lines)
+        cells = [_names(members, most), [(verdicts, "" if members[0].calls else "bold yellow")]]
+        rows.append([*cells, *[_with_remedy(why, remedy, "yellow")] * has_reasons])
+    if len(ordered) > _N_ROWS:
+        more = f"and {len(ordered) - _N_ROWS} more rows: see .sites"
+        rows.append([[(more, "dim")], "", *[""] * has_reasons])
+    return Table(["site", "verdict", *["^why, and what to do"] * has_reasons], rows)
+
+
+def _names(members: Sequence[Finding], most: int) -> Words:
+    pieces = [("\n".join(str(one.site) for one in members[:most]), "")]
+    if len(members) > most:
+        pieces.append((f"\nand {len(members) - most:,} more", "dim"))
+    return pieces
+
+
+def _with_remedy(what: str, remedy: str, style: str = "") -> Words:
+    return [(what, style), (f"\n-> {remedy}" if remedy else "", "")]

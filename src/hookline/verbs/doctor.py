@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookline.engine import Line, Selector, Site, check_ports, path_text
 from hookline.engine.compile_internals import is_compiled
-from hookline.engine.errors import AttachError
 from hookline.engine.modules import Node
 from hookline.engine.select import Place, Selection
 from hookline.engine.torch_internals import has_forward, is_scripted
+from hookline.errors import AttachError
 from hookline.verbs.calling import Inputs, call, lazy_name
 from hookline.verbs.diagnosis import Diagnosis, Finding
 from hookline.verbs.doctor_look import Look, Uses, watching

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookline.display.text import plural
 from hookline.engine import inventory, path_text
 from hookline.engine.compile_internals import dynamo_config, has_compiled, is_compiled
 from hookline.engine.modules import Node
-from hookline.engine.words import plural
 from hookline.verbs.diagnosis import Finding, Note
 from hookline.verbs.doctor_look import foreign_hooks
 from hookline.verbs.doctor_reasons import Facts

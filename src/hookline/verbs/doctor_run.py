@@ -26,10 +26,10 @@ from hookline.engine import (
     snapshot,
     tree,
 )
-from hookline.engine.errors import HooklineError
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.select import Place
 from hookline.engine.torch_internals import buffers, tensor_hooks, version_counter
+from hookline.errors import HooklineError
 from hookline.verbs.calling import call, put_back
 from hookline.verbs.diagnosis import Note
 from hookline.verbs.doctor_blame import raised

@@ -25,7 +25,7 @@ from hookline.engine import (
     ports_for,
     tree,
 )
-from hookline.engine.errors import AttachError, StructureError
+from hookline.errors import AttachError, StructureError
 
 
 def edit(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import same_draws, tree
-from hookline.engine.errors import StructureError
+from hookline.errors import StructureError
 
 Edit = Callable[[Tensor], Tensor]
 

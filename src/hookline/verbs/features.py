@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hookline.engine import Line, Selector, Site, reshard, stop_all, tree
-from hookline.engine.errors import InputError, NotRecordedError
+from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.calling import Inputs, call, in_eval_mode
 from hookline.verbs.keeping import Keep

@@ -20,7 +20,7 @@ from hookline.engine import (
     tensor_holder,
     tree,
 )
-from hookline.engine.errors import AttachError, SiteError
+from hookline.errors import AttachError, SiteError
 from hookline.recordings import Beside, Unknowable, stamp
 from hookline.verbs.measuring import measured
 

@@ -34,7 +34,7 @@ from hookline.engine import (
     snapshot,
     unused,
 )
-from hookline.engine.errors import SelectionError
+from hookline.errors import SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.keeping import Keep, Keeper, check_options, is_plain
 from hookline.verbs.measuring import measured

@@ -1,17 +1,21 @@
-"""summary: one run of a model as a table of its modules. Imports engine and calling."""
+"""summary: one run of a model as a table of its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.display.html import MOST_ROWS, escape, table
+from hookline.display.terminal import Grid, Part, Table, Words, text_of
+from hookline.display.units import count, size
 from hookline.engine import Line, Pass, Rank, Site, blame, tree
-from hookline.engine.errors import HooklineError
 from hookline.engine.torch_internals import CPU_ATTENTION
+from hookline.errors import HooklineError
 from hookline.verbs.calling import Inputs, as_found, call
 
 if TYPE_CHECKING:
@@ -53,6 +57,16 @@ class Row:
     output_bytes: int = 0
     flops: int = 0
 
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return str(Site(self.path)).rpartition(".")[2]
+
+    @property
+    def type_and_calls(self) -> str:
+        """Its class, and how often it ran where that was several times: `ReLU x2`."""
+        return self.module_type + f" x{self.calls}" * (self.calls > 1)
+
 
 @final
 @dataclass
@@ -89,18 +103,54 @@ class Summary:
         """Floating-point operations of the whole run; a multiply-add is two."""
         return self.rows[0].flops if self.rows else 0
 
-    def __str__(self) -> str:
-        from hookline.views import summary_text
+    @property
+    def dtypes(self) -> set[str]:
+        """The dtypes of the modules' outputs."""
+        return {row.dtype for row in self.rows if row.dtype}
 
-        return summary_text(self)
+    def __str__(self) -> str:
+        """Every module and the totals, as wide as they need to be.
+
+        >>> print(summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2)))
+        module  type        input  output  parameters  FLOPs  memory
+        ------------------------------------------------------------
+        (root)  Sequential  [4,2]  [4,3]            9     48    48 B
+          0     Linear      [4,2]  [4,3]            9     48    48 B
+          1     ReLU        [4,3]  [4,3]                        48 B
+        <BLANKLINE>
+        Parameters         9, all trainable
+        Parameter memory   36 B
+        Buffers            0 B
+        Input              32 B
+        Activations        96 B
+        FLOPs              48
+        Output dtype       float32 throughout
+        """
+        return text_of(summary_parts(self), width=None)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from hookline.views import summary_html
-
-        return summary_html(self)
+        """Show the modules, indented, and the totals in a notebook."""
+        head = (
+            f"<b>{escape(self.model_type)}</b>: {self.parameters:,} parameters"
+            f" ({size(self.parameter_bytes)}), {self.trainable:,} trainable"
+        )
+        names = ["module", "type", ">parameters"]
+        if self.ran:
+            head += f"; {count(self.flops)} FLOPs, activations {size(self.activation_bytes)}"
+            names += ["~input", "~output", ">FLOPs", ">memory"]
+        if self.failure:
+            head += f"; <b>the run failed</b> in {escape(self.failure)}"
+        rows = []
+        for row in self.rows[:MOST_ROWS]:
+            name = "\u2003\u2003" * row.depth + row.name
+            cells = [name, row.type_and_calls, _number(row.parameters)]
+            if self.ran:
+                cells += [row.input, row.output, _number(row.flops, count)]
+                cells += [_number(row.output_bytes, size)]
+            rows.append(cells)
+        return table(head, names, rows, len(self.rows))
 
 
 def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
@@ -231,3 +281,99 @@ def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return {key: tree.map_tensors(lambda t: t.to("meta"), part) for key, part in inputs.items()}
     return tree.map_tensors(lambda t: t.to("meta"), inputs)
+
+
+_SHAPE = re.compile(r"\[[\d, ]*\]")
+_N_ALIASES_SHOWN = 2
+
+
+def summary_parts(found: Summary, *, failure: bool = True) -> list[Part]:
+    """Describe a summary for the terminal: the modules, the totals, and what went wrong.
+
+        >>> len(summary_parts(summary(nn.Linear(2, 3))))
+        2
+
+    `ReLU x2` ran twice. One dtype throughout is left to the totals, several get a column.
+
+    Args:
+        found: what `hl.summary` gave.
+        failure: whether what the run raised is told below; False where that is said elsewhere.
+    """
+    parts: list[Part] = [_modules(found), _totals(found)]
+    if found.failure and failure:
+        parts.append([("The run failed", "bold red"), (f"\n{found.failure}", "red")])
+    return parts
+
+
+def _modules(found: Summary) -> Table:
+    has_dtypes = len(found.dtypes) > 1
+    # Where a terminal is narrow, names are folded sooner than the numbers beside them are lost.
+    names = ["^module", "^type"]
+    if found.ran:
+        names += ["~input", "~output", *["dtype"] * has_dtypes]
+    names += [">parameters"]
+    if found.ran:
+        names += [">FLOPs", ">memory"]
+    paths_run = [path for row in found.rows if row.calls for path in (row.path, *row.aliases)]
+    holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
+    rows = []
+    for row in found.rows:
+        cells: list[Words] = [_name(row), row.type_and_calls]
+        if found.ran:
+            cells += [_compact(row.input), _output(row, row.path in holders)]
+            cells += [row.dtype] * has_dtypes
+        cells += [_number(row.parameters)]
+        if found.ran:
+            cells += [_number(row.flops, count), _number(row.output_bytes, size)]
+        rows.append(cells)
+    quiet = {place for place, row in enumerate(found.rows) if found.ran and not row.calls}
+    return Table(names, rows, quiet)
+
+
+def _name(row: Row) -> Words:
+    indent = "  " * row.depth
+    if not row.aliases:
+        return indent + row.name
+    more = len(row.aliases) - _N_ALIASES_SHOWN
+    shared = ", ".join(row.aliases[:_N_ALIASES_SHOWN]) + f" and {more} more" * (more > 0)
+    return [(indent + row.name, ""), (f"\n{indent}  shared with {shared}", "dim")]
+
+
+def _output(row: Row, holds_one_that_ran: bool) -> Words:
+    if row.calls:
+        return _compact(row.output)
+    if row.input:  # it was entered, and never left
+        return [("raised", "not dim bold red")]
+    # A ModuleList is never called itself: nothing is amiss.
+    return "" if holds_one_that_ran else "not run"
+
+
+def _compact(form: str) -> str:
+    """Take the blanks out of shapes, `[1,64,112,112]`: four columns fit 100 characters."""
+    return _SHAPE.sub(lambda shape: shape[0].replace(" ", ""), form)
+
+
+def _number(number: int, text: Callable[[int], str] = "{:,}".format) -> str:
+    return text(number) if number else ""
+
+
+def _totals(found: Summary) -> Grid:
+    if found.trainable == found.parameters:
+        trainable = "all trainable" if found.parameters else ""
+    else:
+        trainable = f"{found.trainable:,} trainable" if found.trainable else "none trainable"
+    rows = [
+        ("Parameters", ", ".join(filter(None, [f"{found.parameters:,}", trainable]))),
+        ("Parameter memory", size(found.parameter_bytes)),
+        ("Buffers", size(found.buffer_bytes)),
+    ]
+    if found.ran:
+        rows += [
+            ("Input", size(found.input_bytes)),
+            ("Activations", size(found.activation_bytes)),
+        ]
+        # A run that raised never came to the end at which the root's are counted.
+        rows += [("FLOPs", count(found.flops))] * (not found.failure)
+        if len(found.dtypes) == 1:
+            rows += [("Output dtype", f"{found.dtypes.pop()} throughout")]
+    return Grid(rows, gap=3)

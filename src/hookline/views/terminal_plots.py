@@ -18,12 +18,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from hookline.engine.errors import InputError
+from hookline.display.colours import BLUE_RED, VIRIDIS, colour
+from hookline.display.units import measure, share
+from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
-from hookline.views.colours import BLUE_RED, VIRIDIS, colour
 from hookline.views.plots.reducing import Array, histogram, short, smaller, some_of
 from hookline.views.plots.values import Value, arrange, chosen_values, drawable, not_drawn
-from hookline.views.units import measure, share
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"

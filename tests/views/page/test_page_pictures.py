@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 import hookline as hl
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.views.page.pictures import (
     Choice,
     class_maps,

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import nn
 
 import hookline as hl
+from hookline.display.units import count
 from hookline.views import write_page
-from hookline.views.units import count
 
 
 def data_of(text: str) -> dict:

@@ -5,7 +5,7 @@ Written here and not in a template, since a table of 2,000 lines has 25,000 of t
 
 from __future__ import annotations
 
-from hookline.views.escaping import escape
+from hookline.display.html import escape
 from hookline.views.page.columns import Column
 from hookline.views.page.rows import Row
 from hookline.views.page.seen import Seen

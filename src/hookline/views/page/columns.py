@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from hookline.display.units import measure, share
 from hookline.views.page.rows import Row
 from hookline.views.page.seen import Seen
 from hookline.views.statistics import Statistics
-from hookline.views.units import measure, share
 
 SortKey = str | float | None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import parse_qsl, quote_plus
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.views.page.pictures import ORDERS, Choice
 from hookline.views.page.seen import Place
 

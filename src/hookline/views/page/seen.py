@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from hookline.engine import Site, tree
-from hookline.engine.errors import FolderError, OverwrittenError
+from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
 from hookline.views.page.thumbnails import (
     Strip,

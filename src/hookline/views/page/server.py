@@ -14,7 +14,8 @@ import json
 from collections.abc import Callable
 from typing import Any, final
 
-from hookline.engine.errors import FolderError, HooklineError, InputError
+from hookline.display.units import size
+from hookline.errors import FolderError, HooklineError, InputError
 from hookline.views.page.extras import load
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, number, parameters_of, query_of
@@ -24,7 +25,6 @@ from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import Shelf
 from hookline.views.page.templates import environment, script_hash, sort_keys, table
 from hookline.views.page.thumbnails import feature_strip
-from hookline.views.units import size
 
 # Up to here values are measured as soon as the page is open; beyond, when it is asked for.
 _UNASKED_BYTES = 1024**3

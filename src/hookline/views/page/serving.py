@@ -11,7 +11,7 @@ import socket
 import threading
 from typing import Any, final
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.views.page.extras import load
 from hookline.views.page.guard import Rules, is_loopback
 from hookline.views.page.server import make_app

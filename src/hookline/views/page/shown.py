@@ -15,9 +15,9 @@ from typing import Any, final
 
 from torch import Tensor
 
+from hookline.display.text import plural
 from hookline.engine import as_written
-from hookline.engine.errors import FolderError, HooklineError, InputError, OverwrittenError
-from hookline.engine.words import plural
+from hookline.errors import FolderError, HooklineError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.views.page.columns import Column, columns
 from hookline.views.page.rows import Row, tree_rows

@@ -11,8 +11,9 @@ from typing import final
 
 from torch import Tensor
 
+from hookline.display.units import measure, share, size
 from hookline.engine import Site
-from hookline.engine.errors import HooklineError
+from hookline.errors import HooklineError
 from hookline.views.page.links import query_of
 from hookline.views.page.pictures import (
     PER_PAGE,
@@ -28,7 +29,6 @@ from hookline.views.page.pictures import (
 )
 from hookline.views.page.seen import Place, Seen
 from hookline.views.page.shown import Shown
-from hookline.views.units import measure, share, size
 
 _TWINS = {
     "output": "grad_output", "input": "grad_input",

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hookline.engine.words import visible
+from hookline.display.text import visible
+from hookline.display.units import measure
 from hookline.views.page.cells import cells_html
 from hookline.views.page.columns import Column
 from hookline.views.page.extras import load
@@ -17,7 +18,6 @@ from hookline.views.page.rows import Row
 from hookline.views.page.shown import data_of
 from hookline.views.page.site_view import facts_of, path_of, zero_of
 from hookline.views.page.thumbnails import MAX_CHANNELS
-from hookline.views.units import measure
 
 FOLDER = Path(__file__).parent / "templates"
 

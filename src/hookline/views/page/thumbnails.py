@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from hookline.views.colours import BLUE_RED, VIRIDIS, Rgb, colour
+from hookline.display.colours import BLUE_RED, VIRIDIS, Rgb, colour
 from hookline.views.page.extras import load
 from hookline.views.plots.channels import scale_of_map
 from hookline.views.plots.reducing import scale_of

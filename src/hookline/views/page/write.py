@@ -10,9 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hookline.engine.errors import FolderError
+from hookline.display.units import count, size
+from hookline.errors import FolderError
 from hookline.recordings import Recording
 from hookline.recordings.manifest import MANIFEST
+from hookline.verbs import Summary
 from hookline.views.page.columns import columns
 from hookline.views.page.extras import load
 from hookline.views.page.rows import Row, tree_rows
@@ -20,8 +22,6 @@ from hookline.views.page.seen import read_values
 from hookline.views.page.shown import failed_passes, notices_of_rows
 from hookline.views.page.templates import environment, table
 from hookline.views.page.thumbnails import input_thumbnail
-from hookline.views.tables import SummaryLike
-from hookline.views.units import count, size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +38,7 @@ def write_page(
     *,
     title: str,
     subtitle: str = "",
-    summary: SummaryLike | None = None,
+    summary: Summary | None = None,
     images: Sequence[Image] = (),
     classes: Classes | None = None,
 ) -> Path:
@@ -95,9 +95,7 @@ def write_page(
     return _replace(target, text)
 
 
-def _facts(
-    recording: Recording, rows: list[Row], summary: SummaryLike | None
-) -> list[tuple[str, str]]:
+def _facts(recording: Recording, rows: list[Row], summary: Summary | None) -> list[tuple[str, str]]:
     """The few numbers at the top, as (label, text)."""
     n_values = sum(row.seen is not None for row in rows)
     facts = [
@@ -114,7 +112,7 @@ def _facts(
 
 
 def _notices(
-    recording: Recording, rows: list[Row], summary: SummaryLike | None
+    recording: Recording, rows: list[Row], summary: Summary | None
 ) -> list[tuple[str, str]]:
     """What a reader must not miss, as (text, label of the line that it is about)."""
     notices = []

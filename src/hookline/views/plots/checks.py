@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.recordings import PassRecord, Recording
 
 Source = Recording | PassRecord

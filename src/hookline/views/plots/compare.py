@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hookline.display.text import plural
+from hookline.display.units import measure
 from hookline.engine import Site, tree
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.errors import InputError
 from hookline.views.plots.channels import MAX_SIDE, grid, tiling
 from hookline.views.plots.checks import Source, check_count
 from hookline.views.plots.differences import Difference, difference, differences
@@ -18,7 +19,6 @@ from hookline.views.plots.reducing import cells, scale_of, share_text, smaller
 from hookline.views.plots.rows import RowSheet
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, TEXT, Sheet, draw_map
 from hookline.views.plots.values import Arranged, Value, arrange, drawable, look_up
-from hookline.views.units import measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

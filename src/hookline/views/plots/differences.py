@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import tree
-from hookline.engine.errors import InputError
+from hookline.errors import InputError
 from hookline.views.plots.checks import Source
 from hookline.views.plots.values import Value, one_pass, walk
 from hookline.views.statistics import pieces, site_statistics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from hookline.engine.errors import HooklineError
+from hookline.errors import HooklineError
 
 
 def load(name: str) -> Any:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.display.text import plural
+from hookline.errors import InputError
 from hookline.recordings import GradientRow, Recording
 from hookline.views.plots.checks import check_source
 from hookline.views.plots.rows import RowSheet

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hookline.display.text import plural
+from hookline.display.units import measure, share
 from hookline.engine import Site
-from hookline.engine.words import plural
 from hookline.views.plots.checks import Source, check_count
 from hookline.views.plots.reducing import histogram, share_text, short, some_of
 from hookline.views.plots.sheet import BLUE, GREY, ORANGE, PLAIN, SMALL, Sheet, tidy
 from hookline.views.plots.values import Value, chosen_values, not_drawn
-from hookline.views.units import measure, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

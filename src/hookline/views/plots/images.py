@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hookline.engine import Site, as_written, tree
-from hookline.engine.errors import InputError, NotRecordedError
+from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.views.plots.channels import tiling
 from hookline.views.plots.checks import Source, check_count

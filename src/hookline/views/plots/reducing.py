@@ -14,11 +14,11 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.display.text import plural
+from hookline.display.units import measure
+from hookline.errors import InputError
 from hookline.views.plots.checks import check_count
 from hookline.views.statistics import Statistics, pieces, site_statistics
-from hookline.views.units import measure
 
 Array = npt.NDArray[Any]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hookline.display.text import plural
 from hookline.engine import Site, as_written
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.views.plots.checks import Source, check_source
 from hookline.views.plots.reducing import Array, scale_of, share_text, short, some_of

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hookline.display.text import plural
 from hookline.engine import Site
-from hookline.engine.errors import InputError
-from hookline.engine.words import plural
+from hookline.errors import InputError
 from hookline.views.plots.checks import Source
 from hookline.views.plots.reducing import (
     cells,

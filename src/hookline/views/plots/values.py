@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hookline.display.text import plural
 from hookline.engine import Site, as_written, tree
-from hookline.engine.errors import InputError, NotRecordedError, OverwrittenError
-from hookline.engine.words import plural
+from hookline.errors import InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
 from hookline.views.plots.checks import Source, check_sample, check_source
 from hookline.views.statistics import DENSE_NUMEL, main_tensor

@@ -1,0 +1,1 @@
+"""Locks, weak maps, hidden names: what Python lacks."""
