@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from hookline.display.text import plural
 from hookline.engine.modules import Layout, Node
 from hookline.engine.site import SiteText, path_text
 from hookline.engine.tree import describe
-from hookline.display.text import plural
 
 
 @dataclass(frozen=True, slots=True)
