@@ -18,12 +18,12 @@ ENGINE = [
     "regime_internals", "torch_internals",
     "everywhere_internals", "compile_internals", "compile_marks", "identity",
     "checkpoint_internals", "distributed_internals", "regime", "meeting", "tree", "opaque",
-    "outlines", "memory", "read_only", "local", "globs", "site", "modules", "no_match", "select",
-    "calls",
-    "passes", "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",
+    "outlines", "memory", "read_only", "local", "globs", "site", "modules",
+    "ground", "no_match", "select", "calls", "passes",
+    "recompute", "arguments", "traced", "taps", "raw_taps", "returns", "values", "flow",
     "graph_gradients", "gradient_tap", "gradient_taps", "backward_taps", "saved_taps",
-    "fast_paths", "placing", "compile_notes", "compiled", "everywhere", "ending", "handle",
-    "report", "inventory", "blame", "line", "hooks_on_modules",
+    "fast_paths", "attachment", "placing", "compile_notes", "compiled", "ending", "handle",
+    "report", "inventory", "blame", "line", "everywhere", "hooks_on_modules",
     "hooks_on_tensors", "hooks_on_events", "attach", "__init__",
 ]  # fmt: skip
 # Functions in which a file may import a module of ours that lies above it, or late.

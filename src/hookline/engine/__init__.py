@@ -1,13 +1,13 @@
 """Where and when: sites and selections, lines and taps, passes, and what fired.
 
 Nothing here knows what a hook means. Files in the order in which they build on one another:
-regime_internals, torch_internals, everywhere_internals,
-compile_internals, compile_marks, identity, checkpoint_internals, distributed_internals, regime,
-meeting, tree, opaque, outlines, memory, read_only, local, globs, site, modules, no_match, select,
-calls, passes, recompute, arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients,
-gradient_tap, gradient_taps, backward_taps, saved_taps, fast_paths, placing, compile_notes,
-compiled, everywhere, ending, handle, report, inventory, blame, line, hooks_on_modules,
-hooks_on_tensors, hooks_on_events, attach.
+regime_internals, torch_internals, everywhere_internals, compile_internals, compile_marks,
+identity, checkpoint_internals, distributed_internals, regime, meeting, tree, opaque, outlines,
+memory, read_only, local, globs, site, modules, ground, no_match, select, calls, passes, recompute,
+arguments, traced, taps, raw_taps, returns, values, flow, graph_gradients, gradient_tap,
+gradient_taps, backward_taps, saved_taps, fast_paths, attachment, placing, compile_notes, compiled,
+ending, handle, report, inventory, blame, line, everywhere, hooks_on_modules, hooks_on_tensors,
+hooks_on_events, attach.
 """
 
 from hookline.engine.attach import RawLine as RawLine
@@ -24,17 +24,17 @@ from hookline.engine.distributed_internals import local_part as local_part
 from hookline.engine.distributed_internals import reshard as reshard
 from hookline.engine.distributed_internals import split_over as split_over
 from hookline.engine.distributed_internals import split_parameters as split_parameters
-from hookline.engine.everywhere import EVERYWHERE as EVERYWHERE
-from hookline.engine.everywhere import Everywhere as Everywhere
 from hookline.engine.gradient_tap import Crossing as Crossing
 from hookline.engine.gradient_tap import OnGradient as OnGradient
 from hookline.engine.gradient_tap import guarded as guarded
 from hookline.engine.gradient_taps import GradOutputTap as GradOutputTap
+from hookline.engine.ground import EVERYWHERE as EVERYWHERE
+from hookline.engine.ground import Everywhere as Everywhere
+from hookline.engine.ground import Ground as Ground
 from hookline.engine.inventory import HookEntry as HookEntry
 from hookline.engine.inventory import Inventory as Inventory
 from hookline.engine.inventory import inventory as inventory
 from hookline.engine.line import Bound as Bound
-from hookline.engine.line import Ground as Ground
 from hookline.engine.line import Line as Line
 from hookline.engine.line import ports_for as ports_for
 from hookline.engine.local import local as local

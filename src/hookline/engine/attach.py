@@ -11,7 +11,7 @@ from typing import NoReturn, final
 
 from torch import nn
 
-from hookline.engine.everywhere import Everywhere
+from hookline.engine.ground import Everywhere
 from hookline.engine.hooks_on_events import EventHooks
 from hookline.engine.hooks_on_tensors import TensorHooks
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 from types import FrameType, FunctionType
 from typing import final
 
 from torch import nn
 
+from hookline.engine.attachment import Attachment
 from hookline.engine.compile_internals import (
     OLD_DYNAMO,
     Borders,
@@ -74,7 +76,7 @@ class _Here(threading.local):
 
 
 @final
-class Compiled:
+class Compiled(Attachment):
     """What one line needs of torch.compile, from when dynamo is there until the line ends.
 
     Args:
@@ -158,7 +160,7 @@ class Compiled:
             for tap in gradients:
                 tap.prepare()
 
-    def unhooked(self, taps: list[Tap]) -> None:
+    def drop(self, taps: Iterable[Tap]) -> None:
         """Modules have lost hooks. Where none of the line's is left, the mark goes, too."""
         if not self.is_on:
             return

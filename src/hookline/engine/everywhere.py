@@ -8,14 +8,19 @@ hook: what a line puts on the values of its context in forward belongs to it in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch import nn
 
+from hookline.engine.attachment import Attachment, surely
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
+from hookline.engine.compile_internals import has_compiled
+from hookline.engine.fast_paths import REMEDY
+from hookline.engine.handle import HookHandle
+from hookline.engine.line import Line
 from hookline.engine.passes import Passes
 from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap, RawTap
@@ -23,18 +28,6 @@ from hookline.engine.select import Selector
 from hookline.engine.torch_internals import hook_dict, runs_fused
 from hookline.errors import SelectionError
 from hookline.util.locks import lock
-
-
-@final
-class Everywhere:
-    """Stands for the modules of any model; `hl.EVERYWHERE` is the only one."""
-
-    def __repr__(self) -> str:
-        return "hl.EVERYWHERE"
-
-
-EVERYWHERE = Everywhere()
-
 
 Matcher = Callable[[nn.Module], bool]
 
@@ -49,17 +42,19 @@ class _Caught(NamedTuple):
 
 
 @final
-class Catch:
+class Catch(Attachment):
     """The hooks of one line on modules, registrations and optimizers everywhere.
 
     Args:
         passes: the line's; they say whether it sees the present thread and task.
+        is_all: whether the line has no model, and these are all its hooks.
     """
 
-    __slots__ = ("groups", "hidden", "passes", "taps")
+    __slots__ = ("groups", "hidden", "is_all", "passes", "taps")
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, *, is_all: bool) -> None:
         self.passes = passes
+        self.is_all = is_all
         self.hidden = False  # whether some of it ran inside an operation that torch fused
         self.taps: list[_Caught] = []
         self.groups: set[str] = set()
@@ -77,11 +72,30 @@ class Catch:
         self.taps.insert(0 if prepend else len(self.taps), _Caught(kind, matches, tap, with_kwargs))
         self.groups |= _groups(kind)
 
-    def drop(self, taps: Sequence[Any]) -> None:
+    @property
+    def has_hooks(self) -> bool:
+        """Whether any is in place."""
+        return bool(self.groups)
+
+    def end(self) -> None:
+        """Take off all of them."""
+        if self.groups:
+            DISPATCHER.discard(self)
+
+    def drop(self, taps: Iterable[Any]) -> None:
         """Drop some taps, and the kinds of hooks that no other needs."""
         gone = set(map(id, taps))
         self.taps[:] = [one for one in self.taps if id(one.tap) not in gone]
         self.groups = {group for one in self.taps for group in _groups(one.kind)}
+        DISPATCHER.shrink(self)
+
+    def note(self) -> str | None:
+        """Say that torch ran layers as one operation, if that hid any from these hooks."""
+        return _HIDDEN if self.hidden else None
+
+    def why_silent(self) -> str | None:
+        """Say what no hook everywhere reaches, if there may have been any."""
+        return _BESIDE if self.is_all and has_compiled() else None
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -177,11 +191,7 @@ class _Dispatcher:
     def _take_off_unwanted(self) -> None:
         wanted = {group for other in self._lines for group in other.groups}
         for group in self._placed.keys() - wanted:
-            try:
-                self._take_off(group)
-            except BaseException:  # Ctrl-C
-                self._take_off(group)
-                raise
+            surely(partial(self._take_off, group))
 
     def _take_off(self, group: str) -> None:
         if group in self._placed:
@@ -297,3 +307,30 @@ class _Event:
 
 
 DISPATCHER = _Dispatcher()
+
+
+class EverywhereHooks(Line):
+    """The part of a raw line that hooks what it meets, wherever that is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._catch = Catch(self.passes, is_all=self.is_everywhere)
+        self.attached.append(self._catch)
+
+    def _caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> HookHandle:
+        """Let a tap fire wherever in this context something of a kind matches."""
+        with self.hooking(tap.site.port) as (_, handle), self._catch.all_or_nothing():
+            self._catch.add(kind, matches, tap, **options)
+            DISPATCHER.add(self._catch)
+            self.keep(tap)
+            return handle
+
+
+_HIDDEN = (
+    "torch ran encoder layers as one operation each, so that hl.EVERYWHERE did not see the modules"
+    f" in them.\nTo see them: {REMEDY} before."
+)
+_BESIDE = (
+    "nothing it matches ran here, unless in compiled code, which hl.EVERYWHERE does not reach:"
+    " attach to the model itself"
+)

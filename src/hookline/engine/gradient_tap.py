@@ -422,6 +422,12 @@ class GradientTap(Tap):
             " their .grad already, the others not: zero_grad() before you go on."
         )
 
+    @property
+    def is_excused(self) -> bool:
+        """Whether nothing was to come: only looked for, and optional or not needed."""
+        needless = self.needless > 0 and not self.placed
+        return not self.on.changes and (self.on.optional or needless)
+
     def why_silent(self) -> str | None:
         """Why no gradient arrived."""
         if self.off and not (self.placed or self.needless):

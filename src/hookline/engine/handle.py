@@ -12,10 +12,8 @@ from types import TracebackType
 from typing import Self, final
 
 from hookline.display.text import plural
-from hookline.engine.compiled import Compiled
-from hookline.engine.everywhere import DISPATCHER, Catch
+from hookline.engine.attachment import Attachment, surely
 from hookline.engine.placing import Entry, Placements
-from hookline.engine.saved_taps import SavedTap
 from hookline.engine.site import Site
 from hookline.engine.taps import Tap
 
@@ -26,18 +24,16 @@ class Registration:
 
     Args:
         placements: those of the line.
-        catch: what the line has on modules met anywhere.
-        compiled: what the line needs of torch.compile.
+        attached: all that the line has attached.
     """
 
     __slots__ = (
-        "__weakref__", "_catch", "_compiled", "_entries", "_placements", "_taps", "is_on", "sites",
+        "__weakref__", "_attached", "_entries", "_placements", "_taps", "is_on", "sites",
     )  # fmt: skip
 
-    def __init__(self, placements: Placements, catch: Catch, compiled: Compiled) -> None:
+    def __init__(self, placements: Placements, attached: list[Attachment]) -> None:
         self._placements = placements
-        self._catch = catch
-        self._compiled = compiled
+        self._attached = attached
         self._taps: list[Tap] = []
         self._entries: list[Entry] = []
         self.sites: list[Site] = []
@@ -51,11 +47,7 @@ class Registration:
 
     def take_off(self) -> None:
         """Take off these hooks, also when interrupted meanwhile. Idempotent."""
-        try:
-            self._take_off()
-        except BaseException:  # Ctrl-C
-            self._take_off()
-            raise
+        surely(self._take_off)
 
     def _take_off(self) -> None:
         if not self.is_on:
@@ -64,9 +56,8 @@ class Registration:
         for tap in self._taps:
             tap.retire()
         self._placements.take_off_these(self._without_closers())
-        self._catch.drop(self._taps)
-        DISPATCHER.shrink(self._catch)
-        self._compiled.unhooked(self._taps)
+        for attachment in self._attached:
+            attachment.drop(self._taps)
         self.is_on = False
         self._taps, self._entries = [], []
 
@@ -75,8 +66,9 @@ class Registration:
         until that call ends."""
         off = self._entries
         for tap in self._taps:
-            if isinstance(tap, SavedTap) and tap.is_under_way():
-                closers = self._placements.of([tap], hook="end")
+            hook = tap.closer()
+            if hook is not None:
+                closers = self._placements.of([tap], hook=hook)
                 tap.when_closed(partial(self._placements.take_off_these, closers))
                 off = [entry for entry in off if all(entry is not one for one in closers)]
         return off
@@ -123,11 +115,7 @@ class HookHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        try:
-            self.remove()
-        except BaseException:  # Ctrl-C
-            self.remove()
-            raise
+        surely(self.remove)
 
     def __repr__(self) -> str:
         registration = self._registration()

@@ -63,7 +63,7 @@ class EventHooks(ModuleHooks):
         def matches(module: nn.Module) -> bool:
             return root is None or any(module is one for one in root.modules())
 
-        return self.caught(kind, matches, tap)
+        return self._caught(kind, matches, tap)
 
     def step_pre(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` before each step of an optimizer.
@@ -147,7 +147,7 @@ class EventHooks(ModuleHooks):
             tap = EventTap(
                 Site("any optimizer", kind, module_type="Optimizer"), self.passes, hook, check
             )
-            return self.caught(kind, lambda owner: True, tap)
+            return self._caught(kind, lambda owner: True, tap)
         if not isinstance(optimizer, Optimizer):
             raise AttachError(
                 f"line.{kind} needs an optimizer, got {type(optimizer).__name__}."

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hookline.engine import returns
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
-from hookline.engine.everywhere import everywhere_matcher
+from hookline.engine.everywhere import EverywhereHooks, everywhere_matcher
 from hookline.engine.handle import HookHandle
-from hookline.engine.line import Line
 from hookline.engine.modules import Node
 from hookline.engine.raw_taps import RawTap
 from hookline.engine.saved_taps import SavedTap
@@ -28,7 +27,7 @@ from hookline.errors import AttachError, SelectionError
 Hook = Callable[..., Any]
 
 
-class ModuleHooks(Line):
+class ModuleHooks(EverywhereHooks):
     """The part of a raw line that hooks modules."""
 
     def forward_pre(
@@ -110,7 +109,7 @@ class ModuleHooks(Line):
         hook = defaults_by_name(hook, (2 if kind == "forward_pre" else 3) + with_kwargs)
         if self.is_everywhere:
             tap = RawTap(_everywhere(kind), self.passes, hook, check)
-            return self.caught(
+            return self._caught(
                 kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
             )
         with self.hooking(kind) as (placements, handle):
@@ -148,7 +147,7 @@ class ModuleHooks(Line):
         check_callable("backward_pre", hook)
         if self.is_everywhere:
             tap = BackwardPreTap(_everywhere("backward_pre"), self.passes, hook, is_everywhere=True)
-            return self.caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
+            return self._caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
         with self.hooking("backward_pre") as (placements, handle):
             for site, node in self._each_module("backward_pre", selector):
                 tap = BackwardPreTap(site, self.passes, hook)
@@ -187,7 +186,7 @@ class ModuleHooks(Line):
         check_callable("backward", hook)
         if self.is_everywhere:
             tap = BackwardTap(_everywhere("backward"), self.passes, hook, is_everywhere=True)
-            return self.caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
+            return self._caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
         with self.hooking("backward") as (placements, handle):
             for site, node in self._each_module("backward", selector):
                 tap, module = BackwardTap(site, self.passes, hook), node.module

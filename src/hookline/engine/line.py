@@ -7,28 +7,27 @@ whatever ends a line, an exception half-way included, nothing of it is left on t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.compile_internals import has_compiled
+from hookline.engine.attachment import Attachment, surely
 from hookline.engine.compiled import Compiled, refuse_inside
 from hookline.engine.ending import dropped, take_off
-from hookline.engine.everywhere import DISPATCHER, Catch, Everywhere, Matcher
-from hookline.engine.fast_paths import REMEDY, FusedTap, layer_above, turned_off
+from hookline.engine.fast_paths import FusedTap, layer_above, turned_off
 from hookline.engine.gradient_tap import OnGradient
 from hookline.engine.gradient_taps import BorderTap, GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.ground import Everywhere, Ground, layout_of
 from hookline.engine.handle import HookHandle, Registration
-from hookline.engine.modules import Layout, Node, TensorNode, layout, layout_of_tensors
+from hookline.engine.modules import Layout, Node, TensorNode
 from hookline.engine.passes import Passes, Sink
 from hookline.engine.placing import Placements
-from hookline.engine.raw_taps import EventTap
 from hookline.engine.recompute import forget_checkpoints, watch_checkpoints
-from hookline.engine.report import Report, explain, gathered, is_excused
+from hookline.engine.report import Report, explain, gathered
 from hookline.engine.select import Selection, Selector, check_ports, select_in
 from hookline.engine.site import Site
 from hookline.engine.taps import GRADIENT_RANKS, InputTap, OutputTap, Rank, RootTap, Tap
@@ -38,12 +37,11 @@ from hookline.errors import AttachError, caller, warn
 from hookline.util.hidden import hides
 from hookline.util.locks import lock
 
-Ground = nn.Module | Mapping[str, Tensor]
 Bound = See | Halves | Tap | OnGradient
 
 
 @hides(
-    "all_or_nothing", "caught", "hooking", "is_everywhere", "keep", "layout", "lenient", "nodes",
+    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "layout", "lenient", "nodes",
     "passes", "quiet", "remark", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
@@ -75,7 +73,7 @@ class Line:
         self.quiet = False  # no warnings at the end: the verb says itself what is wrong
         self.lenient = False  # everything was chosen, so some of it may well never fire
         self.remark: Callable[[], str | None] | None = None  # what a verb has to say at the end
-        self.layout = _layout(model, name)
+        self.layout = layout_of(model, name)
         self._nodes: dict[int, Node | TensorNode] = {}
         self._may_fuse = any(issubclass(k, nn.TransformerEncoderLayer) for k in self.layout.kinds)
         self._fused: dict[int, FusedTap] = {}
@@ -84,7 +82,7 @@ class Line:
         self._is_entered = False
         self._placements = Placements()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
-        self._catch = Catch(self.passes)
+        self.attached: list[Attachment] = [self._placements, self._compiled]
         self._registering = lock()
         self._had_handles = False
         # A handle that nobody holds needs not be known.
@@ -95,7 +93,7 @@ class Line:
         self._beside: str | None = None
         self._last: Report | None = None  # once the line has ended, nothing in it changes
         # A line that nobody holds could not be ended any more.
-        parts = self._placements, self._catch, self._compiled, self.taps, self.passes
+        parts = self.attached, self.taps, self.passes
         self._drop = weakref.finalize(self, dropped, name, caller(), *parts)
         self._drop.atexit = False
         self.passes.belong_here()  # last: from here on it has to be ended
@@ -196,7 +194,7 @@ class Line:
         self._nodes.update(zip(map(id, taps), nodes, strict=False))
         if self._may_fuse:
             for tap, node in zip(taps, nodes, strict=False):
-                if isinstance(node, Node) and not isinstance(tap, EventTap):
+                if isinstance(node, Node) and tap.is_on_calls:
                     self._watch_fast_path(node)
 
     def _watch_fast_path(self, node: Node) -> None:
@@ -207,21 +205,13 @@ class Line:
                 layer.module, "forward_pre", watch.fire, Rank.BEGIN, with_kwargs=True
             )
 
-    def caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> HookHandle:
-        """Let a tap fire wherever in this context something of a kind matches."""
-        with self.hooking(tap.site.port) as (_, handle), self._catch.all_or_nothing():
-            self._catch.add(kind, matches, tap, **options)
-            DISPATCHER.add(self._catch)
-            self.keep(tap)
-            return handle
-
     @contextmanager
     def hooking(self, kind: str) -> Iterator[tuple[Placements, HookHandle]]:
         """Attach the hooks of one call, all or none, and give their handle."""
         # Threads that share a line register one after the other: each has a handle of its own.
         with self._registering, self.all_or_nothing() as placements:
             n_taps, n_placed = len(self.taps), len(placements)
-            registration = Registration(placements, self._catch, self._compiled)
+            registration = Registration(placements, self.attached)
             handle = HookHandle(kind, registration)
             self._handles[handle] = registration
             self._had_handles = True
@@ -289,11 +279,7 @@ class Line:
         traceback: TracebackType | None,
     ) -> None:
         was_on = not self.passes.closed  # else removed inside the block, and said then
-        try:
-            self._end()
-        except BaseException:
-            self._end()
-            raise
+        surely(self._end)
         if error is None and was_on:
             self._warn()
 
@@ -305,9 +291,7 @@ class Line:
         self._warn()
 
     def _end(self) -> None:
-        take_off(self._placements, self._catch, self.taps)
-        self._compiled.end()
-        forget_checkpoints(self.passes)
+        take_off(self.attached, self.taps, self.passes)
         try:
             if self._why is None:
                 self._why, self._beside = self._explain(), self._gathered()
@@ -337,7 +321,7 @@ class Line:
             ended=self.passes.closed,
             fired=tuple([(tap.site, tap.fired) for tap in self.taps]),
             why=why,
-            excused=frozenset([tap.site for tap in silent if is_excused(tap)]),
+            excused=frozenset([tap.site for tap in silent if tap.is_excused]),
             notes=self._notes(),
             removed=self._removed(),
         )
@@ -351,9 +335,9 @@ class Line:
         return tuple([place for place, tap in enumerate(self.taps) if tap.is_removed])
 
     def _explain(self) -> dict[Site, str]:
-        beside = _BESIDE if self.is_everywhere and has_compiled() else ""
+        elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
         return {
-            tap.site: beside or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
+            tap.site: elsewhere or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
             for tap in self.taps
             if not tap.fired and not tap.is_removed
         }
@@ -369,9 +353,10 @@ class Line:
         return gathered(self.name, self.layout.name, [n for n in nodes if isinstance(n, Node)])
 
     def _notes(self) -> tuple[str, ...]:
-        off, hidden = turned_off(self.name, list(self._fused.values())), self._catch.hidden
-        beside = self._gathered() if self._why is None else self._beside
-        notes = off, _HIDDEN if hidden else None, beside, self.remark and self.remark()
+        notes = [turned_off(self.name, list(self._fused.values()))]
+        notes += [attachment.note() for attachment in self.attached]
+        notes += [self._gathered() if self._why is None else self._beside]
+        notes += [self.remark and self.remark()]
         return tuple(note for note in notes if note is not None)
 
     def _warn(self) -> None:
@@ -390,16 +375,6 @@ class Line:
             warn(message)
 
 
-_HIDDEN = (
-    "torch ran encoder layers as one operation each, so that hl.EVERYWHERE did not see the modules"
-    f" in them.\nTo see them: {REMEDY} before."
-)
-_BESIDE = (
-    "nothing it matches ran here, unless in compiled code, which hl.EVERYWHERE does not reach:"
-    " attach to the model itself"
-)
-
-
 def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:
     """The ports that a verb was asked for; of tensors by name there is but one.
 
@@ -408,18 +383,3 @@ def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:
     """
     names = check_ports(ports)
     return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
-
-
-def _layout(model: Any, name: str) -> Layout:
-    if isinstance(model, nn.Module):
-        return layout(model)
-    if isinstance(model, Everywhere):
-        return Layout("everywhere", [], [])
-    if model is None and name == "attach":
-        return Layout("tensors", [], [])
-    if isinstance(model, Mapping) and all(isinstance(t, Tensor) for t in model.values()):
-        return layout_of_tensors(model)
-    raise AttachError(
-        f"{name} needs a model (an nn.Module), or tensors by name, {{'a': a}}; got"
-        f" {type(model).__name__}."
-    )

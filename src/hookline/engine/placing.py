@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hookline.engine.attachment import Attachment, surely
 from hookline.engine.compile_marks import follow
 from hookline.engine.everywhere_internals import global_hook_dicts
 from hookline.engine.taps import Rank, RootTap, Tap
@@ -42,7 +44,7 @@ _lock = lock()
 
 
 @final
-class Placements:
+class Placements(Attachment):
     """The hooks that one line has in place, in the order in which they were put there."""
 
     __slots__ = ("_placed",)
@@ -198,6 +200,10 @@ class Placements:
             raise
         return handle.id
 
+    def end(self) -> None:
+        """Take off all that was placed."""
+        self.take_off()
+
     def take_off(self, keep: int = 0) -> None:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
         placed = self._placed
@@ -233,11 +239,7 @@ class Placements:
     def take_off_these(self, entries: Iterable[Entry]) -> None:
         """Take off some of what was placed, also when interrupted meanwhile. Idempotent."""
         with _lock:
-            try:
-                self._take_off_these(entries)
-            except BaseException:  # Ctrl-C
-                self._take_off_these(entries)
-                raise
+            surely(partial(self._take_off_these, entries))
 
     def _take_off_these(self, entries: Iterable[Entry]) -> None:
         wanted = set(map(id, entries))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -21,6 +21,7 @@ class EventTap(Tap):
     """
 
     __slots__ = ("check", "function", "is_elsewhere")
+    is_on_calls: ClassVar[bool] = False
 
     def __init__(
         self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]

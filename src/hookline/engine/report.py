@@ -13,7 +13,6 @@ from torch import nn
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import plural, visible
-from hookline.engine.gradient_tap import GradientTap
 from hookline.engine.modules import Node, TensorNode
 from hookline.engine.passes import Passes
 from hookline.engine.site import Site
@@ -232,13 +231,4 @@ def gathered(name: str, model_type: str, nodes: list[Node]) -> str | None:
         f"hl.{name}: {model_type} itself was not called, only modules inside it ({shown}), so all"
         " their runs are one pass.\nGive the module that is called, such as"
         f" model.get_submodule({first!r}), or call the model."
-    )
-
-
-def is_excused(tap: Tap) -> bool:
-    """Whether it is no mistake that a tap has not fired: it was told that nothing would come."""
-    return (
-        isinstance(tap, GradientTap)
-        and not tap.on.changes
-        and (tap.on.optional or (tap.needless > 0 and not tap.placed))
     )

@@ -107,10 +107,10 @@ class SavedTap(Tap):
         self._pushed.calls.clear()
         self._closed = None
 
-    def is_under_way(self) -> bool:
-        """Whether a call of the module runs, in any thread, that began by pushing."""
+    def closer(self) -> str | None:
+        """Name the hook that pops what a call under way, in any thread, has pushed."""
         self._pop(self._pushed.calls.drop_dead(sys._getframe(1)))  # what Ctrl-C left
-        return self._n_open > 0
+        return "end" if self._n_open else None
 
     def when_closed(self, then: Callable[[], None]) -> None:
         """Call a function when the calls under way have ended."""

@@ -9,8 +9,9 @@ that a copy of a hooked model never writes into the original's recording.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -66,6 +67,7 @@ class Tap:
         "__weakref__", "active", "alter", "fired", "halves", "lane", "passes", "ran", "rank", "see",
         "site", "traced",
     )  # fmt: skip
+    is_on_calls: ClassVar[bool] = True  # whether it is the call of a module that makes it fire
 
     def __init__(self, site: Site, passes: Passes, see: See, rank: Rank) -> None:
         self.site = site
@@ -170,6 +172,22 @@ class Tap:
 
     def _note(self, error: Exception) -> None:
         error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether it is no mistake that this tap has not fired: nothing was to come."""
+        return False
+
+    def release(self) -> None:
+        """Undo, when the line ends, what a call that was cut off has left."""
+
+    def closer(self) -> str | None:
+        """Name the hook that has to stay until a call under way ends; None if none has to."""
+        return None
+
+    def when_closed(self, then: Callable[[], None]) -> None:
+        """Call a function when the calls under way have ended."""
+        then()
 
     def why_silent(self) -> str | None:
         """Why this tap has not fired, as far as it can tell itself."""
