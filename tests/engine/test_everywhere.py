@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import sys
 import threading
+import warnings
 from contextlib import ExitStack
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules import module as tables
+from torch.testing import assert_close
 
 import hookline as hl
 
@@ -467,3 +469,59 @@ def test_an_interrupt_at_any_line_leaves_nothing_on_torch(interrupted):
         assert nothing_is_left(model), step
         step += 1
     assert step > 500
+
+
+class TwoResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.one(x), self.other(x)
+
+
+def doubled(module, grad_output):
+    return tuple(grad * 2 for grad in grad_output)
+
+
+@pytest.mark.parametrize("needs_input", [True, False])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), TwoResults])
+@pytest.mark.parametrize("changer", ["line", "edit"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_backward_everywhere_reads_what_the_modules_own_hooks_made(
+    changer, is_first, make, needs_input
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    x = torch.rand(3, 2, requires_grad=needs_input)
+
+    def came_to(attached):
+        came = []
+        with ExitStack() as stack:
+            for attach in attached if is_first else reversed(attached):
+                attach(stack, lambda module, given, grads: came.append((type(module), grads)))
+            found = model(x)
+            (found if torch.is_tensor(found) else found[0] * found[1]).square().sum().backward()
+        return came
+
+    def by_torch(stack, see):
+        stack.enter_context(tables.register_module_full_backward_hook(see))
+
+    def by_line(stack, see):
+        stack.enter_context(hl.attach(hl.EVERYWHERE)).backward(None, see)
+
+    def own_by_torch(stack, see):
+        stack.enter_context(model[0].register_full_backward_pre_hook(doubled))
+
+    def own_by_line(stack, see):
+        if changer == "line":
+            stack.enter_context(hl.attach(model)).backward_pre("0", doubled)
+        else:
+            stack.enter_context(hl.edit(model, "0:grad_output", hl.edits.scale(2)))
+
+    with warnings.catch_warnings():  # torch's, of inputs that need no gradient
+        warnings.simplefilter("ignore" if not needs_input else "error")
+        expected = came_to([own_by_torch, by_torch])
+    found = came_to([own_by_line, by_line])
+    assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+    assert_close([grads for _, grads in found], [grads for _, grads in expected])

@@ -108,9 +108,14 @@ class _RawBackwardTap(GradientTap):
     def _rank(self, rank: Rank) -> Rank:
         return Rank.EVERYWHERE if self.is_everywhere else rank
 
-    def _hook(self, current: Pass, tensor: Tensor, hook: Arrival, module: nn.Module) -> None:
+    def _hook(
+        self, current: Pass, tensor: Tensor, hook: Arrival, module: nn.Module, *, reads: bool
+    ) -> None:
+        lost = Arrival(flow.refuse, self._name)
+        # torch calls process-wide hooks first; what reads comes after the module's own that change.
+        is_last = reads and self.is_everywhere
         with aside(current.stretch):
-            view = hook_value(tensor, hook, Arrival(flow.refuse, self._name), id(module))
+            view = hook_value(tensor, hook, lost, id(module), is_last=is_last)
         if view is not None:
             self.note_view(current, view)
 
@@ -182,7 +187,7 @@ class BackwardPreTap(_RawBackwardTap):
             return None
         call = self._begin(module)
         call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
-        self._hook(current, found[0], Arrival(self._lone, call), module)
+        self._hook(current, found[0], Arrival(self._lone, call), module, reads=False)
         return None if value is output else value
 
     def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
@@ -270,7 +275,7 @@ class BackwardTap(_RawBackwardTap):
             call.grad_output[backward_number()] = dict(enumerate(grads))
             self._answer(call, {})
 
-        meeting.subscribe(self._rank(Rank.GRAD_READ), hook)
+        meeting.subscribe(Rank.GRAD_READ, hook)
         return output
 
     def read(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -300,9 +305,9 @@ class BackwardTap(_RawBackwardTap):
             hook = Arrival(self._noted, call, slot)
             index = None if meeting is None else meeting.index(tensor)
             if meeting is None or index is None:
-                self._hook(current, tensor, hook, module)
+                self._hook(current, tensor, hook, module, reads=True)
             else:
-                meeting.subscribe(self._rank(Rank.GRAD_READ), hook, index)
+                meeting.subscribe(Rank.GRAD_READ, hook, index)
         return None if value is output else value
 
     def _noted(self, call: _Call, slot: int, grad: Tensor) -> None:

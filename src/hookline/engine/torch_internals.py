@@ -160,15 +160,27 @@ def outer_backward() -> int:
     return _current_task() if OUTER.number is None else OUTER.number
 
 
+class _Last(tuple[int, int]):
+    """The key of a hook that stays behind those of its owner that come later."""
+
+    __slots__ = ()
+
+
 def hook_gradient(
-    tensor: Tensor, hook: Callable[[Tensor], Any], owner: int = 0, number: int | None = None
+    tensor: Tensor,
+    hook: Callable[[Tensor], Any],
+    owner: int = 0,
+    number: int | None = None,
+    *,
+    is_last: bool = False,
 ) -> Any:
     """`tensor.register_hook` for a tensor of the graph: the hook goes when the graph goes.
 
     Without a handle, of which there would be one for each value of each pass, it takes a third of
     the time. Hooks of one owner are called in the order in which they came, and those of a later
     owner before them: what a container returns is often what its last child returned, and the
-    gradient comes to the container first.
+    gradient comes to the container first. One that `is_last` stays behind those of its owner that
+    come later and are not.
 
     Returns:
         The key by which `unhook_gradient` takes it off again.
@@ -176,6 +188,7 @@ def hook_gradient(
     if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_of_trace(tensor)):
         return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
     key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
+    key = _Last(key) if is_last else key
     hooks: HookDict | None = tensor._backward_hooks  # type: ignore[assignment]
     if hooks is None:
         # Not kept from before an in-place operation: torch resets it with the tensor's grad_fn.
@@ -186,7 +199,11 @@ def hook_gradient(
         return key
     elif hooks:
         # torch goes by the plain dictionary's order, so what comes later has to be put in again.
-        others = [(k, h) for k, h in hooks.items() if type(k) is tuple and k[0] != owner]
+        others = [
+            (k, h) for k, h in hooks.items()
+            if (type(k) is tuple and k[0] != owner)
+            or (type(k) is _Last and (k[0] != owner or not is_last))
+        ]  # fmt: skip
         for other, _ in others:
             del hooks[other]
         hooks[key] = hook

@@ -80,14 +80,16 @@ class View:
         offset = tensor.storage_offset() - base.storage_offset()
         self._lies = base.size(), base.stride(), tensor.size(), tensor.stride(), offset
 
-    def hook_base(self, base: Tensor, owner: int, number: int | None) -> None:
+    def hook_base(
+        self, base: Tensor, owner: int, number: int | None, *, is_last: bool = False
+    ) -> None:
         """Put the hook for the case that the view is written to on its base."""
         for _, hook in tensor_hooks(base):
             other = getattr(hook.func, "__self__", None) if isinstance(hook, Arrival) else None
             if isinstance(other, View):
                 self._totals = other._totals
         # The key and not the hook is kept: the two would hold each other.
-        self._key = hook_gradient(base, Arrival(self.at_base), owner, number)
+        self._key = hook_gradient(base, Arrival(self.at_base), owner, number, is_last=is_last)
 
     def settle(self, *, is_over: bool = True) -> None:
         """Say that now is a moment to look for a write; if it `is_over`, nobody writes from now on.
@@ -177,6 +179,8 @@ def hook_value(
     lost: Callable[[], None],
     owner: int = 0,
     number: int | None = None,
+    *,
+    is_last: bool = False,
 ) -> View | None:
     """Call a hook with the gradient of a tensor's present value, when it comes back.
 
@@ -186,6 +190,7 @@ def hook_value(
         lost: called in backward if the gradient cannot be told from others any more.
         owner: whose hook it is; as in `torch_internals.hook_gradient`.
         number: in which order it came, if it is put on later; likewise.
+        is_last: whether it stays behind the owner's later ones; likewise.
 
     Returns:
         The view, if the tensor is one that can be written to.
@@ -193,9 +198,9 @@ def hook_value(
     is_alone = tensor._is_view() and is_held_by_one_view(tensor)  # before this frame holds it, too
     base = base_of_view(tensor)
     if base is None:
-        hook_gradient(tensor, hook, owner, number)
+        hook_gradient(tensor, hook, owner, number, is_last=is_last)
         return None
     view = View(tensor, base, hook, lost, is_alone=is_alone)
-    hook_gradient(tensor, Arrival(view.at_view), owner, number)
-    view.hook_base(base, owner, number)
+    hook_gradient(tensor, Arrival(view.at_view), owner, number, is_last=is_last)
+    view.hook_base(base, owner, number, is_last=is_last)
     return view
