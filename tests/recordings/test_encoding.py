@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import UserList, namedtuple
+from collections import OrderedDict, UserDict, UserList, namedtuple
 
 import pytest
 import torch
@@ -108,8 +108,29 @@ def test_tensors_in_sets_and_in_lists_of_users_come_back():
 
 def test_a_set_with_a_member_that_cannot_come_back_is_named_as_lost():
     back, lost = there_and_back([{Odd()}, frozenset({namedtuple("Pair", "x")(1)})])
-    assert lost == ["builtins.set", "builtins.frozenset"]
-    assert repr(back[0]) == "<not saved: builtins.set>"
+    why = "(a member would come back as what a set cannot hold: use a tuple)"
+    assert lost == [f"builtins.set {why}", f"builtins.frozenset {why}"]
+    assert repr(back[0]) == f"<not saved: builtins.set {why}>"
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "kind"),
+    [
+        (UserList, [1.5], "userlist"),
+        (list, [1.5], "list"),
+        (tuple, [1.5], "tuple"),
+        (set, [1.5], "set"),
+        (frozenset, [1.5], "frozenset"),
+        (dict, {"a": 1.5}, "dict"),
+        (UserDict, {"a": 1.5}, "dict"),
+    ],
+)
+def test_a_class_that_comes_back_as_a_plain_one_is_named(base, members, kind):
+    mine = type("Mine", (base,), {"__module__": __name__})
+    back, lost = there_and_back([mine(members)])
+    assert back[0] == mine(members)
+    assert lost == [f"the class {__name__}.Mine, which became a {kind}"]
+    assert there_and_back(OrderedDict(a=1)) == ({"a": 1}, [])
 
 
 @pytest.mark.parametrize(

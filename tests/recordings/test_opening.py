@@ -15,7 +15,6 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine import tree
-from hookline.recordings import folder as folder_module
 from hookline.recordings.manifest import MANIFEST, sealed
 
 
@@ -249,13 +248,21 @@ def test_a_site_that_is_listed_twice_is_refused_at_once(tmp_path, monkeypatch):
     changed(folder, sites=[*sites, sites[0]])
     with pytest.raises(hl.FolderError, match=r"listed once, got '\(root\):input' twice"):
         hl.open(folder)
-    changed(folder, sites=[sites[0]] * 1000)
-    read = []
-    one = folder_module._read_site
-    monkeypatch.setattr(folder_module, "_read_site", lambda row: (read.append(row), one(row))[1])
-    with pytest.raises(hl.FolderError, match="each site must be listed once"):
+    # Not what comes behind them, which is not even JSON.
+    listed = ", ".join([json.dumps(sites[0])] * 1000)
+    (folder / MANIFEST).write_text(f'{{"sites": [{listed}, nonsense')
+    with pytest.raises(hl.FolderError, match=r"listed once, got '\(root\):input' twice"):
         hl.open(folder)
-    assert len(read) == 2
+
+
+def test_modules_named_as_a_manifest_names_its_parts_are_no_sites_to_it(tmp_path):
+    model = nn.ModuleDict({name: nn.Identity() for name in ("path", "port", "leaf", "call")})
+    model.forward = model["leaf"].forward
+    with pytest.warns(hl.HooklineWarning, match="never fired"), hl.record(model, "*") as run:
+        model["call"](torch.ones(1))
+    opened = hl.open(run.save(tmp_path / "run"))
+    assert opened.report().why == run.report().why
+    assert len(opened.report().why) == 3
 
 
 def test_a_pipe_in_place_of_a_manifest_does_not_hang(tmp_path):

@@ -62,7 +62,7 @@ def test_gradients_have_the_number_of_the_call_that_their_value_flowed_in(looped
     assert torch.allclose(run["block:grad_output#1"], run["block:grad_output#2"] @ weight)
     with pytest.raises(hl.AmbiguousError, match="'block:grad_output#0' to 'block:grad_output#2'"):
         run["block:grad_output"]
-    with pytest.raises(hl.NotRecordedError, match="no call #3"):
+    with pytest.raises(hl.NotRecordedError, match="its calls are #0 to #2, got #3"):
         run["block:grad_output#3"]
 
 

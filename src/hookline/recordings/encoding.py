@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import keyword
-from collections import UserList, namedtuple
+from collections import OrderedDict, UserList, namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -66,12 +66,20 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
     if isinstance(value, float):
         return {"float": value.hex()}  # exact, and JSON has no nan or inf
     if isinstance(value, Lost):
-        lost(value.what)
-        return {"lost": value.what}
+        return _lost(value.what, lost)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value).removeprefix("torch.")}
+    return _encode_parts(value, put, lost)
+
+
+def _lost(what: str, lost: Callable[[str], None]) -> dict[str, Any]:
+    lost(what)
+    return {"lost": what}
+
+
+def _encode_parts(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
     parts = tree.items(value)
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Fields):
@@ -84,15 +92,19 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
         kind = "list"
     elif isinstance(value, UserList):
         kind = "userlist"
-    elif isinstance(value, set | frozenset) and all(map(_is_member, value)):
+    elif isinstance(value, set | frozenset):
+        if not all(map(_is_member, value)):
+            why = "a member would come back as what a set cannot hold: use a tuple"
+            return _lost(f"{type_name} ({why})", lost)
         kind = "set" if isinstance(value, set) else "frozenset"
     elif isinstance(value, Mapping) and not hasattr(type(value), "__dataclass_fields__"):
         kind = "dict"
     elif hasattr(type(value), "__dataclass_fields__"):
         kind = "fields"
     else:
-        lost(type_name)
-        return {"lost": type_name}
+        return _lost(type_name, lost)
+    if type(value) not in _COME_BACK.get(kind, {type(value)}):
+        lost(f"the class {type_name}, which became a {kind}")
     if kind == "namedtuple" and len(parts or ()) > MOST_FIELDS:
         kind = "fields"
         lost(f"the named tuple {type_name} of {len(parts or ())} fields, which became Fields")
@@ -101,6 +113,17 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
         [key, encode(part, put, lost)] for key, (_, part) in zip(keys, parts or (), strict=True)
     ]
     return {kind: encoded, "type": type_name}
+
+
+# The classes that come back as they were, or as what differs in name alone, of each kind.
+_COME_BACK: dict[str, set[type]] = {
+    "tuple": {tuple},
+    "list": {list},
+    "userlist": {UserList},
+    "set": {set},
+    "frozenset": {frozenset},
+    "dict": {dict, OrderedDict},
+}
 
 
 def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
@@ -143,9 +166,7 @@ def _no_tensor(tensor: Any) -> Any:
 def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
     value = local_part(value)
     if not _is_storable(value):
-        what = f"{tree.full(value)}, {value.layout}"
-        lost(what)
-        return {"lost": what}
+        return _lost(f"{tree.full(value)}, {value.layout}", lost)
     tensor = value.detach()
     if tensor.is_conj() or tensor.is_neg():  # these share memory with what they are not equal to
         tensor = tensor.resolve_conj().resolve_neg()
