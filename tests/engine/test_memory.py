@@ -110,6 +110,47 @@ def test_only_layers_that_compute_into_memory_of_their_own_are_trusted():
     assert torch.equal(run[""], before)
 
 
+class Gives(nn.Module):
+    """Gives its buffer, or a view of its parameter, instead of what it is called with."""
+
+    def __init__(self, gives):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40))
+        self.register_buffer("state", torch.zeros(40))
+        self.gives = gives
+
+    def forward(self, x):
+        return self.gives(self)
+
+
+@pytest.mark.parametrize(
+    "gives",
+    [lambda own: own.state, lambda own: own.weight.detach(), lambda own: own.weight.detach()[24:]],
+    ids=["buffer", "parameter", "view"],
+)
+@pytest.mark.parametrize("selector", ["*", "1", "{1,2}"])
+def test_weights_that_modules_hand_on_are_copied_at_each(gives, selector):
+    model = nn.Sequential(Gives(gives), nn.Identity(), nn.Dropout()).eval()
+    with torch.no_grad(), hl.record(model, selector) as run:
+        model(torch.zeros(40))
+    for held in (model[0].weight.data, model[0].state):
+        held.numpy().fill(7.0)  # torch's version counter is not told
+    assert len(run.sites) == len(run)
+    assert all(not value.any() for value in run.values())
+
+
+def test_what_a_module_hands_on_is_asked_about_once_and_is_refused_once_changed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Identity())
+    with torch.no_grad(), hl.record(model, "*") as run:
+        output = model(torch.ones(4))
+        assert run["1"].data_ptr() == run["0"].data_ptr() == output.data_ptr()
+        assert run.passes[0]._pass.untold is None  # nobody had to know the model's memory
+        output.zero_()
+    for key in "012":
+        with pytest.raises(hl.OverwrittenError):
+            run[key]
+
+
 def test_memory_is_told_apart_by_lines_and_freed_memory_is_known():
     tensor = torch.zeros(64)
     assert list(addresses(tensor)) == [tensor.data_ptr() >> LINE]

@@ -155,8 +155,8 @@ def start_recording(
     line = Line(model, name=name, every_thread=every_thread)
     line.lenient = selector is None
     selection = line.select(selector, ports)
-    back = next((site for site in selection if site.is_gradient), None)
-    if after is not None and back is not None:
+    back = None if after is None else next((s for s in selection if s.is_gradient), None)
+    if back is not None:
         raise SelectionError(
             f"hl.{name} only runs forward, and {back} flows backward.\nUse hl.record(model,"
             f" {str(back)!r}), and call backward() inside the block."
@@ -182,9 +182,8 @@ def start_recording(
         node: Any = nodes[number]
         if is_plain_output and site.port == "output" and is_whole:
             module = node.module
-            if untold is None or (type(module) in computing and "forward" not in vars(module)):
-                return _PlainTap(site, line.passes, number, kept)
-            return _SharingTap(site, line.passes, number, kept, untold)
+            computes = type(module) in computing and "forward" not in vars(module)
+            return _PlainTap(site, line.passes, number, kept, None if computes else untold)
         if site.is_gradient:
             parameter = getattr(node, "tensor", None)
             on = KeepGradient(number, kept, parameter, keeps_graph=not detached)
@@ -218,18 +217,29 @@ def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
     return report
 
 
+@final
 class _PlainTap(OutputTap):
     """Keeps a whole output, detached: `OutputTap.fire` and `_keep` in one, for speed.
 
-    A call less is a fiftieth of what torch takes for a module with a hook.
+    A call less is a fiftieth of what torch takes for a module with a hook. One function for all
+    modules: Python runs a call that always meets the same one faster.
+
+    Args:
+        number: the site's.
+        kept: keeps what is not kept the fast way.
+        untold: tells whether an output may change without a word; None where none can, as of a
+            module that returns memory of its own.
     """
 
-    __slots__ = ("kept", "number")
+    __slots__ = ("kept", "number", "untold")
 
-    def __init__(self, site: Site, passes: Passes, number: int, kept: Keeper) -> None:
+    def __init__(
+        self, site: Site, passes: Passes, number: int, kept: Keeper, untold: Untold | None
+    ) -> None:
         super().__init__(site, passes, unused, Rank.RECORD)
         self.number = number
         self.kept = kept
+        self.untold = untold
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep a nested value, or one that was seen outside of a pass, as any other tap does."""
@@ -254,49 +264,23 @@ class _PlainTap(OutputTap):
             self.trace(output)
             return
         current = self.lane.current
-        if current is None or not isinstance(output, Tensor):
-            self.fire_slowly(module, args, output)
-            return
-        self.fired += 1
-        if output.requires_grad:
-            output = output.detach()
-        try:
-            current.note((self.number, output, output._version))
-        except RuntimeError:  # an inference tensor has no version
-            _keep(self.number, self.kept)(current, output)
-
-
-@final
-class _SharingTap(_PlainTap):
-    """The same of a module whose output may share memory with a parameter or buffer."""
-
-    __slots__ = ("untold",)
-
-    def __init__(
-        self, site: Site, passes: Passes, number: int, kept: Keeper, untold: Untold
-    ) -> None:
-        super().__init__(site, passes, number, kept)
-        self.untold = untold
-
-    def fire(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The hook itself."""
-        if is_dynamo_compiling():
-            self.trace(output)
-            return
-        current = self.lane.current
         if current is None or type(output) is not Tensor:
             self.fire_slowly(module, args, output)
             return
-        known = current.untold
-        if known is None:
-            known = self.untold.look(current)
         try:
-            # To ask where its memory begins takes twice as long.
-            is_untold = output.storage_offset() or output.data_ptr() >> LINE in known
             version = output._version
+            if self.untold is not None:
+                log = current.log
+                # What was just kept as it is, as of an identity, needs not be asked again.
+                if not log or log[-1][1] is not output:
+                    known = current.untold
+                    if known is None:
+                        known = self.untold.look(current)
+                    # To ask where its memory begins takes twice as long.
+                    if output.storage_offset() or output.data_ptr() >> LINE in known:
+                        self.fire_slowly(module, args, output)
+                        return
         except RuntimeError:  # it has no version, or no memory of its own
-            is_untold, version = True, 0
-        if is_untold:
             self.fire_slowly(module, args, output)
             return
         self.fired += 1
