@@ -186,3 +186,43 @@ def test_the_kinds_of_hooks_that_hookline_has_are_told_apart(port):
             assert internals.own_kinds(copy.deepcopy(model)[0]) == found[-1]
     assert len({0, *found}) == 3
     assert internals.own_kinds(model[0]) == 0
+
+
+def test_the_end_of_a_graph_is_told_of_once_by_the_interpreter_that_traces_it():
+    told, found = [], []
+
+    def ask(x):
+        found.append(internals.at_end_of_graph(lambda: told.append(len(found))))
+        return x * 2
+
+    assert not internals.at_end_of_graph(told.clear)
+    torch.compiler.allow_in_graph(ask)
+
+    def function(x):
+        return ask(ask(x)) + 1
+
+    y = torch.compile(function, backend="aot_eager", fullgraph=True)(X.clone().requires_grad_())
+    # Dynamo itself calls it, and then AOTAutograd traces the graph, it may be more than once.
+    assert found[-2:] == [True, True]
+    assert told[-2:] == [len(found)] * 2
+    assert len(told) == found.count(True)
+    y.sum().backward()
+    assert len(told) == found.count(True)
+
+
+def test_an_interpreter_of_the_users_own_is_left_as_it_is():
+    touched = []
+
+    def ask(x):
+        internals.at_end_of_graph(int)
+        touched.append("output" in vars(own))
+        return x * 2
+
+    torch.compiler.allow_in_graph(ask)
+    graph = torch.fx.Graph()
+    call = torch.compile(lambda x: ask(x) + 1, backend="aot_eager", fullgraph=True)
+    graph.output(graph.call_function(lambda: call(X.clone().requires_grad_())))
+    own = torch.fx.Interpreter(torch.fx.GraphModule({}, graph))
+    own.run()
+    assert touched
+    assert not any(touched)

@@ -123,3 +123,66 @@ def test_a_raw_hook_that_keeps_a_value_there_is_refused_by_dynamo():
     with pytest.raises(Exception, match=r"(?i)side.effect"):
         compiled(X)
     assert keep.value is None
+
+
+class Residuals(nn.Module):
+    """Blocks of which what goes in is used elsewhere, too; the second in a checkpoint in one."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant = reentrant
+        self.stem, self.block = nn.Linear(3, 4), Block(nn.Linear(4, 4), nn.Tanh())
+        self.inner = Block(nn.Linear(4, 4), nn.Tanh())
+
+    def again(self, function, x):
+        if self.reentrant is None:
+            return function(x)
+        return checkpoint(function, x, use_reentrant=self.reentrant)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x * 2 + self.again(self.block, x)
+        return x + self.again(lambda y: self.again(self.inner, y) * y, x)
+
+
+def residuals(reentrant):
+    model = Residuals(reentrant).double()
+    if reentrant is not None:
+        model.block.compile(fullgraph=True, backend="aot_eager")
+        model.inner.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_came_into_a_compiled_stretch_has_the_gradient_of_all_its_uses(reentrant):
+    found = []
+    for model in (residuals(None), residuals(reentrant)):
+        with hl.record(model, ["block.*", "inner.*"], ports=("grad_input", "grad_output")) as run:
+            model(X.double()).square().sum().backward()
+        assert not any(count == 0 for _, count in run.report().fired)
+        found.append(dict(run.items()) | gradients(model))
+    assert len(found[0]) == 8 + 6
+    assert set(found[1]) == set(found[0])
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, msg=str(key))
+
+
+@pytest.mark.parametrize("path", ["block", "inner"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_edit_of_what_came_into_a_compiled_stretch_is_of_all_or_refused(reentrant, path):
+    plain, model = residuals(None), residuals(reentrant)
+    site = f"{path}.0:grad_input"
+    if reentrant:
+        reason = f"^{site} cannot be changed: it came into a reentrant checkpoint from outside"
+        with (
+            pytest.raises(hl.AttachError, match=reason),
+            hl.edit(model, site, hl.edits.scale(3.0)),
+        ):
+            model(X.double()).square().sum().backward()
+        site = f"{path}.1:grad_input"
+        model.zero_grad()
+    for one in (plain, model):
+        with hl.edit(one, site, hl.edits.scale(3.0)):
+            one(X.double()).square().sum().backward()
+    close(gradients(model), gradients(plain))

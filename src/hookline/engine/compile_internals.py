@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, Protocol, final
@@ -350,14 +350,7 @@ def shares_outputs() -> bool:
     AOTAutograd returns the memory, and makes the outputs of it anew outside, where what comes back
     to them passes the views in the graph by. For functions of `keep_call_in_graphs`.
     """
-    frame: FrameType | None = sys._getframe(1)
-    found: Any = None
-    while frame is not None:
-        if frame.f_code.co_name == "run_node" and "n" in frame.f_locals:
-            interpreter, node = frame.f_locals.get("self"), frame.f_locals["n"]
-            if isinstance(interpreter, torch.fx.Interpreter):
-                found = found or node
-        frame = frame.f_back
+    found: Any = next((node for _, node in _runs_of_nodes()), None)
     value = None if found is None else _example(found.args[0])
     if value is None or not value._is_view():
         return False
@@ -367,6 +360,58 @@ def shares_outputs() -> bool:
     n_outputs = sum(_shares(one, memory) for one in outputs)
     is_of_input = any(_shares(one, memory) for one in inputs)
     return n_outputs > 1 or (n_outputs == 1 and is_of_input)
+
+
+def at_end_of_graph(function: Callable[[], None]) -> bool:
+    """Call a function when the forward of the graph that is being traced is over, and its backward
+    not begun. Return False where nobody traces it: a backend may run graphs as they are.
+
+    For functions of `keep_call_in_graphs`.
+    """
+    is_traced = False
+    for interpreter, _ in _runs_of_nodes():
+        end = vars(interpreter).get("output")
+        if end is None:
+            end = interpreter.output = _EndOfGraph(interpreter)
+        end.functions.append(function)
+        is_traced = True
+    return is_traced
+
+
+@final
+class _EndOfGraph:
+    """Stands for `output` of an interpreter, once."""
+
+    __slots__ = ("functions", "interpreter")
+
+    def __init__(self, interpreter: torch.fx.Interpreter) -> None:
+        self.interpreter = interpreter
+        self.functions: list[Callable[[], None]] = []
+
+    def __call__(self, *args: Any) -> Any:
+        del self.interpreter.output
+        for function in self.functions:
+            function()
+        return self.interpreter.output(*args)
+
+
+def _runs_of_nodes() -> Iterator[tuple[Any, Any]]:
+    """Find the interpreters that trace the present call, innermost first, and what each runs.
+
+    Those outside of dynamo are the user's own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    last = None
+    while frame is not None and frame.f_globals.get("__name__") != _DYNAMO:
+        if frame.f_code.co_name == "run_node" and "n" in frame.f_locals:
+            interpreter, node = frame.f_locals.get("self"), frame.f_locals["n"]
+            if isinstance(interpreter, torch.fx.Interpreter) and interpreter is not last:
+                yield interpreter, node
+                last = interpreter
+        frame = frame.f_back
+
+
+_DYNAMO = "torch._dynamo.convert_frame"
 
 
 def _shares(node: Any, memory: int | None) -> bool:

@@ -29,6 +29,7 @@ from hookline.engine.graph_gradients import (
     number_of,
     outline,
     place_in,
+    untraced_views,
 )
 from hookline.engine.passes import Pass, Passes
 from hookline.engine.recompute import first_of
@@ -68,6 +69,13 @@ class Crossing:
         self.call = call
         self.form = form
         self.gathered: dict[Any, Any] = {}
+
+
+# Of a call in the second run of a checkpoint, whose gradients are waited for since the first.
+NO_CROSSING = Crossing(-1)
+
+# Tensors that a graph got from outside: slot, tensor, and the number of the hook as it was met.
+Outside = tuple[tuple[int, Tensor, str], ...]
 
 
 class OnGradient:
@@ -136,31 +144,33 @@ class GradientTap(Tap):
         is_on = torch.is_grad_enabled()
         found: list[Tensor] = []
         slots: list[int] = []
+        is_early = True  # where gradients are off, whether all of the value may be from before that
         for _, tensor in tree.tensors(value):
             slot = -1
-            if is_on and tensor.requires_grad:
+            if tensor.requires_grad:
                 slot = place_in(found, tensor)
                 if slot == len(found):
                     found.append(tensor)
+            elif not is_on and tensor.is_floating_point():
+                is_early = False
             slots.append(slot)
-        outside = self._hook_found(traced, found) if found else ()
+        outside = self._hook_found(traced, found, is_on=is_on) if found and is_early else ()
         # Of a value with parts, its structure: with tensors that hold nothing.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
         traced.add((tuple(slots), form, is_on, outside))
 
-    def _hook_found(
-        self, traced: TracedGradient, found: list[Tensor]
-    ) -> tuple[tuple[int, Tensor, str], ...]:
-        """Put hooks on tensors in a graph. Gives those, by slot, that the graph got from outside:
-        what comes back to them comes from outside, too, so they have hooks there."""
+    def _hook_found(self, traced: TracedGradient, found: list[Tensor], *, is_on: bool) -> Outside:
+        """Put hooks on tensors in a graph, unless gradients are off. Gives those, by slot, that the
+        graph got from outside: what comes back to them comes from outside, too, so they have hooks
+        there."""
         call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
         are_outside = come_from_outside(found)
-        outside: tuple[tuple[int, Tensor, str], ...] = ()
+        outside: Outside = ()
         for slot, tensor in enumerate(found):
             if are_outside[slot] != "0":
                 number = next_hook() if are_outside[slot] == "1" else ""
                 outside = (*outside, (slot, tensor, number))
-            else:
+            elif is_on:
                 address = traced.number, of_run, call, slot
                 hook_in_graph(tensor, address, owner, self.on)
         return outside
@@ -174,6 +184,9 @@ class GradientTap(Tap):
     def harvest(self, current: Pass, run: Run) -> None:
         """Count what waits for its gradients in a graph."""
         caught = () if self.traced is None else self.traced.taken()
+        for view, _ in untraced_views():
+            view.settle(is_over=False)
+            self.note_view(current, view)
         n_before = run.n_before[self] = current.calls.get(self, 0)
         current.calls[self] = n_before + len(caught)
         self.ran = max(self.ran, n_before + len(caught))
@@ -184,21 +197,48 @@ class GradientTap(Tap):
             crossing = run.crossings[self, call] = Crossing(n_before + call)
             if form is not None:
                 crossing.form = outline(form, slots)
-            if not run.is_again or current.again.has_gradients:
-                self._wait_outside(current, crossing, outside)
-            if run.is_again:
-                continue
-            if max(slots, default=-1) >= 0:
-                self.placed += 1
+            if current.again is not None and self._waits_since(current.again, crossing):
+                run.crossings[self, call] = NO_CROSSING
             elif not is_on:
-                self._comes_later(current)
+                self._harvest_off(current, crossing, outside)
             else:
-                self.needless += 1
-                self.on.missing(current, crossing)
+                self._harvest_on(current, crossing, slots, outside)
 
-    def _wait_outside(
-        self, current: Pass, crossing: Crossing, outside: tuple[tuple[int, Tensor, str], ...]
+    def _harvest_on(
+        self, current: Pass, crossing: Crossing, slots: tuple[int, ...], outside: Outside
     ) -> None:
+        is_again = current.again is not None
+        if not is_again or current.again.has_gradients:
+            self._wait_outside(current, crossing, outside)
+        if is_again:
+            return
+        if max(slots, default=-1) >= 0:
+            self.placed += 1
+        else:
+            self.needless += 1
+            self.on.missing(current, crossing)
+
+    def _harvest_off(self, current: Pass, crossing: Crossing, outside: Outside) -> None:
+        """Gradients were off. What came into a reentrant checkpoint from outside has its hooks now,
+        as in `wait`; a change of it inside of the graph would be of the checkpoint's share alone.
+        """
+        if current.again is not None and not current.stretch.is_reentrant:
+            return
+        if not self._comes_later(current) or not outside:
+            return
+        if any(tensor.grad_fn is None for _, tensor, _ in outside):
+            return
+        if self.on.inside is not None:
+            self.lose(_FROM_BEFORE)
+            return
+        current.stretch.waiting.add((self, crossing.call))
+        self._wait_outside(current, crossing, outside)
+
+    def _waits_since(self, again: Any, crossing: Crossing) -> bool:
+        """Tell whether the gradients of a call are waited for since the first run."""
+        return (self, crossing.call) in again.stretch.waiting
+
+    def _wait_outside(self, current: Pass, crossing: Crossing, outside: Outside) -> None:
         """Wait for the gradients of what a graph got from outside: those have come to be there."""
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
@@ -256,6 +296,8 @@ class GradientTap(Tap):
             self.fired += self.on.inside is not None and slot == 0
             return
         crossing = run.crossings.get((self, call))
+        if crossing is NO_CROSSING:
+            return
         if crossing is None:  # it came back before the code had run
             crossing = Crossing(run.n_before.get(self, 0) + call)
         if self.on.inside is None:
@@ -459,6 +501,11 @@ _LOST = (
 _WRITTEN_BY_GRAPH = (
     "compiled code got it from outside, and such code writes to it in place, so what comes back to"
     " it as it was then cannot be told; make that operation not in place, or .clone() before"
+)
+_FROM_BEFORE = (
+    "it came into a reentrant checkpoint from outside, and compiled code in there is given only"
+    " what comes back through the checkpoint; checkpoint with use_reentrant=False, or change it"
+    " where it was computed"
 )
 INSIDE = (
     "code that was compiled by itself returned it together with others, and what comes back to it"

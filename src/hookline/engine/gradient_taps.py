@@ -113,19 +113,17 @@ class GradInputTap(GradientTap):
         current = self.lane.current or self._outside(module)
         if current is None:
             return None
-        # Called by hand: the pass begins and ends here.
-        is_first = self.lane.current is None and current.again is None
         call = self._call(current)
         if call < 0:
             return None
         with aside(current.stretch):
-            return self._look(module, current, call, args, kwargs, is_first, id(sys._getframe(1)))
+            return self._look(module, current, call, args, kwargs, id(sys._getframe(1)))
 
     def _look(
         self, module: nn.Module, current: Pass, call: int, args: tuple[Any, ...],
-        kwargs: dict[str, Any], is_first: bool, key: int,
+        kwargs: dict[str, Any], key: int,
     ) -> Any:  # fmt: skip
-        new = flow.apart(args, kwargs, leaves_only=not is_first)
+        new = flow.apart(args, kwargs, leaves_only=True)
         args, kwargs = new or (args, kwargs)
         # A raw backward hook may have aliased the inputs by now; what came in is meant.
         entered = flow.entered(key)
@@ -161,7 +159,7 @@ class BorderTap(Tap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
-            return None
+            return flow.apart(args, kwargs, leaves_only=False)
         current = self.lane.current or self._outside(module)
         if current is None:
             return None

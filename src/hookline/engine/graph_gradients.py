@@ -14,15 +14,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.engine import outlines, tree
-from hookline.engine.compile_internals import keep_call_in_graphs, keep_in_graphs, shares_outputs
+from hookline.engine.compile_internals import (
+    at_end_of_graph,
+    keep_call_in_graphs,
+    keep_in_graphs,
+    shares_outputs,
+)
+from hookline.engine.torch_internals import is_of_trace
 from hookline.engine.values import View, hook_value
 from hookline.errors import AttachError
 
@@ -127,10 +135,8 @@ def _put_hook(
     `change` is what a function is traced between: its backward takes the gradient to the new one.
     """
     gradient = torch.ops.hookline.gradient
-    _settle_all()
 
     def hook(grad: Tensor) -> Tensor | None:
-        _settle_all()
         if change is not None:
             gradient(tap, tap, of_run, call, slot)  # told of it, where Python may refuse
         if is_handed_out:
@@ -148,22 +154,33 @@ def _put_hook(
         lost()
     elif tensor.requires_grad:
         view = hook_value(tensor, hook, lost, int(owner))
-        if view is not None:
-            _unsettled.append(weakref.ref(view))
+        # Held until then: of a base that is gone, the node of a write cannot be found.
+        base = None if view is None else view.base()
+        if view is None or at_end_of_graph(partial(_settle, view, base)):
+            return tensor
+        if not is_of_trace(tensor):
+            _lane.untraced.append((view, base))
     return tensor
 
 
-# Views in the graph that is being traced, of which it is not known yet who writes to them.
-_unsettled: list[weakref.ref[View]] = []
+def _settle(view: View, base: Tensor | None) -> None:
+    view.settle(is_over=False)
 
 
-def _settle_all() -> None:
-    """Look for writes to views, of those that are still traced."""
-    _unsettled[:] = [ref for ref in _unsettled if ref() is not None]
-    for ref in _unsettled:
-        view = ref()
-        if view is not None:
-            view.settle(is_over=False)
+class _Lane(threading.local):
+    """Views that hooks were put on in graphs which a backend runs as they are, and their bases."""
+
+    def __init__(self) -> None:
+        self.untraced: list[tuple[View, Tensor | None]] = []
+
+
+_lane = _Lane()
+
+
+def untraced_views() -> list[tuple[View, Tensor | None]]:
+    """Hand out the views of which it is not known yet who writes to them, with their bases."""
+    found, _lane.untraced = _lane.untraced, []
+    return found
 
 
 def place_in(found: list[Tensor], tensor: Tensor) -> int:

@@ -47,7 +47,7 @@ class View:
     later, to the node of the write. That is found when `settle` says so, before the backward. Both
     are there when the base's own gradient is complete, and in that. Where the node was not found,
     the base's gradient is the view's, if nobody but the view has the base; otherwise nobody can
-    tell what came from where.
+    tell what came from where. A node that is found in the midst of a backward may have run before.
 
     Args:
         tensor: the view. It is not held.
@@ -58,8 +58,8 @@ class View:
     """
 
     __slots__ = (
-        "__weakref__", "_base", "_counter", "_found", "_hook", "_is_alone", "_is_settled", "_key",
-        "_lies", "_lost", "_shares", "_totals", "_version",
+        "__weakref__", "_base", "_counter", "_found", "_found_in", "_hook", "_is_alone",
+        "_is_settled", "_key", "_lies", "_lost", "_shares", "_totals", "_version", "_write_ran",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +70,8 @@ class View:
         self._is_alone = is_alone
         self._counter = version_counter(tensor)
         self._version = self._counter._version
-        self._is_settled = self._found = False
+        self._is_settled = self._found = self._write_ran = False
+        self._found_in = -1  # the run of autograd in which the node of the write was found
         self._base = weakref.ref(base)
         self._key: Any = None
         # By the run of autograd: what has come back to the view, or to the node of the write.
@@ -102,7 +103,7 @@ class View:
         n_writes = self._counter._version - self._version
         node = node_of_write(base, n_writes)
         if node is not None:
-            self._found = True
+            self._found, self._found_in = True, backward_number()
             hook_node(node, Arrival(self.at_write))
         elif is_over and not n_writes:
             self._is_settled = True
@@ -125,6 +126,7 @@ class View:
 
     def at_write(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
         """The hook on the node of the first write: what flows on from there to the old value."""
+        self._write_ran = True
         if grads[0] is not None:
             self._add(self._part(self._whole(grads[0])).clone())
 
@@ -139,8 +141,8 @@ class View:
             at_end_of_backward(self._totals.clear)
         now, total = self._part(whole), self._part(self._totals[run])
         share = self._shares.pop(run, None)
-        if not self._found:
-            if not self._is_alone:
+        if not self._is_known_in(run):
+            if self._found or not self._is_alone:
                 self._lost()
                 return None
             share = total
@@ -155,6 +157,10 @@ class View:
         whole = whole.clone()
         self._part(whole).copy_(torch.where(is_all, new, new + rest))
         return whole
+
+    def _is_known_in(self, run: int) -> bool:
+        """Tell whether what came back to the write in a run of autograd was seen."""
+        return self._found and (self._write_ran or self._found_in < 0 or self._found_in != run)
 
     def _is_written(self) -> bool:
         return self._counter._version != self._version
