@@ -5,6 +5,8 @@ A test of a cell compares the numbers, not what a line reports of itself.
 
 from __future__ import annotations
 
+import io
+import re
 from contextlib import contextmanager
 
 import torch
@@ -120,3 +122,114 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, plain=None, **
         assert_close(found, expected, **close)
         # The test could fail: what was done matters.
         assert not all(map(torch.equal, found, bare))
+
+
+VALUES = ("record", "statistics", "edit", "features", "watch")
+
+
+def tripled(value):
+    """An edit of values, that works on every kind of tensor that has a product."""
+    return value * 3 + 1
+
+
+@contextmanager
+def seen_by_torch(model, path, part=None, change=None):
+    """Put torch's own forward hook on a module.
+
+    Gives a list of the values that came, as they were before `change` changed them.
+    """
+    came = []
+
+    def hook(module, args, output):
+        value = output if part is None else output[part]
+        came.append(value.detach().clone())
+        if change is None:
+            return None
+        new = change(value)
+        return new if part is None else (*output[:part], new, *output[part + 1 :])
+
+    with model.get_submodule(path).register_forward_hook(hook):
+        yield came
+
+
+def results_of(model, step):
+    """What a run returns, and what it leaves in the parameters."""
+    model.zero_grad()
+    given = step(model)
+    found = list(given) if isinstance(given, tuple | list) else [given]
+    return [
+        *(value.detach().clone() for value in found if value is not None),
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
+
+
+NUMBERS = re.compile(r"mean (\S+)  std (\S+)")
+
+
+def printed(text):
+    """The means and deviations of the outputs that `hl.watch` printed."""
+    lines = [line for line in text.splitlines() if not line.startswith("< ")]
+    return [tuple(map(float, NUMBERS.search(line).groups())) for line in lines]
+
+
+def printed_of(value):
+    """What `hl.watch` is to print of a value: its mean and deviation, to four digits."""
+    wide = torch.Tensor(value).double()
+    return wide.mean().item(), wide.std(correction=0).item()
+
+
+def assert_printed(text, values):
+    assert_close(printed(text), [*map(printed_of, values)], rtol=1e-3, atol=1e-6)
+
+
+def measured(value):
+    wide = value.float()
+    return wide.mean(), wide.norm(), wide.amax(), wide.amin()
+
+
+def assert_values_are_torchs(make, step, path, verbs=VALUES, *, part=None, plain=None, **close):
+    """Hold what each verb does with a module's output against torch's own hooks: by numbers.
+
+    Args:
+        make: makes the model, in its regime; the same one each time.
+        step: runs it, and returns what comes out; may run it backward, too.
+        path: the module's.
+        verbs: which of `VALUES`.
+        part: which part of its output, if that is a tuple.
+        plain: makes the model that torch's hooks are put on, or what that is and its `step`.
+        close: for `torch.testing.assert_close`.
+    """
+    make_plain, plain_step = plain if isinstance(plain, tuple) else (plain or make, step)
+    site = path if part is None else f"{path}:output[{part}]"
+    model = make_plain()
+    with seen_by_torch(model, path, part) as came:
+        bare = results_of(model, plain_step)
+    assert came
+    for verb, keep in (("record", None), ("statistics", measured)):
+        if verb in verbs:
+            model = make()
+            with hl.record(model, site, keep=keep, copy=True) as run:
+                assert_close(results_of(model, step), bare, **close)
+            found = [value for one in run.passes for value in one.calls(site)]
+            expected = came if keep is None else [keep(value) for value in came]
+            assert_close(found, expected, **close)
+    if "features" in verbs:
+        model = make()
+        found = hl.features(model, lambda: step(model), site, eval=False)[site]
+        assert_close(found, came[0], **close)
+    if "watch" in verbs:
+        model, file = make(), io.StringIO()
+        with hl.watch(model, path, file=file):
+            assert_close(results_of(model, step), bare, **close)
+        assert_printed(file.getvalue(), came)
+    if "edit" in verbs:
+        for change, by_hand in ((tripled, tripled), (hl.edits.scale(0.3), lambda v: v * 0.3)):
+            model = make_plain()
+            with seen_by_torch(model, path, part, by_hand):
+                expected = results_of(model, plain_step)
+            model = make()
+            with hl.edit(model, site, change):
+                found = results_of(model, step)
+            assert_close(found, expected, **close)
+            # The test could fail: what was done matters.
+            assert not all(map(torch.equal, found, bare))

@@ -134,6 +134,17 @@ def test_with_gradients_there_is_no_fast_path_and_nothing_is_said(x):
     assert len(run) == 4
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_it_is_said_also_where_something_else_was_compiled_before(x):
+    """Then a line gives modules forwards of their own, for which they are not taken."""
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    model = encoder()
+    with torch.no_grad(), pytest.warns(hl.HooklineWarning, match="turned off torch's fast path"):
+        with hl.record(model, "layers.0.linear1"):
+            model(x)
+
+
 def test_what_is_not_in_a_layer_leaves_the_fast_path_on(x, fused_calls):
     model = nn.Sequential(nn.Linear(16, 16), encoder()).eval()
     with torch.no_grad(), hl.record(model, ["0", "1", ":input"]) as run:

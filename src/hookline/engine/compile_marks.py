@@ -99,6 +99,13 @@ def unmark_copy(module: nn.Module) -> None:
             del module.__dict__["forward"]
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Tell whether somebody gave the module itself a forward; a mark alone is not one."""
+    standing = module.__dict__.get("forward")
+    note = _note_of(standing)
+    return standing is not None and (note is None or note.is_own)
+
+
 def _note_of(forward: Any) -> _Note | None:
     function = getattr(forward, "__func__", None)
     return _notes.get(function) if isinstance(function, FunctionType) else None

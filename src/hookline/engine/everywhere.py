@@ -18,14 +18,14 @@ from torch import nn
 from hookline.engine.attachment import Attachment, surely
 from hookline.engine.backward_taps import BackwardPreTap, BackwardTap
 from hookline.engine.compile_internals import has_compiled
-from hookline.engine.fast_paths import REMEDY
+from hookline.engine.fast_paths import REMEDY, is_fused
 from hookline.engine.handle import HookHandle
 from hookline.engine.line import Line
 from hookline.engine.passes import Passes
 from hookline.engine.placing import Placements
 from hookline.engine.raw_taps import EventTap, RawTap
 from hookline.engine.select import Selector
-from hookline.engine.torch_internals import hook_dict, runs_fused
+from hookline.engine.torch_internals import hook_dict
 from hookline.errors import SelectionError
 from hookline.util.locks import lock
 
@@ -272,7 +272,7 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
     has_hooks = any(
         hook_dict(module, kind) for module in layer.modules() for kind in ("forward_pre", "forward")
     )
-    if has_hooks or not runs_fused(layer, args, kwargs):
+    if has_hooks or not is_fused(layer, args, kwargs):
         return
     for line in DISPATCHER.here():
         caught = [one.matches for one in line.taps if one.kind in ("forward_pre", *_AFTER)]

@@ -11,6 +11,7 @@ from typing import Any, final
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from hookline.engine.compile_marks import has_own_forward
 from hookline.engine.modules import Node
 from hookline.engine.passes import Passes
 from hookline.engine.site import Site
@@ -42,8 +43,13 @@ class FusedTap(Tap):
             return
         if self.lane.current is None and not self.passes.is_here():
             self._outside(module)  # takes it off, if it came along with a copy
-        elif runs_fused(module, args, kwargs) and not _has_foreign_hooks(module):
+        elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
             self.ran = True
+
+
+def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether torch runs a layer as one operation, if nothing in it has a hook."""
+    return runs_fused(layer, args, kwargs) and not has_own_forward(layer)
 
 
 def layer_above(node: Node | None) -> Node | None:

@@ -438,7 +438,7 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     The conditions are those that `nn.TransformerEncoderLayer.forward` goes through.
     """
-    if not isinstance(layer, nn.TransformerEncoderLayer) or "forward" in layer.__dict__:
+    if not isinstance(layer, nn.TransformerEncoderLayer):
         return False
     attention: Any = layer.self_attn
     given = dict(zip(("src", "src_mask", "src_key_padding_mask"), args, strict=False)) | kwargs

@@ -26,6 +26,7 @@ from hookline.engine import (
     blame,
     check_ports,
     hides,
+    innermost,
     local,
     path_text,
     snapshot,
@@ -197,7 +198,7 @@ def watch(
     is the depth of the call. In backward, the gradient of each module's output is printed when it
     arrives, marked `<`: the last module's first. Statistics are of the first floating tensor, in
     float64 on the CPU, else in float32. Where a module raises, the last line names it and what it
-    got.
+    got. Under `vmap` shapes are those of one example, and statistics are of all of them.
 
     The time is that of the module without hookline: its hooks, the statistics and the printing are
     left out, also those of other lines and of modules inside. Hooks that are not hookline's and
@@ -248,7 +249,7 @@ def _shown(value: Any) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
         try:
             with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-                mean, std = _mean_and_std(tensor.detach())
+                mean, std = _mean_and_std(innermost(tensor.detach()))
                 return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}"
         except Exception:  # sparse, nested, fake: it has no numbers to show; the model must go on
             return f"{text} {dtype}"

@@ -1,0 +1,480 @@
+"""Values in each regime: recorded, measured, changed and shown as torch's own hooks have them."""
+
+from __future__ import annotations
+
+import contextvars
+import io
+import runpy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import parametrizations, prune
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+HERE = Path(__file__).parent
+BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
+assert_values_are_torchs = BY_TORCH["assert_values_are_torchs"]
+seen_by_torch, tripled, assert_printed, measured = (
+    BY_TORCH[name] for name in ("seen_by_torch", "tripled", "assert_printed", "measured")
+)
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def make(change=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    if change is not None:
+        change(model[0])
+    return model
+
+
+def step(model, x=X):
+    out = model(x)
+    out.square().sum().backward()
+    return out
+
+
+@pytest.mark.cell("autocast", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("path", ["0", "1", ""])
+def test_under_autocast(path, dtype):
+    def cast(model):
+        with torch.autocast("cpu", dtype=dtype):
+            return model(X)
+
+    assert_values_are_torchs(make, cast, path)
+
+
+class Checkpointed(nn.Sequential):
+    is_reentrant = True
+
+    def forward(self, x):
+        return self[2](checkpoint(self.inner, self[0](x), use_reentrant=self.is_reentrant))
+
+    def inner(self, x):
+        return self[1](x * 2) * x
+
+
+class Plain(Checkpointed):
+    def forward(self, x):
+        return self[2](self.inner(self[0](x)))
+
+
+@pytest.mark.cell("checkpointing", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["0", "1"])
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_under_checkpointing(path, is_reentrant):
+    def checkpointed():
+        model = Checkpointed(*make())
+        model.is_reentrant = is_reentrant
+        return model
+
+    assert_values_are_torchs(checkpointed, step, path, plain=lambda: Plain(*make()))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh() + x
+
+
+@pytest.fixture
+def compiled():
+    """A model with a part that is checkpointed, its compiled self, and one without either."""
+
+    class Net(nn.Module):
+        def __init__(self, is_checkpointed):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.block, self.last = nn.Linear(4, 4), Block(), nn.Linear(4, 3)
+            self.is_checkpointed = is_checkpointed
+
+        def forward(self, x):
+            x = self.first(x)
+            if self.is_checkpointed:
+                return self.last(checkpoint(self.block, x, use_reentrant=False))
+            return self.last(self.block(x))
+
+    torch.compiler.reset()
+    model = Net(is_checkpointed=True)
+    yield model, torch.compile(model, backend="aot_eager", fullgraph=True), Net(False)
+    torch.compiler.reset()
+
+
+@pytest.mark.cell("torch.compile", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell("checkpointing, compiled", "record", "edit")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("path", ["first", "block.linear"])
+def test_in_compiled_code(path, compiled):
+    model, run, plain = compiled
+    assert_values_are_torchs(lambda: model, lambda _: step(run), path, plain=(lambda: plain, step))
+
+
+@pytest.mark.cell("torch.func.grad, vjp", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_under_grad_of_torch_func(path):
+    def silent():
+        return make().requires_grad_(False)
+
+    def of_input(model):
+        x = X.clone().requires_grad_()
+        model(x).square().sum().backward()
+        return x.grad
+
+    assert_values_are_torchs(
+        silent, lambda model: grad(lambda x: model(x).square().sum())(X), path,
+        plain=(silent, of_input),
+    )  # fmt: skip
+
+
+@pytest.mark.cell("torch.func.vmap", "record", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_under_vmap(path):
+    assert_values_are_torchs(
+        make, lambda model: vmap(model)(X), path, ["record", "edit", "watch"],
+        plain=(make, lambda model: model(X)),
+    )  # fmt: skip
+    model = make()
+    with seen_by_torch(model, path) as came:
+        model(X)
+    found = vmap(lambda row: hl.features(model, row, path)[path])(X)
+    assert_close(found, came[0])
+
+
+@pytest.mark.cell(
+    "lazy modules, before their first run", "record", "statistics", "edit", "features", "watch"
+)
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_on_the_first_run_of_lazy_modules(path):
+    def lazy():
+        return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
+
+    def seeded(model):
+        torch.manual_seed(0)
+        return model(X)
+
+    def first_run(model):
+        """Without the parameters' gradients: there are no parameters yet to reset."""
+        out = seeded(model)
+        return [out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
+
+    class Fresh(nn.Sequential):
+        def zero_grad(self, set_to_none=True):
+            """Nothing: lazy parameters have no gradient."""
+
+    assert_values_are_torchs(lambda: Fresh(*lazy()), first_run, path)
+
+
+@pytest.mark.cell("parametrized weights", "record", "edit")
+@pytest.mark.parametrize(
+    "change",
+    [parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm],
+)
+@pytest.mark.parametrize("path", ["0", "0.parametrizations.weight"])
+def test_with_parametrized_weights(path, change):
+    assert_values_are_torchs(partial(make, change), step, path)
+
+
+@pytest.mark.cell("pruning; old weight and spectral norm", "record", "edit")
+@pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+    ],
+    ids=["prune", "weight_norm", "spectral_norm"],
+)
+def test_with_pruned_and_normed_weights(change):
+    assert_values_are_torchs(partial(make, change), step, "0")
+
+
+class Delegating(nn.Module):
+    """Gives the attributes of another module as its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.cell("attributes of their own", "record", "edit")
+@pytest.mark.parametrize("path", ["inner.0", "inner"])
+def test_with_modules_that_have_attributes_of_their_own(path):
+    assert_values_are_torchs(lambda: Delegating(make()), step, path)
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+@pytest.mark.cell("encoder layers, fast path", "edit")
+@pytest.mark.cell("encoder layers, fast path off", "record", "statistics", "watch")
+@pytest.mark.parametrize("path", ["layers.0", "layers.0.linear1", "layers.1.norm2"])
+def test_with_encoder_layers(path):
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+
+    def without_gradients(model):
+        with torch.no_grad():
+            return model(x)
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert_values_are_torchs(encoder, without_gradients, path)
+        model = encoder()
+        with seen_by_torch(model, path, change=tripled):
+            expected = without_gradients(model)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    with pytest.warns(hl.HooklineWarning, match="fast path"), hl.edit(model, path, tripled):
+        assert_close(without_gradients(model), expected)
+
+
+@pytest.mark.cell("MultiheadAttention", "record", "edit")
+@pytest.mark.parametrize("part", [0, 1])
+def test_with_attention(part):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x):
+            out, weights = self.attention(x, x, x)
+            return out.sum() + weights.sum()
+
+    assert_values_are_torchs(
+        Attending, partial(step, x=X[None]), "attention",
+        ["record", "statistics", "edit", "features"], part=part,
+    )  # fmt: skip
+
+
+class Tagged(torch.Tensor):
+    """A tensor that is of a class of its own, and stays so."""
+
+
+@pytest.mark.cell("tensor subclasses", "record", "statistics", "edit")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_tensor_subclasses(path):
+    def tagged(model):
+        return step(model, X.as_subclass(Tagged))
+
+    assert_values_are_torchs(make, tagged, path)
+
+
+@pytest.mark.cell("no_grad, inference_mode", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_without_gradients(path, mode):
+    def run(model):
+        with mode():
+            return model(X)
+
+    assert_values_are_torchs(make, run, path)
+
+
+@pytest.mark.cell("dynamically quantised", "record", "edit", "features", "watch")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_dynamically_quantised_layers(path):
+    def quantised():
+        return torch.ao.quantization.quantize_dynamic(make(), {nn.Linear}, dtype=torch.qint8)
+
+    assert_values_are_torchs(quantised, lambda model: model(X), path)
+
+
+@pytest.mark.cell("torch.fx.GraphModule", "record", "edit", "features")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_a_traced_model(path):
+    assert_values_are_torchs(lambda: torch.fx.symbolic_trace(make()), step, path)
+
+
+@pytest.mark.cell("AveragedModel (EMA, SWA)", "record", "edit")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_an_averaged_model(path):
+    averaged = torch.optim.swa_utils.AveragedModel
+    assert_values_are_torchs(
+        lambda: averaged(make()), step, path, plain=(make, step),
+    )  # fmt: skip
+
+
+@pytest.mark.cell("a forward replaced on the instance", "record", "edit")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_a_forward_replaced_on_the_instance(path):
+    def replaced():
+        model = make()
+        own = model[0].forward
+        model[0].forward = lambda x: own(x) * 2
+        return model
+
+    assert_values_are_torchs(replaced, step, path)
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, depth=2):
+        x = self.linear(x).tanh()
+        return self(x, depth - 1) if depth else x
+
+
+@pytest.mark.cell("modules that call themselves", "record", "edit")
+@pytest.mark.parametrize("path", ["linear", ""])
+def test_with_modules_that_call_themselves(path):
+    assert_values_are_torchs(Recursive, step, path, ["record", "statistics", "edit", "watch"])
+
+
+@pytest.mark.cell("gradients switched inside forward", "record", "edit")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_where_the_model_switches_gradients(path):
+    class Switching(nn.Sequential):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self[0](x)
+            return self[2](self[1](x))
+
+    assert_values_are_torchs(lambda: Switching(*make()), step, path)
+
+
+def in_threads(*actions):
+    barrier = threading.Barrier(len(actions), timeout=60)
+
+    def work(action):
+        barrier.wait()
+        for _ in range(20):
+            found = action()
+        return found
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return list(pool.map(work, actions))
+
+
+@pytest.mark.cell("threads, one model", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_in_threads_that_share_a_model(path):
+    model = make()
+    with torch.no_grad():
+        with seen_by_torch(model, path) as came:
+            bare = model(X)
+        with seen_by_torch(model, path, change=tripled):
+            expected = model(X)
+
+    def run(line):
+        with torch.no_grad(), line as attached:
+            return model(X), attached
+
+    def watched():
+        file = io.StringIO()
+        run(hl.watch(model, path, file=file))
+        return file.getvalue()
+
+    found = in_threads(
+        lambda: run(hl.edit(model, path, tripled))[0],
+        lambda: run(hl.record(model, path)),
+        lambda: run(hl.record(model, path, keep=measured)),
+        lambda: hl.features(model, X, path)[path],
+        watched,
+    )
+    assert_close(found[0], expected)
+    for out, attached in found[1:3]:
+        assert torch.equal(out, bare)
+        assert_close(attached[path], came[0] if attached is found[1][1] else measured(came[0]))
+    assert_close(found[3], came[0])
+    assert_printed(found[4], came)
+    assert not torch.equal(expected, bare)
+
+
+@pytest.mark.cell("async tasks", "record", "edit")
+def test_in_contexts_of_their_own():
+    model = make()
+    with seen_by_torch(model, "1") as came:
+        bare = model(X)
+    with seen_by_torch(model, "1", change=tripled):
+        expected = model(X)
+
+    def attached(line):
+        return line.__enter__()
+
+    contexts = [contextvars.copy_context() for _ in range(2)]
+    run, edit = hl.record(model, "1"), contexts[1].run(hl.edit, model, "1", tripled)
+    contexts[1].run(edit.__enter__)
+    recording = attached(run)
+    assert torch.equal(model(X), bare)
+    assert_close(contexts[1].run(model, X), expected)
+    run.remove()
+    contexts[1].run(edit.remove)
+    assert torch.equal(recording["1"], came[0])
+
+
+@pytest.mark.cell("torch.func.grad, vjp", "edit")
+def test_an_edit_under_functional_call():
+    model = make()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights):
+        return functional_call(model, weights, (X,)).square().sum()
+
+    with seen_by_torch(model, "1", change=tripled):
+        model(X).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    with hl.edit(model, "1", tripled):
+        found = grad(loss)(weights)
+    assert_close(found, expected)
+    assert not torch.equal(found["0.weight"], grad(loss)(weights)["0.weight"])
+
+
+child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
+
+
+@pytest.mark.cell("a fork inside the block", "record", "edit", "features", "watch")
+def test_in_a_forked_child():
+    model = make().requires_grad_(False)
+    with seen_by_torch(model, "1") as came, seen_by_torch(model, "0") as first:
+        bare = model(X)
+    with seen_by_torch(model, "1", change=tripled):
+        expected = model(X)
+    file = io.StringIO()
+    with hl.edit(model, "1", tripled) as edit, hl.watch(model, "0", file=file):
+
+        def action():
+            edited = model(X)
+            edit.remove()
+            features = hl.features(model, X, "1")["1"]
+            return edited.tolist(), features.tolist(), file.getvalue()
+
+        edited, features, text = child(action)
+        assert_close(torch.tensor(edited), expected)
+        assert_close(torch.tensor(features), came[0])
+        assert_printed(text, first * 2)
+        assert file.getvalue() == ""
+        assert_close(model(X), expected)
+    assert_printed(file.getvalue(), first)
+    assert not torch.equal(expected, bare)
