@@ -153,7 +153,7 @@ def test_a_function_that_is_not_to_be_compiled_alone_is_compiled_within_other_co
         return x + 1
 
     seen = []
-    internals.not_alone(function)
+    internals.not_alone([function])
     torch.compile(function, backend="eager")(X)
     assert seen == [False]
     torch.compile(lambda x: function(x) * 2, backend="eager")(X)

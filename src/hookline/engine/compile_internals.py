@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, Protocol, final
@@ -285,14 +285,15 @@ def _watched(
             watcher.leave(module, frame)
 
 
-def not_alone(function: types.FunctionType) -> None:
-    """Have a function not be compiled where it is called from code that is not: only within other
+def not_alone(functions: Iterable[types.FunctionType]) -> None:
+    """Have functions not be compiled where they are called from code that is not: only within other
     code. Torch calls the hooks of a compiled model that way."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     strategy = getattr(frames, "FrameExecStrategy", None)
     if frames is not None and strategy is not None:
-        skip = frames.FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+        skip = strategy(frames.FrameAction.SKIP, frames.FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, skip)
 
 
 _hooks_met = itertools.count()

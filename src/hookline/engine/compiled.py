@@ -132,8 +132,7 @@ class Compiled(Attachment):
         if self.is_on or self._root is None or dynamo_config() is None:
             return
         self.is_on = True
-        for function in _hooks_of((Tap, RootTap)):
-            not_alone(function)
+        not_alone(_hooks_of((Tap, RootTap)))
         self._borders = Borders(self)
         self._borders.open()
         self._find_borders(compiled)

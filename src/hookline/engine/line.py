@@ -138,7 +138,11 @@ class Line:
                 self._placements.place(
                     self.root, "forward", border.leave, Rank.GRAD_RECORD, always_call=True
                 )
-            taps = [self._make(site, bind(site), rank) for site in selection]
+            bound = map(bind, selection.sites)
+            taps = [
+                one if isinstance(one, Tap) else self._make(site, one, rank)
+                for site, one in zip(selection.sites, bound, strict=True)
+            ]
             nodes = [node for _, node in selection.places()]
             self._keep_all(taps, nodes)
             on_modules: list[tuple[nn.Module, Any]] = []
@@ -150,9 +154,7 @@ class Line:
                     on_modules.append((node.module, tap))
             self._placements.place_taps(on_modules)
 
-    def _make(self, site: Site, bound: Bound, rank: Rank) -> Tap:
-        if isinstance(bound, Tap):
-            return bound
+    def _make(self, site: Site, bound: See | Halves | OnGradient, rank: Rank) -> Tap:
         if isinstance(bound, Halves):
             tap = self._make(site, bound.see, rank)
             tap.halves = bound

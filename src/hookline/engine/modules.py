@@ -168,13 +168,13 @@ def _visit(
     inner = children(module)
     if inner:
         above.add(key)
-        prefix = f"{path}." if path else ""
+        prefix, bare = f"{path}." if path else "", met.bare
         for name, child in inner.items():
             if child is None:
                 continue
             # Most modules are leaves that are met once: a call of a function less for each.
-            if type(child) in met.bare and id(child) not in nodes and is_leaf(child):
-                nodes[id(child)] = Node(prefix + name, child, len(nodes), parent=node)
+            if type(child) in bare and id(child) not in nodes and is_leaf(child):
+                nodes[id(child)] = Node(prefix + name, child, len(nodes), (), node)
             else:
                 _visit(child, prefix + name, node, nodes, above, met)
         above.discard(key)

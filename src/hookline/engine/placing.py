@@ -21,6 +21,7 @@ from hookline.engine.compile_marks import follow
 from hookline.engine.everywhere_internals import global_hook_dicts
 from hookline.engine.taps import Rank, RootTap, Tap
 from hookline.engine.torch_internals import (
+    HOOK_DICTS,
     HookDict,
     hook_dict,
     hook_flags,
@@ -107,7 +108,7 @@ class Placements(Attachment):
         Raises:
             AttachError: torch would accept a hook and never call it.
         """
-        key = own_hook_id(0)
+        key, name = own_hook_id(0), HOOK_DICTS["forward"]
         plain: set[type] = set()  # the classes whose hooks torch calls
         with _lock:
             for module, tap in taps:
@@ -116,12 +117,13 @@ class Placements(Attachment):
                     continue
                 if type(module) not in plain and not is_scripted(module):
                     plain.add(type(module))
-                if type(module) not in plain or (hooks := hook_dict(module, "forward")):
+                attributes = module.__dict__
+                if type(module) not in plain or (hooks := attributes[name]):
                     self.place(module, "forward", tap.fire, tap.rank)
                     continue
                 self._placed.append(((hooks,), key, module))
                 hooks[key] = tap.fire
-                if "forward" in module.__dict__:
+                if "forward" in attributes:
                     follow(module)
 
     def place_on_tensor(

@@ -240,7 +240,12 @@ def _find(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> tuple[l
     if module_ports:
         # What is not of a forward, such as a state dict, holders have, too.
         nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
-        found += [(_site(node, port, text), node) for node in nodes for port in module_ports]
+        leaf, call = text.leaf, text.call
+        found += [
+            (_same_site(n.path, port, leaf, call, n.aliases, type(n.module).__name__), n)
+            for n in nodes
+            for port in module_ports
+        ]
     if "grad" in wanted:
         tensors = _match_tensors(layout, selector, text, matched)
         found += [(_gradient_site(node, text), node) for node in tensors]
@@ -295,11 +300,7 @@ def _gradient_site(node: TensorNode, text: SiteText) -> Site:
             f"{node.path}:grad has no leaves and no calls: a parameter's gradient is one tensor,"
             f" the sum over all its uses.\nWrite '{node.path}:grad'."
         )
-    return _site(node, "grad", text)
-
-
-def _site(node: Node | TensorNode, port: str, text: SiteText) -> Site:
-    return _same_site(node.path, port, text.leaf, text.call, node.aliases, node.type_name)
+    return _same_site(node.path, "grad", (), None, node.aliases, node.type_name)
 
 
 # A frozen dataclass takes 0.7 µs to make, and a loop that attaches in each step asks for the same.
@@ -347,9 +348,10 @@ def _match_text(layout: Layout, selector: str) -> tuple[SiteText, list[Node]]:
     if selector.startswith(ROOT):
         paths = {path for node in nodes or layout.tensors for path in node.paths}
     text = parse(selector, paths)
-    exact = [node for node in nodes if text.path in node.paths] if text.path else []
-    if exact:  # a name may hold signs of the grammar
-        return text, exact
+    if text.path not in ("", selector):  # else it was looked for above
+        exact = [node for node in nodes if text.path in node.paths]
+        if exact:  # a name may hold signs of the grammar
+            return text, exact
     matches = glob(text.path).fullmatch
     # `*` is one segment, and the root's path has none.
     below = nodes if text.path in ("", "**") else nodes[1:]

@@ -76,15 +76,19 @@ class Tap:
         self.rank = rank
         self.fired = 0
         self.ran = 0
-        if site.leaf and not site.is_gradient:  # gradients arrive by leaf and by call as it is
-            see = _at_leaf(see, site)
-        self.alter = see
-        if site.call is not None and not site.is_gradient:
-            see = _at_call(see, site.call, self)
-        self.see = see
+        self.alter = self.see = see
+        if (site.leaf or site.call is not None) and not site.is_gradient:
+            self._narrow(see, site)  # gradients arrive by leaf and by call as it is
         self.halves: Halves | None = None
         self.traced: Traced | None = None  # what compiled code does here, once there may be any
         self.active: Traced | None = None  # the same, while such code is to do it
+
+    def _narrow(self, see: See, site: Site) -> None:
+        """See one leaf of the value alone, or one call of the module."""
+        if site.leaf:
+            self.alter = self.see = see = _at_leaf(see, site)
+        if site.call is not None:
+            self.see = _at_call(see, site.call, self)
 
     def prepare(self) -> None:
         """Code may be compiled from now on that calls this tap."""
