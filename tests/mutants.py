@@ -3,11 +3,14 @@
     python tests/mutants.py                  # 60 changes, drawn by the day's number
     python tests/mutants.py --seed 7 --n 20  # others, or fewer
     python tests/mutants.py --only engine/passes.py --all
+    python tests/mutants.py --reach          # record anew which test runs which line
 
-Each change is made in a copy of the source. The tests of the changed file run first: those that
-TESTS_OF lists, and those whose name begins as the file's does. If they all pass, a second set of
-broad and quick ones runs. A test notices a change if it fails with it and passes without it. A
-change that no test notices is printed; either a test is missing, or the change makes no difference.
+Each change is made in a copy of the source. Only tests that run the changed line can notice it:
+`reached_lines.py` records which ones do, once, in some 20 minutes. Tests named for the changed file
+come first, then the others, those of each file in turn and the quickest first, for SPENT_S seconds.
+Work in processes that tests start is not recorded; those tests are listed in TESTS_OF and run last.
+A test notices a change if it fails with it and passes without it. A change that no test notices is
+printed; either a test is missing, or the change makes no difference.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -19,6 +22,9 @@ import argparse
 import ast
 import contextlib
 import copy
+import difflib
+import json
+import math
 import multiprocessing
 import os
 import random
@@ -27,7 +33,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from functools import cache, partial
 from multiprocessing.connection import Connection
@@ -35,91 +41,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import reached_lines
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "hookline"
 ROOMS = ("engine", "verbs", "recordings")
-_COMPILE = (
-    "engine/test_compiled.py", "regimes/test_compile.py", "regimes/test_compile_edits.py",
-    "traps/test_compile.py", "regimes/test_compile_pieces.py",
-)  # fmt: skip
-_CHECKPOINT = (
-    "regimes/test_checkpoint.py", "regimes/test_checkpoint_training.py",
-    "regimes/test_checkpoint_nested.py", "regimes/test_checkpoint_times.py",
-    "regimes/test_checkpoint_compiled.py",
-)  # fmt: skip
-_BACKWARD = (
-    "engine/test_gradient_taps.py", "engine/test_backward_taps.py",
-    "verbs/test_record_gradients.py", "verbs/test_edit_gradients.py",
-    "traps/test_gradients_and_memory.py",
-)  # fmt: skip
-_FSDP = ("regimes/test_distributed.py", "regimes/test_distributed_training.py")
-_SELECT = ("engine/test_select.py", "test_messages.py", "engine/test_modules.py")
+REACHED = ROOT / ".venv" / "reached.json"
+SPENT_S = 40  # on tests of other files, in the seconds that they took when their lines were noted
+HANGS_S = 60  # longer than its own time, and a test is taken to hang
 
-# The tests of files whose tests are named for what the file does, and not for the file.
-TESTS_OF = {
-    "engine/backward_taps": (*_BACKWARD, "engine/test_flow.py"),
-    "engine/calls": ("engine/test_passes.py", "regimes/test_threads.py"),
-    "engine/checkpoint_internals": (*_CHECKPOINT, "engine/test_torch_internals.py"),
-    "engine/compile_internals": _COMPILE,
-    "engine/compile_marks": _COMPILE,
-    "engine/compile_notes": _COMPILE,
-    "engine/compiled": _COMPILE,
-    "engine/distributed_internals": ("regimes/test_distributed.py",),
-    "engine/ending": ("engine/test_line.py", "engine/test_placing.py"),
-    "errors": ("test_messages.py", "engine/test_site.py"),
-    "engine/flow": _BACKWARD,
-    "engine/globs": _SELECT,
-    "engine/gradient_tap": (*_BACKWARD, "regimes/test_compile.py"),
-    "engine/gradient_taps": (*_BACKWARD, "regimes/test_compile.py", *_FSDP),
-    "engine/graph_gradients": _COMPILE,
-    "engine/local": (
-        "regimes/test_distributed_training.py", "engine/test_distributed_internals.py",
-    ),
-    "util/locks": ("regimes/test_processes.py",),
-    "engine/meeting": (
-        "regimes/test_distributed_bad_input.py", "regimes/test_distributed.py",
-        "regimes/test_distributed_folder.py",
-    ),
-    "engine/modules": ("engine/test_select.py", "regimes/test_wrappers.py"),
-    "engine/no_match": _SELECT,
-    "engine/passes": (
-        "regimes/test_threads.py", "engine/test_line.py", "regimes/test_compile.py",
-    ),
-    "engine/raw_taps": (
-        "engine/test_hooks_on_modules.py", "engine/test_returns.py", "engine/test_attach.py",
-    ),
-    "engine/recompute": _CHECKPOINT,
-    "engine/regime": (
-        "regimes/test_tracing.py", "regimes/test_func.py", "regimes/test_lazy.py",
-        "regimes/test_modes.py",
-    ),
-    "engine/regime_internals": ("regimes/test_tracing.py", "regimes/test_func.py"),
-    "engine/report": (
-        "engine/test_line.py", "views/test_tables.py", "regimes/test_quantised.py",
-        "regimes/test_wrappers.py", "regimes/test_tracing.py",
-    ),
-    "engine/site": ("engine/test_select.py",),
-    "engine/taps": (
-        "engine/test_hooks_on_modules.py", "verbs/test_edit.py", "engine/test_placing.py",
-        "engine/test_arguments.py", *_COMPILE,
-    ),
-    "engine/traced": _COMPILE,
-    "engine/tree": ("engine/test_arguments.py", "verbs/test_edit.py", "verbs/test_record.py"),
-    "recordings/rank_folder": ("regimes/test_distributed_folder.py",),
-    "recordings/ranks": ("regimes/test_distributed.py",),
-    "engine/values": (
-        "traps/test_in_place.py", "verbs/test_record_gradients.py", "engine/test_gradient_taps.py",
-    ),
-}  # fmt: skip
-SECOND_SET = (
-    "engine/test_line.py", "engine/test_passes.py", "engine/test_gradient_taps.py",
-    "engine/test_backward_taps.py", "verbs/test_record.py", "verbs/test_record_gradients.py",
-    "verbs/test_edit.py", "verbs/test_edit_gradients.py", "verbs/test_clip.py",
-    "recordings/test_recording.py", "recordings/test_folder.py", "test_random_models.py",
-    "regimes/test_checkpoint.py", "regimes/test_threads.py", "regimes/test_modes.py",
+_DISTRIBUTED = ("test_distributed.py", "test_distributed_training.py")
+_RANKS = (
+    "test_distributed_folder.py", "test_distributed_bad_input.py", "test_distributed_values.py",
 )  # fmt: skip
-LIMIT_S = 240  # for one test; a change that hangs is noticed, too
+
+# The tests that work in processes of their own, and the files of which they run much.
+TESTS_OF = {
+    "engine/distributed_internals": (*_DISTRIBUTED, *_RANKS, "test_distributed_alone.py"),
+    "engine/gradient_taps": _DISTRIBUTED,
+    "engine/local": ("test_distributed_training.py",),
+    "util/locks": ("test_processes.py",),
+    "engine/meeting": ("test_distributed.py", *_RANKS),
+    "engine/memory": ("test_distributed_values.py",),
+    "recordings/place": ("test_processes.py", "test_distributed_folder.py"),
+    "recordings/rank_folder": ("test_distributed_folder.py",),
+    "recordings/ranks": ("test_distributed.py", *_RANKS),
+    "verbs/clip": _DISTRIBUTED,
+    "verbs/clip_limit": _DISTRIBUTED,
+    "verbs/clip_parameters": _DISTRIBUTED,
+    "verbs/keeping": ("test_distributed_values.py",),
+    "verbs/record_gradients": _DISTRIBUTED,
+}
 
 OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,
@@ -133,6 +85,7 @@ class Mutant(NamedTuple):
 
     path: Path
     line: int
+    last_line: int
     before: str
     after: str
     source: str
@@ -166,7 +119,8 @@ def _mutant(path: Path, lines: list[str], node: ast.AST, changed: ast.AST) -> Mu
     mutated = [*lines[: statement.lineno - 1], *new, *lines[statement.end_lineno :]]
     pairs = zip(before.splitlines(), after.splitlines(), strict=False)
     short = next(((one, other) for one, other in pairs if one != other), (before, after))
-    return Mutant(path, node.lineno, *short, "\n".join(mutated) + "\n")
+    last = node.test.end_lineno if isinstance(node, ast.If | ast.While) else node.end_lineno
+    return Mutant(path, node.lineno, last or 0, *short, "\n".join(mutated) + "\n")
 
 
 def _changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -267,36 +221,86 @@ def _replace(whole: ast.AST, target: ast.AST, changed: ast.AST) -> None:
                 setattr(parent, name, [changed if one is target else one for one in value])
 
 
+class Batch(NamedTuple):
+    """Tests that run in one process: of some files those named, in this order, and new ones."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
 @cache
-def tests_of(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tests of a file, and the second set, as paths from the root."""
-    stem = path.stem.strip("_").rstrip("s")
-    listed = TESTS_OF.get(str(path.relative_to(SRC).with_suffix("")), ())
-    named = sorted(
-        test
-        for test in (ROOT / "tests").rglob("test_*.py")
-        if stem and test.stem.removeprefix("test_").startswith(stem)
+def _reach() -> tuple[dict[str, reached_lines.Reach], dict[str, str]]:
+    """What each test runs, and the source as it was then."""
+    found = json.loads(REACHED.read_text())
+    tests = {name: reached_lines.Reach(*reach) for name, reach in found["tests"].items()}
+    return tests, found["sources"]
+
+
+@cache
+def _lines_then(name: str) -> dict[int, int]:
+    """Of each line of a file, which one it was when the lines were recorded, or the one before."""
+    then, now = (
+        text.splitlines() for text in (_reach()[1].get(name, ""), (SRC / name).read_text())
     )
-    own = [str(test.relative_to(ROOT)) for test in named if test.parent.name == path.parent.name]
-    own += [f"tests/{name}" for name in listed]
-    own += [str(test.relative_to(ROOT)) for test in named]
-    second = [f"tests/{name}" for name in SECOND_SET]
-    return tuple(dict.fromkeys(own)), tuple(name for name in second if name not in own)
+    found = {}
+    for block in difflib.SequenceMatcher(None, then, now, autojunk=False).get_matching_blocks():
+        found |= {block.b + k + 1: block.a + k + 1 for k in range(block.size)}
+    latest = 0
+    for number in range(1, len(now) + 1):
+        latest = found.setdefault(number, latest)
+    return found
+
+
+def batches(mutant: Mutant, spent_s: float) -> Iterator[Batch]:
+    """The tests that can notice a change, the likeliest first."""
+    tests, _ = _reach()
+    name = mutant.path.relative_to(SRC).as_posix()
+    lines = {_lines_then(name)[k] for k in range(mutant.line, mutant.last_line + 1)}
+    reach = [test for test, (_, of) in tests.items() if not lines.isdisjoint(of.get(name, ()))]
+    reach.sort(key=lambda test: tests[test].seconds)
+    own = _named_for(mutant.path)
+    near = [test for test in reach if test.partition("::")[0] in own]
+    # Tests that trace lines themselves are recorded with none: so the rest of these files, too.
+    near += [test for test in tests if test.partition("::")[0] in own and test not in near]
+    yield Batch(own, tuple(near))
+    seen: dict[str, int] = {}
+    others = []
+    for test in reach:
+        file = test.partition("::")[0]
+        seen[file] = seen.get(file, 0) + 1
+        if file not in own:
+            others.append((seen[file], tests[test].seconds, test))
+    chosen = []
+    for _, seconds, test in sorted(others):
+        spent_s -= seconds
+        if spent_s > 0:
+            chosen.append(test)
+    if chosen:
+        yield Batch(tuple({test.partition("::")[0]: None for test in chosen}), tuple(chosen))
+    for file in TESTS_OF.get(name.removesuffix(".py"), ()):
+        yield Batch((f"tests/regimes/{file}",), ())
+
+
+def _named_for(path: Path) -> tuple[str, ...]:
+    """The files of tests that are named for a file, or for the first word of its name."""
+    stem = path.stem.strip("_")
+    tests = ROOT / "tests" / path.parent.relative_to(SRC)
+    words = (stem, stem.rstrip("s"), stem.partition("_")[0])
+    found = [test for word in words if word for test in sorted(tests.glob(f"test_{word}*.py"))]
+    return tuple(dict.fromkeys(test.relative_to(ROOT).as_posix() for test in found))
 
 
 _running: set[Any] = set()  # the processes that run tests
 
 
-def noticed_by(mutant: Mutant) -> str | None:
-    """The test that fails with the change and passes without it, or what else it leads to."""
+def noticed_by(mutant: Mutant, spent_s: float = SPENT_S) -> str | None:
+    """The test that fails with the change and passes without it, or None."""
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "src"
         shutil.copytree(ROOT / "src", copied)
         (copied / mutant.path.relative_to(ROOT / "src")).write_text(mutant.source)
-        for tests in tests_of(mutant.path):
-            for test in failures(copied, tests):
-                if test is None:
-                    return "a crash, or a test that hangs"
+        for batch in batches(mutant, spent_s):
+            for test in failures(copied, batch):
                 if passes_unchanged(test):
                     return test
     return None
@@ -304,37 +308,49 @@ def noticed_by(mutant: Mutant) -> str | None:
 
 @cache
 def passes_unchanged(test: str) -> bool:
-    """Whether a test passes on the source as it is."""
-    passed = not any(True for _ in failures(ROOT / "src", (test,)))
+    """Whether a test passes on the source as it is, or the files that it names can be collected."""
+    passed = not any(True for _ in failures(ROOT / "src", Batch((test,), (test,))))
     if not passed:
         print(f"fails on the source as it is: {test}", flush=True)
+        if "::" not in test:
+            raise RuntimeError(f"{test} cannot be collected")
     return passed
 
 
-def failures(source: Path, tests: Sequence[str]) -> Iterator[str | None]:
-    """The tests that fail on a source, as they do, and None if they do not come to an end.
+def failures(source: Path, batch: Batch) -> Iterator[str]:
+    """The tests that fail on a source, crash or hang, as they do; a file that cannot be collected.
 
     They run in a process that has torch already, for as long as the caller asks for more.
     """
+    if not batch.files:
+        return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pytest"])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_in_process, args=(str(source), tuple(tests), theirs))
+    times = {
+        test: reach.seconds
+        for test, reach in _reach()[0].items()
+        if test.partition("::")[0] in batch.files
+    }
+    reporter = _Reporter(theirs, batch.tests, frozenset(times))
+    process = context.Process(target=_in_process, args=(str(source), batch.files, reporter))
     process.start()
     _running.add(process)
     theirs.close()
+    running = batch.files[0]
     try:
-        while ours.poll(LIMIT_S):
+        while ours.poll(HANGS_S + 5 * times.get(running, HANGS_S)):
             name, outcome = ours.recv()
             if name is None:
-                if outcome not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-                    yield None
+                if outcome in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR):
+                    yield running  # the source cannot be imported
                 return
             if outcome == "failed":
                 yield name
-        yield None
+            running = name
+        yield running  # it hangs
     except EOFError:  # it crashed
-        yield None
+        yield running
     finally:
         _kill_group(process)
         process.join()
@@ -347,7 +363,7 @@ def _kill_group(process: Any) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _in_process(source: str, arguments: tuple[str, ...], pipe: Connection) -> None:
+def _in_process(source: str, files: Sequence[str], reporter: _Reporter) -> None:
     os.setpgrp()
     silent = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -357,22 +373,38 @@ def _in_process(source: str, arguments: tuple[str, ...], pipe: Connection) -> No
     os.environ.update(PYTHONPATH=source, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     # Hypothesis's profile for servers: the same examples each time, no deadline, nothing kept.
     options = ["-q", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=ci"]
-    code = pytest.main([*options, *arguments], plugins=[_Reporter(pipe)])
-    pipe.send((None, int(code)))
+    code = pytest.main([*options, *files], plugins=[reporter])
+    reporter.pipe.send((None, int(code)))
 
 
 class _Reporter:
-    """Tells the process that waits how each test went."""
+    """Runs some tests in their order, and tells the process that waits how each test went."""
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Connection, tests: Sequence[str], known: frozenset[str]) -> None:
         self.pipe = pipe
+        self.order = {test: number for number, test in enumerate(tests)}
+        self.known = known
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [
+            one for one in items if one.nodeid in self.order or one.nodeid not in self.known
+        ]
+        items.sort(key=lambda one: self.order.get(one.nodeid, -1))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.pipe.send((report.nodeid, "failed"))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.pipe.send((nodeid, "begun"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.pipe.send((report.nodeid, report.outcome))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw changes, try them, print those that no test noticed, and the score."""
+    """Draw changes, try them, print those that no test noticed, and the score of each room."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=60, help="how many changes")
     parser.add_argument("--seed", type=int, default=date.today().toordinal())
@@ -382,18 +414,24 @@ def main(arguments: list[str] | None = None) -> int:
         "--verbose", action="store_true", help="also print what was noticed, by what"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--reach", action="store_true", help="record anew what each test runs")
     options = parser.parse_args(arguments)
+    if options.reach or not REACHED.exists():
+        reached_lines.record(REACHED, options.jobs)
     files = [path for name in options.only or ROOMS for path in _files(SRC / name)]
     drawn = [make for path in files for make in mutants_of(path)]
     if not options.all:
         drawn = random.Random(options.seed).sample(drawn, min(options.n, len(drawn)))
     found = [make() for make in drawn]
-    n_noticed = 0
+    noticed: dict[str, list[bool]] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            for mutant, test in zip(found, pool.map(noticed_by, found), strict=True):
-                n_noticed += test is not None
+            waiting = {pool.submit(noticed_by, mutant): mutant for mutant in found}
+            for one in as_completed(waiting):
+                mutant, test = waiting[one], one.result()
+                room = mutant.path.relative_to(SRC).parts[0]
+                noticed.setdefault(room, []).append(test is not None)
                 if test is None:
                     print(f"survived: {mutant}", flush=True)
                 elif options.verbose:
@@ -402,8 +440,20 @@ def main(arguments: list[str] | None = None) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in tuple(_running):
                 _kill_group(process)
-    print(f"seed {options.seed}: {n_noticed} of {len(found)} changes were noticed")
-    return 0 if n_noticed >= 0.9 * len(found) else 1
+    every = [one for ones in noticed.values() for one in ones]
+    for name, ones in (*sorted(noticed.items()), (f"all, seed {options.seed}", every)):
+        low, high = interval(sum(ones), len(ones))
+        print(f"{name}: {sum(ones)} of {len(ones)} changes were noticed ({low:.0%} to {high:.0%})")
+    return 0 if sum(every) >= 0.9 * len(every) else 1
+
+
+def interval(hits: int, n: int) -> tuple[float, float]:
+    """Wilson's interval of 95 % for a share of which `hits` of `n` were drawn."""
+    z = 1.96
+    share, spread = hits / n, z * math.sqrt(hits * (n - hits) / n + z * z / 4)
+    return (share * n + z * z / 2 - spread) / (n + z * z), (share * n + z * z / 2 + spread) / (
+        n + z * z
+    )
 
 
 def _files(path: Path) -> list[Path]:

@@ -94,6 +94,18 @@ def test_an_interrupt_ends_the_pass_at_the_next_run(net, image):
     assert [len(one) for one in run.passes] == [2, 4]
 
 
+def test_an_interrupt_that_ends_the_line_too_leaves_its_pass_failed(net, image):
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = net.layer2.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), hl.record(net, "**.conv") as run:
+        net(image)
+    handle.remove()
+    (only,) = run.passes
+    assert only.failed is True
+
+
 def test_a_line_that_is_ended_inside_the_forward_has_seen_no_failure(net, image):
     line = hl.record(net, "layer1.*.conv")
     handle = net.layer2.register_forward_pre_hook(lambda module, args: line.remove())
@@ -254,8 +266,65 @@ def test_runs_elsewhere_are_counted_as_runs(net, image):
     line = hl.record(net)
     with line as run, ThreadPoolExecutor(1) as pool:
         net(image)
-        pool.submit(net, image).result()
-    assert run.report().elsewhere == 1
+        for _ in range(2):
+            pool.submit(net, image).result()
+    assert run.report().elsewhere == 2
+
+
+class EndsTheLine:
+    """A lock that another thread gets just before: there it ends the line."""
+
+    def __init__(self, line):
+        self.line, self.held = line, line.passes._lock
+
+    def __enter__(self):
+        self.line.passes._lock = self.held
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.line.remove).result()
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("part", "site"), [("", ":input"), ("", "stem"), ("stem", "stem")])
+def test_nothing_is_edited_once_another_thread_has_ended_the_line(net, image, part, site):
+    expected = net.get_submodule(part)(image)
+    line = hl.edit(net, site, hl.edits.scale(0), every_thread=True)
+    line.quiet = True
+    line.passes._lock = EndsTheLine(line)
+    assert torch.equal(net.get_submodule(part)(image), expected)
+
+
+def test_a_pass_that_begins_while_another_thread_ends_the_line_is_ended_too(net, image):
+    line = hl.record(net, "stem", every_thread=True)
+    line._line.quiet = True
+    passes, begins, may_begin = line._line.passes, threading.Event(), threading.Event()
+    held = passes._lock
+
+    class Tells:  # when the thread that ends the line has to wait
+        def __enter__(self):
+            if begins.is_set():
+                may_begin.set()
+            held.acquire()
+
+        def __exit__(self, *_):
+            held.release()
+
+    def numbers():
+        begins.set()
+        assert may_begin.wait(60)
+        yield 0
+
+    passes._lock, passes._numbers = Tells(), numbers()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(net, image)
+        assert begins.wait(60)
+        ending = pool.submit(line.remove)
+        ending.add_done_callback(lambda _: may_begin.set())  # it did not wait
+        ending.result()
+        running.result()
+    assert [one.failed for one in line.recording.passes] == [False]
+    assert line.report().passes == 1
 
 
 def test_a_line_that_ends_while_another_thread_runs_the_model_ends_its_pass(net, image):

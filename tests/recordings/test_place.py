@@ -246,8 +246,10 @@ def test_the_next_save_removes_what_a_killed_writer_left_and_nothing_else(tmp_pa
         left_behind(tmp_path, ".run.0123abcd.part.bak"),
         left_behind(tmp_path, "run.0123abcd.part"),
         left_behind(tmp_path, ".run.0123abc0.part"),
+        left_behind(tmp_path, ".run.0123abc3.part"),
     ]
     (kept[-1] / "thesis.txt").write_text("years of work")
+    (kept[-2] / "report.html.bak").write_text("a page that somebody keeps")
     (tmp_path / ".run.0123abc1.part").write_text("a file")
     (tmp_path / ".run.0123abc2.part").symlink_to(kept[0])
     recorded(1).save(tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -247,6 +248,47 @@ def test_inference_tensors_are_copied_in_time_with_keep_or_without(keep):
             model(x)
     assert (expected < 0).any()
     assert torch.equal(run["0"].view(64, 2), expected)
+
+
+@pytest.mark.parametrize("keep", [None, lambda value: value])
+def test_a_parameter_of_another_model_is_kept_through_its_optimizers_step(keep):
+    model, other = nn.Identity(), Giver(VIEWS["itself"])
+    with torch.no_grad(), hl.record(model, "", ports="input", keep=keep) as run:
+        model(other.weight)
+    expected = other.weight.detach().clone()
+    fused_step(other)
+    assert torch.equal(run[":input"], expected)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_the_values_of_a_sparse_buffer_are_kept_as_they_were_seen(layout):
+    values = {torch.sparse_coo: torch.Tensor._values, torch.sparse_csr: torch.Tensor.values}[layout]
+    model = Around(Giver(values, "running"))
+    with warnings.catch_warnings(action="ignore"):  # torch: sparse CSR is in beta state
+        model.giver.running = model.giver.running.to_sparse(layout=layout)
+    with torch.no_grad(), hl.record(model, "giver") as run:
+        model(torch.zeros(1))
+    expected = values(model.giver.running).clone()
+    values(model.giver.running).data.add_(1)
+    assert torch.equal(run["giver"], expected)
+
+
+def test_what_keep_takes_from_the_model_itself_is_copied():
+    model = Around(Giver(lambda t: t * 2))
+    with torch.no_grad(), hl.record(model, "", keep=lambda _: model.giver.running.data) as run:
+        model(torch.zeros(1))
+    expected = model.giver.running.clone()
+    model.giver.running.data.add_(1)
+    assert torch.equal(run[""], expected)
+
+
+def test_a_parameter_made_in_inference_mode_is_copied_with_its_graph_asked_for():
+    with torch.inference_mode():
+        model = Around(Giver(VIEWS["itself"]))
+        with hl.record(model, "giver", detach=False) as run:
+            expected = model(torch.zeros(1)).clone()
+        model.giver.weight.data.add_(1)
+    assert torch.equal(run["giver"], expected)
 
 
 def test_memory_that_was_freed_is_an_error_and_no_crash():

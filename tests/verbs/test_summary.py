@@ -34,6 +34,13 @@ def test_shapes_parameters_flops_and_memory_are_right(net, image):
     assert table.failure is None
 
 
+def test_activations_are_the_outputs_of_the_modules_that_hold_no_other():
+    model = nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+    table = hl.summary(model, torch.zeros(3, 2))
+    assert table.activation_bytes == 4 * 3 * (4 + 8 + 8)
+    assert hl.summary(nn.ReLU(), torch.zeros(3, 2)).activation_bytes == 4 * 3 * 2
+
+
 def test_the_model_is_left_as_it_was(image, left_as_found):
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.5)).train()
     model[1].eval()

@@ -181,7 +181,8 @@ class Passes:
 
     def leave(self) -> None:
         """The line has ended: nothing that fires from now on is seen."""
-        self.closed = True
+        with self._lock:  # a pass that another thread begins is either open by now, or never is
+            self.closed = True
         # Not ContextVar.reset: a line may be closed in another context than it was made in.
         _made_here.set(_still_open())
         mine = self.lane.current

@@ -13,7 +13,7 @@ from typing import Any, Unpack, final
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hookline.engine import Line, Selector, Site, reshard, stop_all, tree
+from hookline.engine import Selector, Site, reshard, stop_all, tree
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.calling import Inputs, call, in_eval_mode
@@ -97,7 +97,7 @@ def features(
     with recorder as recording, mode:
         for number, batch in enumerate(_batches(inputs)):
             missing.update(wanted)
-            _run(model, batch, line, token)
+            _run(model, batch, token)
             if missing and number:
                 raise NotRecordedError(
                     f"{min(missing, key=wanted.index)} must have a value for each batch, got none"
@@ -111,14 +111,13 @@ def features(
     return recording
 
 
-def _run(model: nn.Module, inputs: Any, line: Line, token: int) -> None:
+def _run(model: nn.Module, inputs: Any, token: int) -> None:
     try:
         call(model, inputs)
     except _Enough as enough:
         if enough.token != token:
             raise
-        line.passes.stop()
-        stop_all()  # lines around this one saw the same forward end
+        stop_all()  # this line, and those around it that saw the same forward end
         reshard(model)
         # Its traceback holds every frame of the forward, and with them the activations.
         enough.__traceback__ = None

@@ -199,7 +199,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
             table.failure = f"{found or 'the call'}: {type(error).__name__}: {text}"
     table.ran = True
     holders = {path.rpartition(".")[0] for row in table.rows for path in (row.path, *row.aliases)}
-    leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows[:1]
+    leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows
     table.activation_bytes = sum(row.output_bytes for row in leaves)
     return table
 
