@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.arguments import Arguments
@@ -315,3 +316,24 @@ def test_state_dict_hooks_are_given_what_torchs_are():
                 model.load_state_dict(model.state_dict())
     assert seen["hookline"] == seen["torch"]
     assert len(seen["torch"]) == 4
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_named_arguments_need_one_graph_for_all_lines_and_another_for_other_names():
+    class Two(nn.Module):
+        def forward(self, first, second, *rest):
+            return first * 2 + second
+
+    net, x = nn.Sequential(nn.Identity()), torch.ones(2)
+    net.two = Two()
+    net.forward = lambda x: net.two(x, x * 3, x)
+    call = torch.compile(net, backend="eager", fullgraph=True)
+    for _ in range(3):
+        with hl.record(net, "two", ports="input") as run:
+            call(x)
+        assert list(run["two:input"]) == ["first", "second", "rest"]
+    assert counters["stats"]["unique_graphs"] == 1
+    net.two.forward = lambda left, right, third: left * 2 + right
+    with hl.record(net, "two", ports="input") as run:
+        call(x)
+    assert list(run["two:input"]) == ["left", "right", "third"]

@@ -173,6 +173,22 @@ def test_gradients_are_of_all_uses_and_before_later_writes(layers, form):
     assert form == "layers" or not lost
 
 
+def test_inductor_gives_and_takes_the_gradients_of_eager_code():
+    """By site: in which order the gradients of one graph are handed out, inductor chooses."""
+    net, x = made(Layer("linear relu", "+"))
+    call = torch.compile(net, backend="inductor", fullgraph=True)
+    found = []
+    for run in (net, call):
+        with hl.edit(net, "layers.0.linear:grad_input", shifted):
+            found.append(recorded(net, run, x, ["stem", "layers.0.relu"]))
+    (own, expected, _), (call_own, call_found, lost) = found
+    assert not lost
+    assert len(expected) == 4
+    close(call_own, own)
+    assert sorted(call_found) == sorted(expected)
+    close({key: call_found[key] for key in expected}, expected)
+
+
 @pytest.mark.parametrize("port", PORTS)
 @pytest.mark.parametrize("kind", ["linear", "linear relu linear"])
 def test_an_edit_of_what_flows_past_a_module_too_changes_all_of_it(kind, port):

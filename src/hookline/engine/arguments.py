@@ -1,4 +1,4 @@
-"""Arguments: what a module is called with, as one value. Imports only torch.
+"""Arguments: what a module is called with, as one value. Imports compile_internals.
 
 That value is the tensor itself if the module got nothing else, otherwise a dict by parameter name.
 """
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.compile_internals import while_tracing
 
 
 class _Positional(NamedTuple):
@@ -73,8 +75,9 @@ class Arguments:
 
     def _parameters_of(self, module: nn.Module) -> _Positional:
         """The positional parameters of the forward that runs, which may be another one by now."""
-        if is_dynamo_compiling():  # which caches signatures itself, and guards the forward
-            return _positional(module.forward)
+        if is_dynamo_compiling():
+            names, rest = _traced_names(module).split(";")
+            return _Positional(names.split(",") if names else [], rest or None)
         forward = module.forward
         function = getattr(forward, "__func__", forward)  # a method is a new object at each look-up
         if self._forward() is not function:
@@ -103,6 +106,17 @@ def _positional(forward: Any) -> _Positional:
     except (TypeError, ValueError):  # a forward written in C has no signature
         pass
     return _Positional(names, rest)
+
+
+@while_tracing
+def _traced_names(module: nn.Module) -> str:
+    """Join the names of a forward's positional parameters in one text, which a graph can hold.
+
+    Compiled code is guarded on the code of the forward, by which it calls that. Were it to read the
+    signature itself, it would be guarded on the function, of which each line has another one.
+    """
+    names, rest = _positional(module.forward)
+    return f"{','.join(names)};{rest or ''}"
 
 
 def _bind(args: tuple[Any, ...], parameters: _Positional) -> dict[str, Any]:
