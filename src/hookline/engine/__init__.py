@@ -74,9 +74,9 @@ from hookline.engine.site import path_text as path_text
 from hookline.engine.taps import OutputTap as OutputTap
 from hookline.engine.taps import Rank as Rank
 from hookline.engine.taps import unused as unused
+from hookline.engine.torch_internals import PYTHON_NODE as PYTHON_NODE
 from hookline.engine.torch_internals import at_end_of_backward as at_end_of_backward
 from hookline.engine.torch_internals import backward_number as backward_number
-from hookline.engine.torch_internals import node_of_compiled as node_of_compiled
 from hookline.engine.torch_internals import outer_backward as outer_backward
 from hookline.engine.traced import Halves as Halves
 from hookline.engine.traced import Run as Run
@@ -92,6 +92,7 @@ __all__ = [
     "EVERYWHERE",
     "LINE",
     "PORTS",
+    "PYTHON_NODE",
     "ROOT",
     "TIMEOUT_S",
     "Arrival",
@@ -147,7 +148,6 @@ __all__ = [
     "local_part",
     "makes_new_memory",
     "meet",
-    "node_of_compiled",
     "outer_backward",
     "parse_site",
     "path_text",

@@ -302,10 +302,14 @@ def is_of_trace(tensor: Tensor) -> bool:
     return type(tensor).__name__ in ("FunctionalTensor", "FakeTensor")
 
 
+# The class of nodes whose backward is written in Python: that of compiled code is one of them.
+PYTHON_NODE = torch.autograd.function.BackwardCFunction
+
+
 def node_of_compiled(tensor: Tensor) -> Any:
     """The node of the graph that is the run of compiled code which returned a tensor; else None."""
     node = tensor.grad_fn
-    is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    is_of_python = isinstance(node, PYTHON_NODE)
     return node if is_of_python and type(node).__name__.startswith("CompiledFunction") else None
 
 

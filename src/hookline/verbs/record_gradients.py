@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
+    PYTHON_NODE,
     Arrival,
     Crossing,
     GradOutputTap,
@@ -23,7 +24,6 @@ from hookline.engine import (
     has_numbers,
     hook_value,
     local_part,
-    node_of_compiled,
     outer_backward,
     outlines,
 )
@@ -110,9 +110,9 @@ class PlainGradTap(GradOutputTap):
         if is_dynamo_compiling():
             return super().fire(module, args, output)
         current = self.lane.current
-        is_plain = type(output) is Tensor and output.grad_fn is not None
-        # Of what compiled code returned, others may have come along: `look` knows what to do.
-        is_plain = is_plain and node_of_compiled(output) is None
+        node = output.grad_fn if type(output) is Tensor else None
+        # A function of Python's may be compiled code, which returned others as well: `look` knows.
+        is_plain = node is not None and not issubclass(type(node), PYTHON_NODE)
         if current is None or not is_plain or current.stretch is not None:
             return self.look(module, output, id(sys._getframe(1)))
         calls = current.calls
