@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
@@ -52,3 +54,15 @@ def test_one_rank_without_sharded_weights_copies_nothing(rank, folder):
     with torch.no_grad(), hl.record(model, "1") as run:
         out = model(torch.ones(1, 2))
     assert run["1"].data_ptr() == out.data_ptr()
+
+
+@on_ranks
+def test_one_rank_keeps_a_dtensor_whose_local_part_is_written_to(rank, folder):
+    model = nn.Sequential(nn.Identity(), nn.ReLU())
+    mesh = init_device_mesh("cpu", (1,))
+    for options in ({}, {"keep": lambda value: value}):
+        x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        with torch.no_grad(), hl.record(model, "0", **options) as run:
+            model(x)
+        x.to_local().data.zero_()
+        assert run["0"].sum() == 8
