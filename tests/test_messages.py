@@ -84,6 +84,28 @@ def test_a_hooks_own_error_names_its_site(net, image):
     assert caught.value.__notes__ == ["hookline: raised by the hook at layer1.0.conv (Conv2d)"]
 
 
+@pytest.mark.parametrize("model", [None, 3, "net", b"", [], object(), torch.nn.Linear, print])
+@pytest.mark.parametrize("verb", ["record", "watch", "select", "inventory", "doctor", "cam"])
+def test_what_is_not_a_model_is_refused_in_two_lines(verb, model, image):
+    given = {"doctor": (image,), "cam": (image,)}.get(verb, ())
+    message = said(lambda: getattr(hl, verb)(model, *given))
+    assert f"got {type(model).__name__}.\nGive the model itself" in message
+
+
+@pytest.mark.parametrize("ports", [None, 3, 1.5, "outptu", b"output", [], ("output", 3), print])
+def test_what_is_not_a_port_is_refused_with_those_that_there_are(net, ports):
+    message = said(lambda: hl.record(net, "fc", ports=ports))
+    assert message.startswith("ports must")
+    assert "input, output, grad_input, grad_output, grad, got" in message
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize("norm_type", [None, "2", [], True, print])
+def test_what_is_not_the_kind_of_a_norm_is_refused(net, norm_type):
+    message = said(lambda: hl.clip(net, norm=1.0, norm_type=norm_type))
+    assert message.startswith(f"norm_type must be a number, got {norm_type!r}.\nGive")
+
+
 # "X is no Y" and "there is no Y" say neither what is expected nor what is there.
 PATTERN = re.compile(r"\b([Ii]s|[Aa]re|was|were) no\b(?! longer)", re.ASCII)
 

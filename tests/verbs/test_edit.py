@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import UserList
+from collections import UserDict, UserList, namedtuple
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -320,6 +321,9 @@ def test_a_tensor_that_does_not_broadcast_is_refused_by_name(net, image, name, s
         net(image)
 
 
+Pair = namedtuple("Pair", ["left", "right"])
+
+
 class Returns(nn.Module):
     """Returns what a function makes of its input."""
 
@@ -360,3 +364,90 @@ def test_an_edit_of_an_unusual_container_keeps_its_form_or_is_refused(name):
     with hl.edit(model, "", lambda value: [t * 2 for t in value]):
         with pytest.raises(hl.StructureError, match=r"expected .* got list"):
             model(x)
+
+
+@dataclass
+class Held:
+    """Not known to torch's pytrees."""
+
+    a: object
+
+
+REPLACED = {
+    "named tuple": (lambda t: Pair(t, 1), lambda v: v._replace(left=v.left * 2)),
+    "dataclass": (Held, lambda v: Held(v.a * 2)),
+    "UserDict": (lambda t: UserDict(a=t), lambda v: UserDict(a=v["a"] * 2)),
+    "values of a dict": (lambda t: {"a": t}.values(), lambda v: {"a": one(v) * 2}.values()),
+    "iterator": (lambda t: iter([t]), lambda v: iter([t * 2 for t in v])),
+    "generator": (lambda t: (t for t in [t]), lambda v: (t * 2 for t in v)),
+    "zip": (lambda t: zip([t]), lambda v: zip([t[0] * 2 for t in v])),
+    "partial": (lambda t: partial(torch.add, t), lambda v: partial(torch.add, v.args[0] * 2)),
+}  # fmt: skip
+
+
+def one(values):
+    return next(iter(values))
+
+
+def tensor_in(value):
+    """The first tensor that a reader of the value gets."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, partial):
+        return value.args[0]
+    found = next(iter(value.values())) if isinstance(value, UserDict) else None
+    return tensor_in(value.a if isinstance(value, Held) else one(value) if found is None else found)
+
+
+class Reading(nn.Module):
+    """Returns what a module after it makes of an unusual container."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = Returns(make)
+
+    def forward(self, x):
+        return tensor_in(self.make(x)) * 5
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_replaces_an_unusual_container_is_what_the_model_goes_on_with(name):
+    make, change = REPLACED[name]
+    x, by_hand = torch.tensor([1.0, 2.0], requires_grad=True), Reading(make)
+    by_hand.make.register_forward_hook(lambda module, args, output: change(output))
+    expected = by_hand(x)
+    model = Reading(make)
+    with hl.edit(model, "make", change):
+        found = model(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, x * 10)
+    assert torch.equal(*(torch.autograd.grad(out.sum(), x)[0] for out in (found, expected)))
+
+
+CHANGED = {
+    "dict": (lambda t: {"a": t}, lambda v: v.update(a=v["a"] * 2)),
+    "list": (lambda t: [t], lambda v: v.__setitem__(0, v[0] * 2)),
+    "dataclass": (Held, lambda v: setattr(v, "a", v.a * 2)),
+    "UserDict": (lambda t: UserDict(a=t), lambda v: v.update(a=v["a"] * 2)),
+    "iterator": (lambda t: iter([t]), lambda v: all(True for _ in v) and None),
+    "generator": (lambda t: (t for t in [t]), lambda v: all(True for _ in v) and None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_container_that_an_edit_changes_or_uses_up_without_returning_one_is_refused(name):
+    make, change = CHANGED[name]
+    model = Returns(make)
+    with hl.edit(model, "", change), pytest.raises(hl.StructureError) as caught:
+        model(torch.ones(2))
+    assert str(caught.value).startswith(
+        "the edit at (root) must return the new value, got None after it changed a container"
+    )
+
+
+def test_a_ready_made_edit_of_what_shows_no_tensor_says_what_to_do():
+    model = Returns(lambda t: iter([t]))
+    with hl.edit(model, "", hl.edits.scale(2)), pytest.raises(hl.StructureError) as caught:
+        model(torch.ones(2))
+    assert str(caught.value).endswith("Select a module that returns one, or give a function that"
+                                      " returns a new value.")  # fmt: skip

@@ -44,6 +44,6 @@ def layout_of(ground: Any, name: str) -> Layout:
     if isinstance(ground, Mapping) and all(isinstance(t, Tensor) for t in ground.values()):
         return layout_of_tensors(ground)
     raise AttachError(
-        f"{name} needs a model (an nn.Module), or tensors by name, {{'a': a}}; got"
-        f" {type(ground).__name__}."
+        f"{name} needs a model (an nn.Module), or tensors by name, got {type(ground).__name__}."
+        "\nGive the model itself; for tensors: hl.attach({'a': a})."
     )

@@ -20,6 +20,7 @@ from hookline.engine.torch_internals import (
     parameters,
     unwrapping,
 )
+from hookline.errors import AttachError
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +117,10 @@ def layout_of_tensors(named: Mapping[str, Tensor]) -> Layout:
 
 def walk(model: nn.Module, met: _Met | None = None) -> list[Node]:
     """List every module of a model, in registration order, the root first."""
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"a model must be an nn.Module, got {type(model).__name__}.\nGive the model itself."
+        )
     nodes: dict[int, Node] = {}  # by id: a module may define == and lose its hash
     _visit(model, "", None, nodes, set(), _Met() if met is None else met)
     return list(nodes.values())

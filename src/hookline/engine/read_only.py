@@ -8,6 +8,7 @@ Others hold the tensors of a value, too: other branches of the model, and whoeve
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, final
@@ -30,9 +31,15 @@ from hookline.errors import StructureError
 
 
 def call_read_only(
-    function: Callable[[Any], Any], value: Any, refusal: Callable[[], StructureError]
+    function: Callable[[Any], Any],
+    value: Any,
+    refusal: Callable[[], StructureError],
+    unreturned: Callable[[], StructureError],
 ) -> Any:
     """Call a function on a value, and undo what the function writes to the value's tensors.
+
+    A function that changes a container in place is to return one: None says that it left the value
+    as it was. In compiled code that is not looked at.
 
     In compiled code the versions are those of the tensors that stand for the value's while the
     code is traced. The code that runs has nothing of it.
@@ -40,10 +47,13 @@ def call_read_only(
     Args:
         function: the user's.
         value: what it is called with. Inference tensors have no version: it gets copies of them.
-        refusal: makes the error.
+        refusal: makes the error for a write to a tensor.
+        unreturned: makes the error for a container that was changed, or an iterator that was used
+            up, by a function that returns None.
 
     Raises:
-        StructureError: the function wrote to a tensor of the value.
+        StructureError: the function wrote to a tensor of the value, or changed a container and
+            returned None.
     """
     if is_dynamo_compiling():
         _each_tensor(note_graph_version, value)
@@ -53,7 +63,8 @@ def call_read_only(
             raise refusal()
         return new
     value = _without_inference_tensors(value)
-    before = [_Before(tensor) for tensor in opaque.every(value)]
+    tensors = opaque.every(value)
+    before = [_Before(tensor) for tensor in tensors]
     try:
         new = function(value)
     except BaseException:
@@ -61,6 +72,10 @@ def call_read_only(
         raise
     if _undo(before, refusal):
         raise refusal()
+    if new is None and not isinstance(value, Tensor):
+        left = opaque.every(value)
+        if len(left) != len(tensors) or not all(map(operator.is_, left, tensors)):
+            raise unreturned()
     return new
 
 

@@ -172,12 +172,18 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         SelectionError: one of them is unknown, or there is none.
     """
-    names = (ports,) if isinstance(ports, str) else tuple(ports)
+    names = (ports,) if isinstance(ports, str) or not isinstance(ports, Iterable) else tuple(ports)
     for name in names:
         if name not in PORTS:
-            raise SelectionError(f"ports must be of {', '.join(PORTS)}, got {name!r}.")
+            raise SelectionError(
+                f"ports must be of {', '.join(PORTS)}, got {name!r}.\nGive ports='output',"
+                " ports=('output', 'grad_output') or the like."
+            )
     if not names:
-        raise SelectionError(f"ports must name at least one of {', '.join(PORTS)}, got none.")
+        raise SelectionError(
+            f"ports must name at least one of {', '.join(PORTS)}, got none."
+            "\nLeave ports out for outputs."
+        )
     return names
 
 
@@ -216,6 +222,7 @@ def _match(layout: Layout, selector: Selector, ports: tuple[str, ...]) -> Iterab
         if not selector:
             raise SelectionError(
                 "a list of selectors must name at least one site, got an empty one."
+                "\nGive None for every module."
             )
         return [pair for part in selector for pair in _match(layout, part, ports)]
     found, asked = _find(layout, selector, ports)

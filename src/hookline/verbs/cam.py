@@ -92,7 +92,10 @@ def cam(
     """
     way = method_named(method)
     if not isinstance(model, nn.Module):
-        raise AttachError(f"cam needs a model (an nn.Module), got {type(model).__name__}.")
+        raise AttachError(
+            f"cam needs a model (an nn.Module), got {type(model).__name__}."
+            "\nGive the model itself: hl.cam(model, images)."
+        )
     if any(is_scripted(module) for module in model.modules()):
         raise AttachError(
             f"{type(model).__name__} is scripted or traced, in whole or in part: torch calls no"

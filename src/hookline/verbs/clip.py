@@ -274,6 +274,10 @@ def clip(
             f"{kind} must be a number >= 0, got {bound!r}."
             f"\nGive {kind}=1.0, for instance; float('inf') measures, and clips nothing."
         )
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):
+        raise AttachError(
+            f"norm_type must be a number, got {norm_type!r}.\nGive norm_type=2.0, or float('inf')."
+        )
     line = RawLine(model, name="clip", every_thread=every_thread)
     line.lenient = selector is None
     selection = line.select(selector, check_ports(ports))

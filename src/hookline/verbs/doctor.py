@@ -69,7 +69,10 @@ def doctor(
         AttachError: what was given is no module.
     """
     if not isinstance(model, nn.Module):
-        raise AttachError(f"doctor needs a model (an nn.Module); got {type(model).__name__}.")
+        raise AttachError(
+            f"doctor needs a model (an nn.Module), got {type(model).__name__}."
+            "\nGive the model itself: hl.doctor(model, x)."
+        )
     while isinstance(model, DistributedDataParallel):
         model = model.module  # its own call would wait for the other processes
     line = Line(model, name="doctor")

@@ -119,7 +119,7 @@ class _Effect:
 
     def of_value(self, change: Callable[[Any], Any], value: Any) -> Any:
         """Call the function on a value, to which it may not write."""
-        new = call_read_only(change, value, self._refusal)
+        new = call_read_only(change, value, self._refusal, self._unreturned)
         return new if is_dynamo_compiling() else self._seen(new)
 
     def of_gradient(self, change: Callable[[Any], Any], grad: Any) -> Any:
@@ -128,7 +128,7 @@ class _Effect:
 
     def inside(self, change: Callable[[Any], Any], grad: Any) -> Any:
         """Call the function on a gradient in compiled code."""
-        return call_read_only(change, grad, self._refusal)
+        return call_read_only(change, grad, self._refusal, self._unreturned)
 
     def _seen(self, new: Any) -> Any:
         if new is None:
@@ -143,6 +143,13 @@ class _Effect:
             " which other parts of the model, or the caller, may hold."
             "\nReturn a new tensor instead: lambda t: t * 0, or lambda t: t.clone().zero_(), not"
             " lambda t: t.zero_()."
+        )
+
+    def _unreturned(self) -> StructureError:
+        return StructureError(
+            f"the edit at {self.where or 'the root'} must return the new value, got None after it"
+            " changed a container in place, or used an iterator up."
+            "\nReturn the container, or of an iterator a new one: iter([t * 2 for t in values])."
         )
 
 

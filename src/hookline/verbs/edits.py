@@ -151,9 +151,13 @@ def _is_special(tensor: Tensor) -> bool:
 def _tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         leaves = [tree.leaf_text(leaf) for leaf, _ in tree.tensors(value)]
+        advice = (
+            f"Select a tensor: {', '.join(f'PATH:output{leaf}' for leaf in leaves[:4])}."
+            if leaves
+            else "Select a module that returns one, or give a function that returns a new value."
+        )
         raise StructureError(
-            f"hl.edits.{name} changes a tensor; the value here is {tree.describe(value)}."
-            f"\nSelect a tensor: {', '.join(f'PATH:output{leaf}' for leaf in leaves[:4])}."
+            f"hl.edits.{name} changes a tensor; the value here is {tree.describe(value)}.\n{advice}"
         )
     return value
 
