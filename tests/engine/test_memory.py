@@ -140,15 +140,24 @@ def test_weights_that_modules_hand_on_are_copied_at_each(gives, selector):
 
 
 def test_what_a_module_hands_on_is_asked_about_once_and_is_refused_once_changed():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Identity())
-    with torch.no_grad(), hl.record(model, "*") as run:
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = nn.Sequential(Block(), nn.Identity(), nn.Identity())
+    with torch.no_grad(), hl.record(model) as run:
         output = model(torch.ones(4))
         assert run["1"].data_ptr() == run["0"].data_ptr() == output.data_ptr()
         assert run.passes[0]._pass.untold is None  # nobody had to know the model's memory
         output.zero_()
-    for key in "012":
+    assert len(run.sites) == 5
+    for site in run.sites:
         with pytest.raises(hl.OverwrittenError):
-            run[key]
+            run[site]
 
 
 def test_memory_is_told_apart_by_lines_and_freed_memory_is_known():

@@ -173,7 +173,6 @@ def start_recording(
     fast, kept = is_plain(options), Keeper(options, untold)
     rest = Keeper({**options, "keep": None, "copy": False}, None)  # of what the graph has copied
     inside = _inside(options)
-
     is_plain_output = fast and after is None
 
     def bind(site: Site) -> Bound:
@@ -183,7 +182,8 @@ def start_recording(
         if is_plain_output and site.port == "output" and is_whole:
             module = node.module
             computes = type(module) in computing and "forward" not in vars(module)
-            return _PlainTap(site, line.passes, number, kept, None if computes else untold)
+            known, may = (None, False) if computes else (untold, _may_hand_on(module))
+            return _PlainTap(site, line.passes, number, kept, known, may_hand_on=may)
         if site.is_gradient:
             parameter = getattr(node, "tensor", None)
             on = KeepGradient(number, kept, parameter, keeps_graph=not detached)
@@ -229,17 +229,26 @@ class _PlainTap(OutputTap):
         kept: keeps what is not kept the fast way.
         untold: tells whether an output may change without a word; None where none can, as of a
             module that returns memory of its own.
+        may_hand_on: whether to look first if the value is the one that was just kept.
     """
 
-    __slots__ = ("kept", "number", "untold")
+    __slots__ = ("kept", "may_hand_on", "number", "untold")
 
     def __init__(
-        self, site: Site, passes: Passes, number: int, kept: Keeper, untold: Untold | None
+        self,
+        site: Site,
+        passes: Passes,
+        number: int,
+        kept: Keeper,
+        untold: Untold | None,
+        *,
+        may_hand_on: bool,
     ) -> None:
         super().__init__(site, passes, unused, Rank.RECORD)
         self.number = number
         self.kept = kept
         self.untold = untold
+        self.may_hand_on = may_hand_on
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep a nested value, or one that was seen outside of a pass, as any other tap does."""
@@ -269,17 +278,17 @@ class _PlainTap(OutputTap):
             return
         try:
             version = output._version
-            if self.untold is not None:
-                log = current.log
-                # What was just kept as it is, as of an identity, needs not be asked again.
-                if not log or log[-1][1] is not output:
-                    known = current.untold
-                    if known is None:
-                        known = self.untold.look(current)
-                    # To ask where its memory begins takes twice as long.
-                    if output.storage_offset() or output.data_ptr() >> LINE in known:
-                        self.fire_slowly(module, args, output)
-                        return
+            # What was just kept as it is, as of an identity, needs not be asked again.
+            if self.untold is not None and (
+                not self.may_hand_on or not (log := current.log) or log[-1][1] is not output
+            ):
+                known = current.untold
+                if known is None:
+                    known = self.untold.look(current)
+                # To ask where its memory begins takes twice as long.
+                if output.storage_offset() or output.data_ptr() >> LINE in known:
+                    self.fire_slowly(module, args, output)
+                    return
         except RuntimeError:  # it has no version, or no memory of its own
             self.fire_slowly(module, args, output)
             return
@@ -287,6 +296,15 @@ class _PlainTap(OutputTap):
         if output.requires_grad:
             output = output.detach()
         current.note((self.number, output, version))
+
+
+def _may_hand_on(module: nn.Module) -> bool:
+    """Whether a module often returns what another module has just returned.
+
+    A container does, and layers such as `nn.Identity`; a layer of a user's own class computes.
+    """
+    is_of_torch = type(module).__module__.startswith("torch.")
+    return is_of_torch or next(module.children(), None) is not None
 
 
 def _keep(number: int, kept: Keeper) -> See:
