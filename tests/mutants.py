@@ -6,11 +6,12 @@
     python tests/mutants.py --reach          # record anew which test runs which line
 
 Each change is made in a copy of the source. Only tests that run the changed line can notice it:
-`reached_lines.py` records which ones do, once, in some 20 minutes. Tests named for the changed file
-come first, then the others, those of each file in turn and the quickest first, for SPENT_S seconds.
-Work in processes that tests start is not recorded; those tests are listed in TESTS_OF and run last.
-A test notices a change if it fails with it and passes without it. A change that no test notices is
-printed; either a test is missing, or the change makes no difference.
+`reached_lines.py` records which ones do, once, which takes longer than the tests themselves. Tests
+named for the changed file come first, then the others, those of each file in turn and the quickest
+first, for SPENT_S seconds. Work in processes that tests start is not recorded; those tests are
+listed in TESTS_OF and run last. A test notices a change if it fails with it and passes without it.
+A change that no test notices is printed: a test is missing, the change makes no difference, or a
+test beyond the first SPENT_S seconds would notice it.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
