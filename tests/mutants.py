@@ -2,7 +2,7 @@
 
     python tests/mutants.py                  # 60 changes, drawn by the day's number
     python tests/mutants.py --seed 7 --n 20  # others, or fewer
-    python tests/mutants.py --only engine/passes.py --all
+    python tests/mutants.py --only engine/passes/passes.py --all
     python tests/mutants.py --reach          # record anew which test runs which line
 
 Each change is made in a copy of the source. Only tests that run the changed line can notice it:
@@ -58,20 +58,20 @@ _RANKS = (
 
 # The tests that work in processes of their own, and the files of which they run much.
 TESTS_OF = {
-    "engine/distributed_internals": (*_DISTRIBUTED, *_RANKS, "test_distributed_alone.py"),
-    "engine/gradient_taps": _DISTRIBUTED,
-    "engine/local": ("test_distributed_training.py",),
+    "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, "test_distributed_alone.py"),
+    "engine/gradients/ports": _DISTRIBUTED,
+    "engine/distributed/shards": ("test_distributed_training.py",),
     "util/locks": ("test_processes.py",),
-    "engine/meeting": ("test_distributed.py", *_RANKS),
-    "engine/memory": ("test_distributed_values.py",),
-    "recordings/place": ("test_processes.py", "test_distributed_folder.py"),
+    "engine/distributed/rendezvous": ("test_distributed.py", *_RANKS),
+    "engine/memory/unversioned": ("test_distributed_values.py",),
+    "recordings/target_folder": ("test_processes.py", "test_distributed_folder.py"),
     "recordings/rank_folder": ("test_distributed_folder.py",),
     "recordings/ranks": ("test_distributed.py", *_RANKS),
-    "verbs/clip": _DISTRIBUTED,
-    "verbs/clip_limit": _DISTRIBUTED,
-    "verbs/clip_parameters": _DISTRIBUTED,
-    "verbs/keeping": ("test_distributed_values.py",),
-    "verbs/record_gradients": _DISTRIBUTED,
+    "verbs/clip/clip": _DISTRIBUTED,
+    "verbs/clip/limit": _DISTRIBUTED,
+    "verbs/clip/parameters": _DISTRIBUTED,
+    "verbs/record/keep": ("test_distributed_values.py",),
+    "verbs/record/gradients": _DISTRIBUTED,
 }
 
 OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import hookline as hl
-from hookline.engine import tree
+from hookline.engine.pytree import tree
 
 WIDTH = 3
 

@@ -10,14 +10,10 @@ run["layer1.0.conv1"]
 from typing import TYPE_CHECKING, Any
 
 from hookline.engine import EVERYWHERE as EVERYWHERE
-from hookline.engine import Inventory as Inventory
 from hookline.engine import Line as Line
-from hookline.engine import RawLine as RawLine
 from hookline.engine import Report as Report
 from hookline.engine import Selection as Selection
 from hookline.engine import Site as Site
-from hookline.engine import attach as attach
-from hookline.engine import inventory as inventory
 from hookline.engine import select as select
 from hookline.errors import AmbiguousError as AmbiguousError
 from hookline.errors import AttachError as AttachError
@@ -36,16 +32,20 @@ from hookline.recordings import Recording as Recording
 from hookline.recordings import open_recording as open
 from hookline.verbs import ClassMaps as ClassMaps
 from hookline.verbs import Diagnosis as Diagnosis
+from hookline.verbs import Inventory as Inventory
+from hookline.verbs import RawLine as RawLine
 from hookline.verbs import Summary as Summary
+from hookline.verbs import attach as attach
 from hookline.verbs import cam as cam
 from hookline.verbs import clip as clip
 from hookline.verbs import doctor as doctor
 from hookline.verbs import edit as edit
-from hookline.verbs import edits as edits
 from hookline.verbs import features as features
+from hookline.verbs import inventory as inventory
 from hookline.verbs import record as record
 from hookline.verbs import summary as summary
 from hookline.verbs import watch as watch
+from hookline.verbs.edit import edits as edits
 
 if TYPE_CHECKING:
     from hookline.views import plots as plots

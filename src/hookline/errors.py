@@ -1,8 +1,8 @@
-"""Every error and warning that hookline raises. Imports only the standard library.
+"""Every error and warning that hookline raises.
 
-A message names the thing, says what was expected, and ends with what to do. One class for each
-kind of mistake, so that a caller can catch one without catching the others; each also is the
-built-in error that Python programmers would reach for.
+A message names the thing, says what was expected, and ends with what to do. One class for each kind
+of mistake, so that a caller can catch one without catching the others; each also is the built-in
+error that Python programmers would reach for.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.models import Loaded, load_model
+from hookline.models import LoadedModel, load_model
 
 
 @pytest.fixture(autouse=True)
@@ -35,24 +35,24 @@ def minilm_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def minilm(minilm_folder) -> Loaded:
+def minilm(minilm_folder) -> LoadedModel:
     return load_model(f"hf:{minilm_folder}")
 
 
 @pytest.fixture(scope="session")
-def resnet18() -> Loaded:
+def resnet18() -> LoadedModel:
     return load_model("torchvision:resnet18", weights="none")
 
 
 @pytest.fixture
-def digits() -> Loaded:
+def digits() -> LoadedModel:
     return load_model("demo:digits")
 
 
 @pytest.fixture
-def linear() -> Loaded:
+def linear() -> LoadedModel:
     """A model without pictures, text or labels: two numbers in, two out."""
-    return Loaded("linear", nn.Linear(2, 2))
+    return LoadedModel("linear", nn.Linear(2, 2))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hookline.errors import InputError
-from hookline.models import Loaded, load_input
+from hookline.models import LoadedModel, load_input
 
 ONE = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
 
@@ -60,7 +60,7 @@ def test_float64_of_numpy_becomes_the_models_float32_and_is_said(linear, tmp_pat
 @pytest.mark.parametrize("model", [nn.Linear(2, 2).double(), nn.Linear(2, 2).half(), nn.ReLU()])
 def test_float64_of_numpy_stays_for_any_other_model(tmp_path, model):
     np.save(tmp_path / "x.npy", ONE.astype(np.float64))
-    batch = load_input(str(tmp_path / "x.npy"), Loaded("other", model))
+    batch = load_input(str(tmp_path / "x.npy"), LoadedModel("other", model))
     assert batch.args[0].dtype is torch.float64
     assert batch.description == "x.npy, 1x2x3 float64"
 

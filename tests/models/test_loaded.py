@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookline.models import Batch
-from hookline.models.loaded import Loaded, describe
+from hookline.models.loaded import LoadedModel, describe
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,15 @@ def test_a_batch_and_a_loaded_model_cannot_be_changed(linear):
 
 def test_a_loaded_model_prints_on_one_line(linear):
     labels = tuple(f"class {k}" for k in range(1000))
-    loaded = Loaded("file.py:make", nn.Linear(2, 3), preprocess=print, labels=labels)
+    loaded = LoadedModel("file.py:make", nn.Linear(2, 3), preprocess=print, labels=labels)
     assert repr(loaded) == (
         "Loaded 'file.py:make': Linear of 9 parameters, takes pictures, 1,000 labels ('class 0',"
         " 'class 1', 'class 2', …)"
     )
-    assert repr(Loaded("a\u202eb", nn.Identity())) == (
+    assert repr(LoadedModel("a\u202eb", nn.Identity())) == (
         "Loaded 'a\\u202eb': Identity of 0 parameters"
     )
 
 
 def test_lazy_parameters_do_not_hinder_the_printing_of_a_loaded_model():
-    assert "LazyLinear" in repr(Loaded("lazy", nn.LazyLinear(2)))
+    assert "LazyLinear" in repr(LoadedModel("lazy", nn.LazyLinear(2)))

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from hookline.errors import InputError
-from hookline.models import Loaded, load_input
+from hookline.models import LoadedModel, load_input
 from hookline.models.pictures import guess_preprocess, open_picture
 
 
@@ -86,7 +86,7 @@ def test_a_picture_for_a_model_of_text_is_an_error(minilm, linear, picture, said
 
 
 def test_pictures_that_come_out_in_different_shapes_are_an_error(linear, tmp_path, said):
-    loaded = Loaded("any size", linear.model, lambda image: torch.zeros(1, *image.size))
+    loaded = LoadedModel("any size", linear.model, lambda image: torch.zeros(1, *image.size))
     for index in (1, 2):
         Image.new("L", (8, 8 * index)).save(tmp_path / f"{index}.png")
     with pytest.raises(InputError, match=r"2\.png and 1\.png differ in shape") as raised:
@@ -99,7 +99,7 @@ def test_a_preparation_that_fails_is_an_error(linear, picture, said):
         raise KeyError("pixels")
 
     with pytest.raises(InputError, match="cannot be prepared for odd: KeyError") as raised:
-        load_input(str(picture), Loaded("odd", linear.model, fail))
+        load_input(str(picture), LoadedModel("odd", linear.model, fail))
     said(raised)
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hookline.errors import InputError
-from hookline.models import Loaded, load_input
+from hookline.models import LoadedModel, load_input
 
-LINEAR = Loaded("linear", nn.Linear(2, 2))
+LINEAR = LoadedModel("linear", nn.Linear(2, 2))
 
 
 @pytest.mark.usefixtures("rng_unchanged")
@@ -58,9 +58,9 @@ class Without(nn.Module):
 
 
 def test_integers_stay_in_a_smaller_vocabulary():
-    tokens = load_input("random:100x100:long", Loaded("small", Small())).args[0]
+    tokens = load_input("random:100x100:long", LoadedModel("small", Small())).args[0]
     assert (tokens.min(), tokens.max()) == (0, 6)
-    tokens = load_input("random:100x100:long", Loaded("without", Without())).args[0]
+    tokens = load_input("random:100x100:long", LoadedModel("without", Without())).args[0]
     assert tokens.max() == 99
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.engine import tree
+from hookline.engine.pytree import describe
 
 
 def test_an_outline_tells_shapes_and_dtypes_without_the_data(holder, tmp_path):
@@ -20,7 +20,7 @@ def test_an_outline_tells_shapes_and_dtypes_without_the_data(holder, tmp_path):
     outline, value = opened.passes[0].outline("inner"), opened.passes[0]["inner"]
     assert outline["pair"].left.device.type == "meta"
     assert (outline["pair"].left.shape, outline["pair"].left.dtype) == ((2,), torch.bfloat16)
-    assert tree.describe(outline) == tree.describe(value)
+    assert describe.in_words(outline) == describe.in_words(value)
 
 
 def test_a_released_recording_holds_no_file_and_is_still_read(net, image, tmp_path):

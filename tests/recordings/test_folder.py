@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.recordings import Fields, Lost
+from hookline.recordings import Fields, NotSaved
 from hookline.recordings.manifest import MANIFEST, sealed
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert len(run.lost) == 2
     assert run.lost == opened.lost
     assert all(line.startswith("0: ") for line in run.lost)
-    assert isinstance(opened["0"][0], Lost)
+    assert isinstance(opened["0"][0], NotSaved)
     assert "sparse" in repr(opened["0"][0])
     assert opened["0"][2].tolist() == [1.0]
 
@@ -270,7 +270,7 @@ SAVE = """
 CRASHES = """
     import json, shutil, signal
     from pathlib import Path
-    from hookline.recordings import folder, place, tensor_file
+    from hookline.recordings import folder, target_folder, tensor_file
 
     folder._FILE_BYTES = 200_000
     tensor_file._BUFFER_BYTES = 1000
@@ -293,7 +293,8 @@ CRASHES = """
     sys.addaudithook(lambda event, _: event.startswith(("open", "os.", "shutil.")) and tick())
     os.fsync = ticking(os.fsync)
     tensor_file.checksum = ticking(tensor_file.checksum)  # between two tensors of a file
-    place._exchange = ticking(place._exchange if sys.argv[2] == "at once" else lambda *_: False)
+    exchange = target_folder._exchange if sys.argv[2] == "at once" else lambda *_: False
+    target_folder._exchange = ticking(exchange)
 
     with hl.record(model, "0") as older:
         model(torch.full((10000,), -1.0))

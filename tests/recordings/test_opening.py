@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.engine import tree
+from hookline.engine.pytree import tree
 from hookline.recordings.manifest import MANIFEST, sealed
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.engine.compile_internals import OLD_DYNAMO
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
 pytestmark = [

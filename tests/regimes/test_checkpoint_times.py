@@ -13,7 +13,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.engine.passes import THREAD
+from hookline.engine.passes.passes import THREAD
 from hookline.errors import AttachError, HooklineWarning
 
 both = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])

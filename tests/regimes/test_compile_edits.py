@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hookline as hl
-from hookline.engine.compile_internals import OLD_DYNAMO
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hookline as hl
-from hookline.engine import tree
+from hookline.engine.pytree import tree
 from hookline.models._torchvision_import import import_torchvision
 
 pytestmark = [

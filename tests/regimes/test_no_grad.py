@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.engine.compile_internals import OLD_DYNAMO
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 REASON = "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"

@@ -21,12 +21,12 @@ from hookline.cli.terminal import Busy, complaints, out, say
 from hookline.cli.viewing import open_page, serve, serving_of
 from hookline.display.terminal import renderable
 from hookline.display.text import plural
-from hookline.engine.inventory import inventory_parts
 from hookline.errors import InputError, ModelError
-from hookline.models import Batch, Loaded, load_model
+from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.verbs import diagnosis_data, diagnosis_parts, summary_parts
+from hookline.verbs.inventory import inventory_parts
 from hookline.views import terminal_plots
 
 app = typer.Typer(
@@ -246,7 +246,7 @@ def _meta_suggested() -> Iterator[None]:
         raise ModelError(f"{what}\nUse --meta: a summary needs no weights.\n{remedy}") from error
 
 
-def _load(model: str, source: str, weights: str) -> tuple[Loaded, Batch]:
+def _load(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
     with Busy(f"loading {model}"):
         loaded = load_model(model, weights=weights)
     if weights == "none":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hookline as hl
 from hookline.cli.inspecting import inputs_of, read_input
 from hookline.cli.terminal import Busy
-from hookline.models import Loaded, guess_input
+from hookline.models import LoadedModel, guess_input
 from hookline.verbs import Diagnosis
 
 
 def diagnose(
-    loaded: Loaded, select: str | None, source: str | None, ports: str
+    loaded: LoadedModel, select: str | None, source: str | None, ports: str
 ) -> tuple[Diagnosis, str]:
     """Ask the doctor about a model, in eval mode with gradients on.
 

@@ -15,7 +15,7 @@ from hookline.cli.terminal import Busy
 from hookline.display.text import plural
 from hookline.engine import Report
 from hookline.errors import HooklineWarning, InputError, SelectionError
-from hookline.models import Batch, Loaded, load_input
+from hookline.models import Batch, LoadedModel, load_input
 from hookline.recordings import Recording, check_target
 from hookline.verbs import Inputs, Summary
 from hookline.views.page import write_page
@@ -35,7 +35,7 @@ class Inspection:
     classes: list[tuple[str, float]]
 
 
-def inspect(loaded: Loaded, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
+def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
     """Run a model once, record it, and write the recording and its page into a folder.
 
     A forward that fails is in `summary.failure`; what ran before it is recorded and written. Where
@@ -100,7 +100,7 @@ def silence(report: Report, *, is_chosen: bool) -> str:
     return f"{what}.\n{shown}{more}."
 
 
-def read_input(source: str, loaded: Loaded) -> Batch:
+def read_input(source: str, loaded: LoadedModel) -> Batch:
     """Read an input as `load_input` does, and refuse one that holds nothing.
 
     Raises:
@@ -124,7 +124,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> Inputs:
     return batch.kwargs if not batch.args else lambda: model(*batch.args, **batch.kwargs)
 
 
-def _classes(loaded: Loaded, output: Any) -> list[tuple[str, float]]:
+def _classes(loaded: LoadedModel, output: Any) -> list[tuple[str, float]]:
     """The five likeliest classes of the first row, if the output is one score for each label."""
     scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if loaded.labels is None or not isinstance(scores, Tensor) or scores.ndim != 2:

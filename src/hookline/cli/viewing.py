@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hookline.cli.terminal import out, say
 from hookline.errors import FolderError
-from hookline.views.page import FolderSource, Serving, Shelf
+from hookline.views.page import FolderSource, OpenRecordings, Serving
 
 
 def serving_of(folder: Path, other: Path | None, host: str, port: int, wait: bool) -> Serving:
@@ -20,7 +20,7 @@ def serving_of(folder: Path, other: Path | None, host: str, port: int, wait: boo
             port is free, or an extra is missing.
     """
     folders = [folder] if other is None else [folder, other]
-    shelf = Shelf(*(FolderSource(one) for one in folders))
+    shelf = OpenRecordings(*(FolderSource(one) for one in folders))
     if not wait or shelf.state():
         try:
             shelf.shown()  # so that what is wrong is said here, and the first page is there at once

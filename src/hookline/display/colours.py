@@ -1,7 +1,7 @@
 """Maps of colours as numbers, for what is drawn without matplotlib.
 
 Both read the same to colour-blind people; viridis, whose lightness rises evenly, in black and
-white, too. Imports nothing.
+white, too.
 """
 
 from __future__ import annotations

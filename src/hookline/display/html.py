@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from hookline.display.text import visible
+from hookline.display.text import escape_invisible
 
 MOST_ROWS = 60
 
@@ -35,7 +35,7 @@ def escape(text: str) -> str:
     >>> escape("<script>")
     '&lt;script&gt;'
     """
-    return html.escape(visible(text))
+    return html.escape(escape_invisible(text))
 
 
 def table(head: str, names: Sequence[str], rows: Iterable[Sequence[str]], n_all: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from hookline.display.text import visible
+from hookline.display.text import escape_invisible
 
 if TYPE_CHECKING:
     from rich import box, table
@@ -121,7 +121,7 @@ def _words(words: Words) -> Text:
     from rich.text import Text
 
     pieces = [(words, "")] if isinstance(words, str) else words
-    return Text.assemble(*((visible(text), style) for text, style in pieces))
+    return Text.assemble(*((escape_invisible(text), style) for text, style in pieces))
 
 
 def _table(part: Table, rule: box.Box) -> table.Table:

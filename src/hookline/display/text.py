@@ -1,4 +1,4 @@
-"""Words: numbers with their nouns, names as they can be seen. Imports nothing."""
+"""Words: numbers with their nouns, names as they can be seen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def plural(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """A text whose marks that are not seen are: those of direction, and what a terminal obeys.
 
     Names of modules are the user's own words, or those of whoever made a folder: a mark in one

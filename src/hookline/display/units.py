@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, bytes, measurements. Imports only the standard library."""
+"""Numbers as people read them: counts, bytes, measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of arrays as arguments for a model. Imports errors, loaded and checkpoints."""
+"""Files of arrays as arguments for a model."""
 
 from __future__ import annotations
 

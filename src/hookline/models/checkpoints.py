@@ -1,4 +1,4 @@
-"""Checkpoint files: read without unpickling, and fitted to a model. Imports errors and packages."""
+"""Checkpoint files: read without unpickling, and fitted to a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""path/to/file.py:FACTORY, package.module:FACTORY. Imports errors, loaded, packages, pictures."""
+"""path/to/file.py:FACTORY, package.module:FACTORY."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import ModuleType
 from torch import nn
 
 from hookline.errors import ModelError
-from hookline.models.loaded import Loaded
+from hookline.models.loaded import LoadedModel
 from hookline.models.packages import first_line
 from hookline.models.pictures import guess_preprocess
 from hookline.models.places import absence, is_file, names_in, printable
@@ -25,7 +25,7 @@ from hookline.models.places import absence, is_file, names_in, printable
 _N_NAMES_LISTED = 8
 
 
-def load_file_factory(file: str, factory: str) -> Loaded:
+def load_file_factory(file: str, factory: str) -> LoadedModel:
     """Run a Python file, and call a function of it that makes a model.
 
         >>> load_file_factory("nets/tiny.py", "make").name
@@ -53,7 +53,7 @@ def load_file_factory(file: str, factory: str) -> Loaded:
         return _make(module, str(file), factory)
 
 
-def load_module_factory(module_name: str, factory: str) -> Loaded:
+def load_module_factory(module_name: str, factory: str) -> LoadedModel:
     """Import a module, and call a function of it that makes a model.
 
         >>> load_module_factory("torch.nn", "Identity").model
@@ -101,7 +101,7 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _make(module: ModuleType, place: str, factory: str) -> Loaded:
+def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
     name = f"{place}:{factory}"
     made = getattr(module, factory, None)
     if made is None or not callable(made):
@@ -117,7 +117,7 @@ def _make(module: ModuleType, place: str, factory: str) -> Loaded:
             f"{name} returned a {type(made).__name__}; an nn.Module was expected.\n"
             "Let the factory end with `return model`."
         )
-    return Loaded(name, made, guess_preprocess)
+    return LoadedModel(name, made, guess_preprocess)
 
 
 def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:

@@ -1,4 +1,4 @@
-"""timm:NAME. Imports errors, loaded, packages, pictures and from_torchvision."""
+"""timm:NAME."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from hookline.errors import ModelError
 from hookline.models.from_torchvision import unknown_name
-from hookline.models.loaded import Loaded
+from hookline.models.loaded import LoadedModel
 from hookline.models.packages import (
     RANDOM,
     cannot_fetch,
@@ -24,7 +24,7 @@ from hookline.models.pictures import in_mode
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
-def load_timm(model_name: str, *, default_weights: bool) -> Loaded:
+def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
     """Build a model of timm, with the weights that timm has as its default or with random ones.
 
         >>> load_timm("resnet18.a1_in1k", default_weights=False).model.num_classes
@@ -60,7 +60,7 @@ def load_timm(model_name: str, *, default_weights: bool) -> Loaded:
     config = timm.data.resolve_model_data_config(model)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
     preprocess = in_mode(timm.data.create_transform(**config), mode)
-    return Loaded(name, model, preprocess, None, _labels(timm, model))
+    return LoadedModel(name, model, preprocess, None, _labels(timm, model))
 
 
 def _check_source(timm: Any, model_name: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""torchvision:NAME. Imports errors, loaded, packages, checkpoints and pictures."""
+"""torchvision:NAME."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from hookline.errors import ModelError
 from hookline.models.checkpoints import read_tensors
-from hookline.models.loaded import Loaded, Preprocess
+from hookline.models.loaded import LoadedModel, Preprocess
 from hookline.models.packages import (
     RANDOM,
     cannot_fetch,
@@ -23,7 +23,7 @@ from hookline.models.packages import (
 from hookline.models.pictures import in_mode
 
 
-def load_torchvision(model_name: str, *, default_weights: bool) -> Loaded:
+def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     """Build a model of torchvision, with the weights that torchvision has as its default or none.
 
         >>> load_torchvision("resnet18", default_weights=False).labels[0]
@@ -61,7 +61,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> Loaded:
     model = models.get_model(model_name, weights=weights if default_weights else None, **options)
     labels = weights.meta.get("categories") if weights else None
     preprocess: Preprocess | None = in_mode(weights.transforms()) if weights else None
-    return Loaded(name, model, preprocess, None, tuple(labels) if labels else None)
+    return LoadedModel(name, model, preprocess, None, tuple(labels) if labels else None)
 
 
 def unknown_name(name: str, short: str, known: list[str], listing: str) -> ModelError:

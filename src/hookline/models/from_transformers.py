@@ -1,4 +1,4 @@
-"""hf:NAME and hf:FOLDER, through transformers. Imports errors, loaded, packages and pictures."""
+"""hf:NAME and hf:FOLDER, through transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hookline.errors import InputError, ModelError
-from hookline.models.loaded import Loaded, Preprocess, Tokenize
+from hookline.models.loaded import LoadedModel, Preprocess, Tokenize
 from hookline.models.packages import (
     RANDOM,
     cannot_fetch,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NO_LIMIT = 10**9
 
 
-def load_transformers(place: str, *, default_weights: bool) -> Loaded:
+def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
     """Build a model of transformers from a folder or from its name on the Hugging Face hub.
 
     Weights are read from `.safetensors` alone, and no code of a repository is ever run.
@@ -80,7 +80,7 @@ def load_transformers(place: str, *, default_weights: bool) -> Loaded:
             f"{name} cannot be built as {model_class.__name__}: {first_line(error)}.\n"
             "Its config.json and its weights must be those of one model."
         ) from error
-    return Loaded(
+    return LoadedModel(
         name,
         model,
         _load_preprocess(transformers, place, options),

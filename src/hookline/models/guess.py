@@ -1,7 +1,4 @@
-"""guess_input: an input that a model may well take, for when none is given.
-
-Imports errors, inputs and loaded.
-"""
+"""guess_input: an input that a model may well take, for when none is given."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor, nn
 
 from hookline.errors import InputError
 from hookline.models.inputs import load_input
-from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.loaded import Batch, LoadedModel, describe
 from hookline.models.packages import import_package
 
 _TEXT = "A line holds hooks together for a while."
@@ -21,7 +18,7 @@ _SIDE = 224
 _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
-def guess_input(loaded: Loaded) -> Batch | None:
+def guess_input(loaded: LoadedModel) -> Batch | None:
     """Make an input for a model that was loaded by name.
 
         >>> guess_input(load_model("demo:digits")).description
@@ -45,7 +42,7 @@ def guess_input(loaded: Loaded) -> Batch | None:
     return _by_first_layer(loaded) if loaded.preprocess is None else _grey_picture(loaded)
 
 
-def _grey_picture(loaded: Loaded) -> Batch | None:
+def _grey_picture(loaded: LoadedModel) -> Batch | None:
     assert loaded.preprocess is not None
     image_module = import_package("PIL.Image", loaded.name, InputError)
     picture = image_module.new("RGB", (256, 256), (128, 128, 128))
@@ -56,7 +53,7 @@ def _grey_picture(loaded: Loaded) -> Batch | None:
     return Batch((x,), {}, description)
 
 
-def _by_first_layer(loaded: Loaded) -> Batch | None:
+def _by_first_layer(loaded: LoadedModel) -> Batch | None:
     for module in loaded.model.modules():
         x = _for_layer(module)
         if x is not None:

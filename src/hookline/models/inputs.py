@@ -1,7 +1,4 @@
-"""load_input: an INPUT, as a person types it, to a batch.
-
-Imports errors, pictures, arrays, random_batch and demo.
-"""
+"""load_input: an INPUT, as a person types it, to a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models import arrays, pictures
 from hookline.models.demo import load_demo_digits
-from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.loaded import Batch, LoadedModel, describe
 from hookline.models.packages import first_line, import_package
 from hookline.models.places import absence, is_file, is_folder, is_special, names_in, printable
 from hookline.models.random_batch import PREFIX, make_random
@@ -29,7 +26,7 @@ _SUFFIXES = (*pictures.SUFFIXES, *arrays.SUFFIXES, ".txt")
 _N_TEXT_SHOWN = 40
 
 
-def load_input(spec: str, loaded: Loaded) -> Batch:
+def load_input(spec: str, loaded: LoadedModel) -> Batch:
     """Turn what a person typed into an input for a model.
 
         >>> loaded = load_model("demo:digits")
@@ -71,7 +68,7 @@ def load_input(spec: str, loaded: Loaded) -> Batch:
     return _text_batch([spec], f'text "{_shorten(spec)}"', loaded)
 
 
-def _file_batch(path: Path, loaded: Loaded) -> Batch:
+def _file_batch(path: Path, loaded: LoadedModel) -> Batch:
     suffix = path.suffix.lower()
     if suffix in pictures.SUFFIXES:
         return _picture_batch(path, loaded)
@@ -85,7 +82,7 @@ def _file_batch(path: Path, loaded: Loaded) -> Batch:
     )
 
 
-def _picture_batch(path: Path, loaded: Loaded) -> Batch:
+def _picture_batch(path: Path, loaded: LoadedModel) -> Batch:
     files, n_others = pictures.find_pictures(path) if is_folder(path) else ([path], 0)
     opened = [pictures.open_picture(file) for file in files]
     x = pictures.stack_pictures(opened, [file.name for file in files], loaded)
@@ -103,7 +100,7 @@ def _demo_batch() -> Batch:
     return Batch((images,), {}, f"eight digits, {describe(images)}", tuple(opened))
 
 
-def _with_pictures(x: Tensor, source: str, opened: list[Image], loaded: Loaded) -> Batch:
+def _with_pictures(x: Tensor, source: str, opened: list[Image], loaded: LoadedModel) -> Batch:
     description = f"{source}, {describe(x)}"
     # Models of several inputs (text and pictures) name the one that takes pictures.
     if "pixel_values" in inspect.signature(loaded.model.forward).parameters:
@@ -111,7 +108,7 @@ def _with_pictures(x: Tensor, source: str, opened: list[Image], loaded: Loaded) 
     return Batch((x,), {}, description, tuple(opened))
 
 
-def _text_file_batch(path: Path, loaded: Loaded) -> Batch:
+def _text_file_batch(path: Path, loaded: LoadedModel) -> Batch:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -124,7 +121,7 @@ def _text_file_batch(path: Path, loaded: Loaded) -> Batch:
     return _text_batch(texts, f"{path.name} ({plural(len(texts), 'text')})", loaded)
 
 
-def _text_batch(texts: list[str], source: str, loaded: Loaded) -> Batch:
+def _text_batch(texts: list[str], source: str, loaded: LoadedModel) -> Batch:
     if loaded.tokenize is None:
         raise InputError(
             f"{source} is text, and {loaded.name} has no tokenizer.\n"
@@ -139,7 +136,7 @@ def _means_a_file(spec: str) -> bool:
     return Path(spec).suffix.lower() in _SUFFIXES and not any(c.isspace() for c in spec)
 
 
-def _not_there(spec: str, loaded: Loaded) -> InputError:
+def _not_there(spec: str, loaded: LoadedModel) -> InputError:
     path = Path(spec).expanduser()
     shown = f"'{_shorten(printable(spec))}'"
     close = difflib.get_close_matches(path.name, names_in(path.parent), n=3)

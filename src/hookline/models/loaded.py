@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.display.text import plural, visible
+from hookline.display.text import escape_invisible, plural
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,7 +22,7 @@ Tokenize = Callable[[list[str]], dict[str, Tensor]]
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Loaded:
+class LoadedModel:
     """A model that was loaded by name, with what its library publishes about it.
 
         >>> loaded = load_model("demo:digits")
@@ -58,7 +58,7 @@ class Loaded:
             *([f"takes {' and '.join(takes)}"] if takes else []),
             *([_labels(self.labels)] if self.labels else []),
         ]
-        return visible(f"{type(self).__name__} {self.name!r}: {', '.join(parts)}")
+        return escape_invisible(f"{type(self).__name__} {self.name!r}: {', '.join(parts)}")
 
 
 @final

@@ -1,7 +1,4 @@
-"""Packages that hookline can do without: imported on use, and an error that says how to get them.
-
-Imports errors and _torchvision_import.
-"""
+"""Packages that hookline can do without: imported on use, or an error says how to get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: opened, prepared and stacked into one batch. Imports errors, loaded and packages."""
+"""Pictures: opened, prepared and stacked into one batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.display.text import plural
 from hookline.errors import InputError
-from hookline.models.loaded import Loaded, Preprocess, describe
+from hookline.models.loaded import LoadedModel, Preprocess, describe
 from hookline.models.packages import first_line, import_package
 from hookline.models.places import is_file, printable
 
@@ -93,7 +93,7 @@ def find_pictures(folder: Path) -> tuple[list[Path], int]:
     return found, len(files) - len(found)
 
 
-def stack_pictures(pictures: list[Image], names: list[str], loaded: Loaded) -> Tensor:
+def stack_pictures(pictures: list[Image], names: list[str], loaded: LoadedModel) -> Tensor:
     """Prepare pictures as the model wants them, and stack them into one batch.
 
         >>> stack_pictures([picture], ["chelsea.png"], load_model("timm:resnet18")).shape

@@ -1,4 +1,4 @@
-"""What lies at a path, whatever a person has typed. Imports nothing of hookline."""
+"""What lies at a path, whatever a person has typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""random:SHAPE[:DTYPE]. Imports errors and loaded."""
+"""random:SHAPE[:DTYPE]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import InputError
-from hookline.models.loaded import Batch, Loaded, describe
+from hookline.models.loaded import Batch, LoadedModel, describe
 from hookline.models.places import printable
 
 PREFIX = "random:"
@@ -36,7 +36,7 @@ _MAX_DIMENSIONS = 64  # torch's own limit
 _N_DIGITS = 20  # that many are more than any size
 
 
-def make_random(spec: str, loaded: Loaded) -> Batch:
+def make_random(spec: str, loaded: LoadedModel) -> Batch:
     """Draw the input that `random:SHAPE[:DTYPE]` says, the same one each time.
 
         >>> make_random("random:1x128:int64", loaded).description

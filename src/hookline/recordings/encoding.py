@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors by name, and back. Imports only torch and the engine.
+"""Nested values as JSON and tensors by name, and back.
 
 Nothing read here is executed: named tuples come back as named tuples of the same name and fields,
 dataclasses and `ModelOutput` as `Fields`; their classes are not imported from what a file says.
@@ -15,7 +15,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import local_part, tree
+from hookline.engine import local_part
+from hookline.engine.pytree import describe, tree
 
 # What the safetensors format can hold; complex128 as pairs of float64.
 # fmt: off
@@ -47,7 +48,7 @@ class Fields(dict[str, Any]):
 
 
 @final
-class Lost:
+class NotSaved:
     """Stands for a part of a value that could not be saved; its repr says what it was."""
 
     def __init__(self, what: str) -> None:
@@ -65,7 +66,7 @@ def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]
         return value
     if isinstance(value, float):
         return {"float": value.hex()}  # exact, and JSON has no nan or inf
-    if isinstance(value, Lost):
+    if isinstance(value, NotSaved):
         return _lost(value.what, lost)
     if isinstance(value, torch.Size):
         return {"size": list(value)}
@@ -166,7 +167,7 @@ def _no_tensor(tensor: Any) -> Any:
 def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
     value = local_part(value)
     if not _is_storable(value):
-        return _lost(f"{tree.full(value)}, {value.layout}", lost)
+        return _lost(f"{describe.in_full(value)}, {value.layout}", lost)
     tensor = value.detach()
     if tensor.is_conj() or tensor.is_neg():  # these share memory with what they are not equal to
         tensor = tensor.resolve_conj().resolve_neg()
@@ -218,7 +219,7 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
             raise ValueError(f"not a dtype: {data[kind]!r}")
         return found
     if kind == "lost":
-        return Lost(str(data[kind]))
+        return NotSaved(str(data[kind]))
     values = [decode(part, get) for _, part in data[kind]]
     if kind in _OF_PARTS:
         return _OF_PARTS[kind](values)

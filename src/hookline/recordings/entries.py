@@ -1,4 +1,4 @@
-"""Entries: the values of a recording, as plain data. Imports engine."""
+"""Entries: the values of a recording, as plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from hookline.engine import Report, Site, outlines
+from hookline.engine import Report, Site
+from hookline.engine.pytree import outlines
 
 
 class Entry(NamedTuple):
@@ -32,7 +33,7 @@ class Entry(NamedTuple):
 
 
 @final
-class Gathered:
+class PartialGradients:
     """The gradient of a value that holds several tensors, which arrive one after the other.
 
     Args:

@@ -1,4 +1,4 @@
-"""The tensor files of a recording's folder, and the values in them. Imports encoding, tensor_file.
+"""The tensor files of a recording's folder, and the values in them.
 
 Tensors are memory-mapped when they are looked up; their shapes and dtypes are in the files' heads.
 """

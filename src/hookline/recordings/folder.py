@@ -1,4 +1,4 @@
-"""A recording as a folder: a JSON manifest and safetensors files. Imports encoding, files, place.
+"""A recording as a folder: a JSON manifest and safetensors files.
 
     manifest.json            sites, passes, structures, the report; names every tensor
     values-*.safetensors     the tensors, in files of about 2 GiB
@@ -23,7 +23,7 @@ from torch import Tensor
 from hookline.engine import PORTS, Report, Site, as_written
 from hookline.errors import FolderError
 from hookline.recordings.encoding import encode
-from hookline.recordings.entries import Contents, Entry, Gathered
+from hookline.recordings.entries import Contents, Entry, PartialGradients
 from hookline.recordings.files import Files, Stored
 from hookline.recordings.manifest import (
     DAMAGE,
@@ -33,7 +33,7 @@ from hookline.recordings.manifest import (
     sync,
     write_manifest,
 )
-from hookline.recordings.place import check_target, move_into_place, name_of_part, part
+from hookline.recordings.target_folder import check_target, move_into_place, name_of_part, part
 from hookline.recordings.tensor_file import write_tensors
 
 _FILE_BYTES = 2 * 1024**3
@@ -145,7 +145,7 @@ def write_contents(folder: Path, contents: Contents) -> str:
         for entry in entries:
             site = str(contents.sites[entry.site])
             value = entry.value
-            if isinstance(value, Stored | Gathered):
+            if isinstance(value, Stored | PartialGradients):
                 value = value.load()
             note = partial(_note, lost, site)
             weight = None if entry.weight is None else float(entry.weight)

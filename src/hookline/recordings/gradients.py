@@ -1,6 +1,6 @@
 """Gradient flow: how large the gradients of a recording are, and which are dead or exploding.
 
-Imports log, engine. Norms are taken in at least float32.
+Norms are taken in at least float32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.display.text import visible
-from hookline.engine import Report, as_written, has_numbers, tree
+from hookline.display.text import escape_invisible
+from hookline.engine import Report, as_written, has_numbers
+from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
@@ -93,7 +94,7 @@ class GradientFlow:
             ).rstrip()
             for row in rows
         ]
-        return visible("\n".join([*lines, _verdict(self)]))
+        return escape_invisible("\n".join([*lines, _verdict(self)]))
 
     __repr__ = __str__
 

@@ -1,4 +1,4 @@
-"""Index: which recorded site holds what a key asks for. Imports engine."""
+"""Index: which recorded site holds what a key asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining: a site's values of several passes and calls in one tensor. Imports index, engine.
+"""Joining: a site's values of several passes and calls in one tensor.
 
 A message never suggests what would fail: each way to join is tried on the shapes first.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, StructureError
 from hookline.recordings.index import Lookup
 
@@ -85,7 +85,7 @@ def way_to_join(asked: Lookup, passes: Sequence[Sequence[Any]]) -> str:
         if not leaf:
             break
         if _all_have(values, leaf) and (
-            (parts := _shapes([tree.get(value, leaf, key) for value in values])) is not None
+            (parts := _shapes([leaves.get(value, leaf, key) for value in values])) is not None
             and _fits(parts, 0)
         ):
             part = f"run.cat({asked.at(leaf)!r}) for one of its tensors"
@@ -133,5 +133,5 @@ def _all_have(values: Sequence[Any], leaf: tree.Leaf) -> bool:
 
 
 def _forms(values: Sequence[Any]) -> str:
-    forms = list(dict.fromkeys(map(tree.describe, values)))
+    forms = list(dict.fromkeys(map(describe.in_words, values)))
     return ", ".join(forms[:_N_FORMS_SHOWN]) + ", …" * (len(forms) > _N_FORMS_SHOWN)

@@ -1,7 +1,6 @@
 """Log: the passes of a recording and the one place where a key is looked up in them.
 
-Imports index, stamps, entries, files, engine. Look-ups never guess: what has several answers
-raises.
+Look-ups never guess: what has several answers raises.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from hookline.engine import (
     every_tensor,
     innermost,
     is_freed,
-    local,
+    local_shards,
     plain,
-    tree,
 )
+from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError
-from hookline.recordings.entries import Entry, Gathered
+from hookline.recordings.entries import Entry, PartialGradients
 from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, Lookup
 from hookline.recordings.stamps import Beside, Unknowable, is_as_stamped, stamp
@@ -143,7 +142,7 @@ class Log:
         for entry in entries:
             value = self.outline(entry) if outline else self.check(entry, is_local=is_local)
             if asked.leaf:
-                value = tree.get(value, asked.leaf, str(asked))
+                value = leaves.get(value, asked.leaf, str(asked))
             found.append((entry.call or 0, value))
         return found
 
@@ -199,14 +198,14 @@ class Log:
         if isinstance(value, Stored):
             return value.load()
         parts = [(value, entry.stamp)]
-        if isinstance(value, Gathered):
+        if isinstance(value, PartialGradients):
             parts, value = list(value.parts.values()), value.load()
         for part, was in parts:
             why = self._why_changed(part, was)
             if why:
                 raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{_COPY}")
         value = self.plain(value)
-        return local(value) if is_local else value
+        return local_shards(value) if is_local else value
 
     def _why_changed(self, value: Any, was: Any) -> str | None:
         """Why a value cannot be given out: it has changed, or may have without a word."""
@@ -247,13 +246,13 @@ class Log:
         value = entry.value
         if isinstance(value, Stored):
             return value.outline()
-        return value.load() if isinstance(value, Gathered) else value
+        return value.load() if isinstance(value, PartialGradients) else value
 
     def settle(self) -> None:
         """No transform runs any more: keep no wrapper, which a later one could take for its own."""
         for current in self.passes:
             current.log[:] = [
-                (site, value if isinstance(value, Gathered) else self.plain(value), *rest)
+                (site, value if isinstance(value, PartialGradients) else self.plain(value), *rest)
                 for site, value, *rest in current.log
             ]
         self._sorted.clear()

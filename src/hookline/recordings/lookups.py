@@ -1,4 +1,4 @@
-"""Lookups: what recordings and their passes share. Imports index, ranks, engine."""
+"""Lookups: what recordings and their passes share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Site, tree
+from hookline.engine import TIMEOUT_S, Site
+from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
-from hookline.recordings.ranks import Ask, combined, full, joined, reduced
+from hookline.recordings.ranks import Collective, combined, full, joined, reduced
 
 _N_LEAVES_SHOWN = 3
 
@@ -77,7 +78,7 @@ class Lookups(Mapping[str, Any]):
         shown = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
         more = f" or {len(leaves) - _N_LEAVES_SHOWN} more" * (len(leaves) > _N_LEAVES_SHOWN)
         raise StructureError(
-            f"the value at {str(asked)!r} must be one tensor, got {tree.describe(value)}."
+            f"the value at {str(asked)!r} must be one tensor, got {describe.in_words(value)}."
             f"\nWrite {shown + more if leaves else f'{self._name}[{str(asked)!r}]'}."
         )
 
@@ -140,7 +141,7 @@ class Lookups(Mapping[str, Any]):
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
         if ranks := self._of_ranks():
             return joined([one[key] for one in ranks], dim, question)
-        ask = Ask(question, self._sites, group, timeout)
+        ask = Collective(question, self._sites, group, timeout)
         return full(ask, lambda: self._only(self._apart(key), is_local=False), dim)
 
     def reduced(
@@ -177,5 +178,7 @@ class Lookups(Mapping[str, Any]):
         """
         if ranks := self._of_ranks():
             return combined([one[key] for one in ranks], op)
-        ask = Ask(f"{self._name}.reduced({str(key)!r}, op={op!r})", self._sites, group, timeout)
+        ask = Collective(
+            f"{self._name}.reduced({str(key)!r}, op={op!r})", self._sites, group, timeout
+        )
         return reduced(ask, lambda: self._only(self._apart(key), is_local=False), op)

@@ -1,4 +1,4 @@
-"""The manifest of a recording's folder: JSON that carries its own checksum. Imports the engine.
+"""The manifest of a recording's folder: JSON that carries its own checksum.
 
 Checksums are XXH3 of 64 bits: they find damage, and prove nothing about who wrote the folder.
 """

@@ -1,4 +1,4 @@
-"""Opening a recording that was saved, of one process or of many. Imports recording, the folders."""
+"""Opening a recording that was saved, of one process or of many."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hookline.recordings.entries import Contents
 from hookline.recordings.folder import read
 from hookline.recordings.manifest import MANIFEST, REMEDY, first_line, read_manifest
 from hookline.recordings.pass_record import pass_of
-from hookline.recordings.place import recovered
 from hookline.recordings.rank_folder import read_ranks
 from hookline.recordings.recording import Recording
+from hookline.recordings.target_folder import recovered
 
 
 def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording:

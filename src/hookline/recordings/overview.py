@@ -1,4 +1,4 @@
-"""Overview: what `print(run)` and `print(run.passes[0])` show. Imports log, entries, engine.
+"""Overview: what `print(run)` and `print(run.passes[0])` show.
 
 A table of the sites, bounded in length and in what it costs: there may be 100,000 passes.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hookline.display.text import plural, visible
-from hookline.engine import Pass, local, tree
+from hookline.display.text import escape_invisible, plural
+from hookline.engine import Pass, local_shards
+from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log, Noted
@@ -49,7 +50,7 @@ def _text(
 ) -> str:
     shown = numbers[:_MOST_ROWS]
     if not (shown and passes):
-        return visible(head)
+        return escape_invisible(head)
     cells = [row[:n_columns] for row in [_HEAD, *_rows(log, shown, passes)]]
     widths = [max(len(row[column]) for row in cells) for column in range(n_columns)]
     lines = [head]
@@ -63,7 +64,7 @@ def _text(
         lines.append(f"  … and {plural(len(numbers) - len(shown), 'more site')}: run.sites")
     if len(passes) > _MOST_PASSES:
         lines.append(f"  shapes and dtypes: of the first {_MOST_PASSES} passes")
-    return visible("\n".join(lines))
+    return escape_invisible("\n".join(lines))
 
 
 def _rows(
@@ -97,11 +98,11 @@ def _forms(
             if one[0] not in forms:
                 continue
             try:
-                value = local(log.outline(Entry(*one)))
+                value = local_shards(log.outline(Entry(*one)))
             except FolderError:
                 forms[one[0]]["cannot be read"] = None
                 continue
-            forms[one[0]][tree.form(value)] = None
+            forms[one[0]][describe.shape_or_structure(value)] = None
             for _, tensor in tree.tensors(value):
                 dtypes[one[0]][str(tensor.dtype).removeprefix("torch.")] = None
     return {number: (_listed([*forms[number]]), _listed([*dtypes[number]])) for number in shown}

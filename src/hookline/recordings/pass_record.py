@@ -1,7 +1,4 @@
-"""One pass of a recording, or one backward over it: the same look-ups.
-
-Imports log, lookups, overview.
-"""
+"""One pass of a recording, or one backward over it: the same look-ups."""
 
 from __future__ import annotations
 

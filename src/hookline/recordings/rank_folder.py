@@ -1,4 +1,4 @@
-"""The recordings of all ranks as one folder. Imports folder, ranks, engine.
+"""The recordings of all ranks as one folder.
 
     manifest.json       names the ranks' folders, each with its manifest's checksum
     rank0/, rank1/, …   a recording each, as `folder` writes it
@@ -20,12 +20,18 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from hookline.engine import Site, is_grouped, meet, ranks_of, say_by_rank
+from hookline.engine import Site, gather_json, is_grouped, ranks_of, say_by_rank
 from hookline.errors import FolderError, HooklineError, RanksError
 from hookline.recordings.entries import Contents
 from hookline.recordings.folder import write_contents
 from hookline.recordings.manifest import sync, write_manifest
-from hookline.recordings.place import RANK, check_target, move_into_place, name_of_part, part
+from hookline.recordings.target_folder import (
+    RANK,
+    check_target,
+    move_into_place,
+    name_of_part,
+    part,
+)
 
 
 def is_one_of_many(group: Any) -> bool:
@@ -100,7 +106,7 @@ class _Meeting:
             FolderError: on every rank: one of them met with an error.
         """
         said = {**said, "error": None if error is None else _line(error)}
-        everyone = meet(self.question, said, self.ranks, self.timeout)
+        everyone = gather_json(self.question, said, self.ranks, self.timeout)
         if any(one["error"] for one in everyone):
             texts = [one["error"] or "is ready" for one in everyone]
             raise FolderError(

@@ -1,7 +1,7 @@
 """Ranks: one value of the parts that the processes of a distributed job hold.
 
-Imports engine. Only what is named here talks to other ranks; each of it after all have met, so that
-a rank that does not come, or has something else, is an error on every rank and no hang.
+Only what is named here talks to other ranks; each of it after all have met, so that a rank that
+does not come, or has something else, is an error on every rank and no hang.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from hookline.engine import (
     Site,
     full_value,
+    gather_json,
     is_dtensor,
     local_part,
-    meet,
     ranks_of,
     say_by_rank,
-    tree,
 )
+from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, RanksError
 
 OPS = ("mean", "sum", "max", "min")
@@ -33,7 +33,7 @@ OPS = ("mean", "sum", "max", "min")
 
 @final
 @dataclass(frozen=True)
-class Ask:
+class Collective:
     """A question to all ranks of a group.
 
     Args:
@@ -48,7 +48,7 @@ class Ask:
     group: Any
     timeout: float
 
-    def agree(self, find: Callable[[], Any]) -> tuple[Any, list[list[dict[str, Any]]]]:
+    def check_ranks_match(self, find: Callable[[], Any]) -> tuple[Any, list[list[dict[str, Any]]]]:
         """This rank's value, and of each rank what tensors its value has.
 
         Raises:
@@ -65,7 +65,7 @@ class Ask:
             "error": None if error is None else str(error).partition("\n")[0],
             "parts": [_describe(part) for part in _parts(value)],
         }
-        everyone = meet(self.question, said, ranks, self.timeout)
+        everyone = gather_json(self.question, said, ranks, self.timeout)
         if any(one["error"] for one in everyone):
             raise RanksError(self._refusal(ranks, everyone)) from error
         parts = [one["parts"] for one in everyone]
@@ -111,9 +111,9 @@ class Ask:
         )
 
 
-def full(ask: Ask, find: Callable[[], Any], dim: int | None) -> Any:
+def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
     """The whole of a value of which each rank has a part: a collective."""
-    value, parts = ask.agree(find)
+    value, parts = ask.check_ranks_match(find)
     _check_dim(ask, [[part for part in one if part["kind"] == "plain"] for one in parts], dim)
     number = iter(range(len(parts[0])))
 
@@ -130,10 +130,10 @@ def full(ask: Ask, find: Callable[[], Any], dim: int | None) -> Any:
     return tree.map_tensors(gather, value)
 
 
-def reduced(ask: Ask, find: Callable[[], Any], op: str) -> Any:
+def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
     """A value reduced over ranks, element by element: a collective."""
     check_op(op)
-    value, parts = ask.agree(find)
+    value, parts = ask.check_ranks_match(find)
     for one in zip(*parts, strict=True):
         shapes = [_text(part) for part in one]
         if one[0]["kind"] == "dtensor":
@@ -154,7 +154,7 @@ def reduced(ask: Ask, find: Callable[[], Any], op: str) -> Any:
     return tree.map_tensors(lambda tensor: _reduce(ask, tensor, op), value)
 
 
-def _reduce(ask: Ask, tensor: Tensor, op: str) -> Tensor:
+def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
     if op in ("max", "min"):  # some backends lose a NaN on the way
         n_ranks = dist.get_world_size(ask.group)
         return _combine(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
@@ -171,7 +171,7 @@ def _reduce(ask: Ask, tensor: Tensor, op: str) -> Tensor:
 def joined(values: Sequence[Any], dim: int | None, question: str) -> Any:
     """What `full` gives, of values that are all here: of an opened recording."""
     kinds = [[_describe(part) for part in _parts(value)] for value in values]
-    _check_dim(Ask(question, (), None, 0.0), kinds, dim)
+    _check_dim(Collective(question, (), None, 0.0), kinds, dim)
     columns = iter(list(zip(*[_parts(value) for value in values], strict=True)))
     return tree.map_tensors(lambda _: torch.cat(next(columns), dim or 0), values[0])
 
@@ -241,7 +241,7 @@ def _text(part: dict[str, Any]) -> str:
     return f"{name}{part['shape']} {part['dtype']}"
 
 
-def _check_dim(ask: Ask, parts: list[list[dict[str, Any]]], dim: int | None) -> None:
+def _check_dim(ask: Collective, parts: list[list[dict[str, Any]]], dim: int | None) -> None:
     for one in zip(*parts, strict=True):
         shapes = [part["shape"] for part in one]
         there = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
@@ -266,7 +266,7 @@ def _check_dim(ask: Ask, parts: list[list[dict[str, Any]]], dim: int | None) -> 
             )
 
 
-def _gather(ask: Ask, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
     """A plain tensor of each rank, whatever their shapes: a collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,7 +1,5 @@
 """Recording: what a line kept, as passes x sites x calls -> values.
 
-Imports log, lookups, joining, overview, files, folder, ranks.
-
 Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
 are errors that say what to write instead.
 """
@@ -19,7 +17,8 @@ from torch import Tensor
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import plural
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, hides, is_transformed, tree
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, hides, is_transformed
+from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.entries import Contents, Entry
 from hookline.recordings.files import Stored
@@ -410,4 +409,4 @@ def _first_value(one: PassRecord, call: int, site: Site) -> str:
         return str(error).splitlines()[0]
     first = next(tree.tensors(value), None)
     dtype = "" if first is None else f" {str(first[1].dtype).removeprefix('torch.')}"
-    return tree.form(value) + dtype
+    return describe.shape_or_structure(value) + dtype

@@ -1,4 +1,4 @@
-"""One file of tensors, in the format of safetensors, with a checksum of each. Imports manifest.
+"""One file of tensors, in the format of safetensors, with a checksum of each.
 
     8 bytes             the head's length, little-endian
     head                JSON: name -> dtype, shape and where its bytes lie; padded with spaces

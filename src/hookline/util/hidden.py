@@ -1,7 +1,4 @@
-"""Leave out of completion what one part of hookline needs of another, and users do not.
-
-Imports only the standard library.
-"""
+"""Leave out of completion what one part of hookline needs of another, and users do not."""
 
 from __future__ import annotations
 

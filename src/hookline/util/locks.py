@@ -1,4 +1,4 @@
-"""Locks that a forked process finds free. Imports only the standard library.
+"""Locks that a forked process finds free.
 
 A process is forked by one of its threads; in the child the others are not there, and what they held
 at that moment would be held for ever: a worker of a DataLoader would hang at its first line.
@@ -13,7 +13,7 @@ import weakref
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
-def lock() -> threading.RLock:
+def fork_safe_lock() -> threading.RLock:
     """A lock that its own thread may take again, and that is free in a forked child."""
     new = threading.RLock()
     _locks.add(new)

@@ -1,4 +1,4 @@
-"""Weak: what is known of things without keeping them alive. Imports nothing of hookline.
+"""Weak: what is known of things without keeping them alive.
 
 By what they are (`is`), not by what they equal: a module may define `==`, and lose its hash.
 """
@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 @final
-class WeakByIdentity(Generic[V]):
+class WeakIdentityMap(Generic[V]):
     """A mapping from things that it does not hold: one that is gone takes its value along.
 
     >>> class Thing:

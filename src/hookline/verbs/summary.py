@@ -13,10 +13,12 @@ from torch.nn.parameter import is_lazy
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.units import count, size
-from hookline.engine import Line, Pass, Rank, Site, blame, tree
-from hookline.engine.torch_internals import CPU_ATTENTION
+from hookline.engine import Line, Order, Pass, Site
+from hookline.engine.pytree import describe, tree
+from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
 from hookline.errors import HooklineError
-from hookline.verbs.calling import Inputs, as_found, call
+from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -183,17 +185,17 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     if inputs is None:
         return table
     inputs = _to_meta_if(model, inputs)
-    table.input_bytes = tree.n_bytes(inputs)
+    table.input_bytes = describe.n_bytes(inputs)
     counter = _counter()
-    with as_found(model), line:
-        line.tap(line.select(None, ("input", "output")), _Gauge(rows, counter).bind, Rank.RECORD)
+    with eval_without_side_effects(model), line:
+        line.tap(line.select(None, ("input", "output")), _Gauge(rows, counter).bind, Order.RECORD)
         try:
             with counter:
                 call(model, inputs)
         except HooklineError:
             raise  # a fault of a hook or a selector, not of the model
         except Exception as error:
-            found = blame(model, error)
+            found = find_failing_module(model, error)
             text = (str(error).strip().splitlines() or [""])[0]
             table.rows[0].flops = counter.get_total_flops()
             table.failure = f"{found or 'the call'}: {type(error).__name__}: {text}"
@@ -229,7 +231,7 @@ class _Gauge:
 
     def _enter(self, row: Row) -> Any:
         def see(current: Pass, value: Any) -> None:
-            row.input = row.input or tree.form(value)
+            row.input = row.input or describe.shape_or_structure(value)
             current.log.append((row, self._counter.get_total_flops()))
 
         return see
@@ -244,8 +246,8 @@ class _Gauge:
             if not any(other is row for other, _ in stack):
                 row.flops += self._counter.get_total_flops() - before
             row.calls += 1
-            row.output = row.output or tree.form(value)
-            row.output_bytes += tree.n_bytes(value)
+            row.output = row.output or describe.shape_or_structure(value)
+            row.output_bytes += describe.n_bytes(value)
             first = next(tree.tensors(value), None)
             if first is not None and not row.dtype:
                 row.dtype = str(first[1].dtype).removeprefix("torch.")
@@ -268,7 +270,7 @@ def _describe(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:
         row.trainable = sum(p.numel() for p in below if p.requires_grad)
     table.parameters, table.trainable = table.rows[0].parameters, table.rows[0].trainable
     known = [p for p in model.parameters() if not is_lazy(p)]
-    table.parameter_bytes = sum(tree.n_bytes(p) for p in known)
+    table.parameter_bytes = sum(describe.n_bytes(p) for p in known)
     table.buffer_bytes = sum(b.nbytes for b in model.buffers() if not is_lazy(b))
     return table, rows
 

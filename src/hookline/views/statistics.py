@@ -1,7 +1,4 @@
-"""Statistics of a value at a site: what a table shows in place of numbers by the million.
-
-Imports engine.tree.
-"""
+"""Statistics of a value at a site: what a table shows in place of numbers by the million."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine.pytree import tree
 
 # Tensors are read in pieces whose copy in float64 takes no more than 64 MiB.
 CHUNK_NUMEL = 64 * 1024**2 // 8

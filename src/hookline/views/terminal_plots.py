@@ -1,4 +1,4 @@
-"""A recording drawn in a terminal: a histogram for each site, and small maps. Imports plots, rich.
+"""A recording drawn in a terminal: a histogram for each site, and small maps.
 
 Needs rich alone: no matplotlib. Where the terminal has no colours, or the output is a file, maps
 are drawn in shades of dots.

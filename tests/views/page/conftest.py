@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 from torch import nn
 
 import hookline as hl
-from hookline.views.page import FolderSource, Serving, Shelf
+from hookline.views.page import FolderSource, OpenRecordings, Serving
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def served():
     with ExitStack() as ends:
 
         def serve(*folders, host="127.0.0.1", waiting=None):
-            serving = Serving(Shelf(*map(FolderSource, folders)), host, 0, waiting)
+            serving = Serving(OpenRecordings(*map(FolderSource, folders)), host, 0, waiting)
             serving.start()
             ends.callback(serving.close)
             base = f"http://127.0.0.1:{serving.port}/"

@@ -5,7 +5,7 @@ import torch
 import hookline as hl
 from hookline.views.page.columns import columns
 from hookline.views.page.rows import tree_rows
-from hookline.views.page.seen import read_values
+from hookline.views.page.values import read_values
 
 
 def cells_of(recording, label):

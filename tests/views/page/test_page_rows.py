@@ -8,7 +8,7 @@ import hookline as hl
 from hookline.recordings import Recording
 from hookline.views.page.columns import columns
 from hookline.views.page.rows import tree_rows
-from hookline.views.page.seen import OVERWRITTEN, read_values
+from hookline.views.page.values import OVERWRITTEN, read_values
 
 
 def rows_of(recording):

@@ -16,7 +16,7 @@ from torch import nn
 
 import hookline as hl
 from benchmarks.large_recording import write as write_large
-from hookline.views.page import FolderSource, Serving, Shelf
+from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
 
 
@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_gives_the_next(runs):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        serving = Serving(Shelf(FolderSource(runs / "a")), port=port)
+        serving = Serving(OpenRecordings(FolderSource(runs / "a")), port=port)
     assert serving.moved
     assert port < serving.port < port + 20
     serving.close()
@@ -134,7 +134,7 @@ def test_a_port_that_is_taken_gives_the_next(runs):
 )
 def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port, said):
     with pytest.raises(hl.InputError, match=said):
-        Serving(Shelf(FolderSource(runs / "a")), host, port)
+        Serving(OpenRecordings(FolderSource(runs / "a")), host, port)
 
 
 # -- what there is to see --------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_the_table_of_a_recording_of_2000_sites_and_50_gb_reads_no_tensor(
 
 def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     folder = write_large(tmp_path / "large", 200, 25 * 1024**2, per_file=50)
-    shelf = Shelf(FolderSource(folder))
+    shelf = OpenRecordings(FolderSource(folder))
     shown, _ = shelf.shown()
 
     def resident():

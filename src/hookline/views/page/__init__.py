@@ -2,7 +2,7 @@
 
 from hookline.views.page.serving import Serving as Serving
 from hookline.views.page.sources import FolderSource as FolderSource
-from hookline.views.page.sources import Shelf as Shelf
+from hookline.views.page.sources import OpenRecordings as OpenRecordings
 from hookline.views.page.write import write_page as write_page
 
-__all__ = ["FolderSource", "Serving", "Shelf", "write_page"]
+__all__ = ["FolderSource", "OpenRecordings", "Serving", "write_page"]

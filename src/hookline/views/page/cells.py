@@ -1,4 +1,4 @@
-"""The cells of a line of the table, as HTML. Imports columns, escaping.
+"""The cells of a line of the table, as HTML.
 
 Written here and not in a template, since a table of 2,000 lines has 25,000 of them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from hookline.display.html import escape
 from hookline.views.page.columns import Column
 from hookline.views.page.rows import Row
-from hookline.views.page.seen import Seen
+from hookline.views.page.values import ValueEntry
 
 
 def cells_html(row: Row, chosen: list[Column], link: str, strip_link: str) -> str:
@@ -44,7 +44,7 @@ def cells_html(row: Row, chosen: list[Column], link: str, strip_link: str) -> st
     return "".join(parts)
 
 
-def _maps(row: Row, seen: Seen, link: str, strip_link: str) -> str:
+def _maps(row: Row, seen: ValueEntry, link: str, strip_link: str) -> str:
     form = seen.form
     if form is None:
         return ""

@@ -1,4 +1,4 @@
-"""The columns of the page's table: what each shows, what it is sorted by. Imports rows, units."""
+"""The columns of the page's table: what each shows, what it is sorted by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import final
 
 from hookline.display.units import measure, share
 from hookline.views.page.rows import Row
-from hookline.views.page.seen import Seen
+from hookline.views.page.values import ValueEntry
 from hookline.views.statistics import Statistics
 
 SortKey = str | float | None
@@ -68,8 +68,8 @@ def columns(rows: list[Row], *, is_compared: bool = False) -> list[Column]:
 def _of_value(
     key: str,
     title: str,
-    text: Callable[[Seen], str],
-    sort_key: Callable[[Seen], SortKey],
+    text: Callable[[ValueEntry], str],
+    sort_key: Callable[[ValueEntry], SortKey],
     *,
     is_number: bool = True,
 ) -> Column:
@@ -91,25 +91,25 @@ def _of_statistics(
 ) -> Column:
     """A column of numbers that is empty where nothing could be measured."""
 
-    def found(one: Seen) -> float | None:
+    def found(one: ValueEntry) -> float | None:
         return number(one.statistics) if one.statistics else None
 
     return _of_value(key, title, lambda one: text(found(one)), found)
 
 
-def _dtype(one: Seen) -> str:
+def _dtype(one: ValueEntry) -> str:
     return one.dtype if one.shape else ""
 
 
-def _numel(one: Seen) -> int | None:
+def _numel(one: ValueEntry) -> int | None:
     return one.numel if one.shape else None
 
 
-def _n_channels(one: Seen) -> int | None:
+def _n_channels(one: ValueEntry) -> int | None:
     return one.form.channels if one.form and not one.problem else None
 
 
-def _gap_text(one: Seen) -> str:
+def _gap_text(one: ValueEntry) -> str:
     if one.difference is None:
         return ""
     return one.difference.problem or (
@@ -117,7 +117,7 @@ def _gap_text(one: Seen) -> str:
     )
 
 
-def _gap_key(one: Seen) -> float | None:
+def _gap_key(one: ValueEntry) -> float | None:
     return None if one.difference is None else one.difference.relative
 
 

@@ -1,4 +1,4 @@
-"""The packages that only the page needs. Imports engine.errors."""
+"""The packages that only the page needs."""
 
 from __future__ import annotations
 

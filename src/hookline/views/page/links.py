@@ -1,4 +1,4 @@
-"""How a place in a recording is written in an address, and read back. Imports seen."""
+"""How a place in a recording is written in an address, and read back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl, quote_plus
 
 from hookline.errors import InputError
 from hookline.views.page.pictures import ORDERS, Choice
-from hookline.views.page.seen import Place
+from hookline.views.page.values import Place
 
 # So that a name with lone surrogates, which UTF-8 refuses, can be linked to as well.
 _ERRORS = "surrogatepass"

@@ -1,7 +1,4 @@
-"""The pictures of a site's page: a grid of channels, a map of tokens, class maps over the input.
-
-Imports thumbnails, plots (only what needs no matplotlib).
-"""
+"""The pictures of a site's page: a grid of channels, a map of tokens, class maps over the input."""
 
 from __future__ import annotations
 

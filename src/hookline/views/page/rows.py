@@ -1,4 +1,4 @@
-"""A recording as the rows of the page's table. Imports recordings, seen."""
+"""A recording as the rows of the page's table."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from hookline.engine import Site
-from hookline.engine.tree import leaf_text
+from hookline.engine.pytree.describe import leaf_text
 from hookline.recordings import Recording
-from hookline.views.page.seen import Seen
+from hookline.views.page.values import ValueEntry
 
 
 @final
@@ -42,15 +42,15 @@ class Row:
     call: int | None = None
     is_module: bool = True
     has_children: bool = False
-    seen: Seen | None = None
+    seen: ValueEntry | None = None
 
 
-def tree_rows(recording: Recording, values: list[Seen]) -> list[Row]:
+def tree_rows(recording: Recording, values: list[ValueEntry]) -> list[Row]:
     """The table's lines in tree order: modules with a value, and those that hold them.
 
     A module with one value carries it in its own line; several lie under it, a line each.
     """
-    by_path: dict[str, list[Seen]] = {}
+    by_path: dict[str, list[ValueEntry]] = {}
     for seen in values:
         by_path.setdefault(seen.site.path, []).append(seen)
     types = dict(recording.modules)
@@ -79,7 +79,7 @@ def tree_rows(recording: Recording, values: list[Seen]) -> list[Row]:
     return rows
 
 
-def _tree_order(recording: Recording, by_path: Mapping[str, list[Seen]]) -> list[str]:
+def _tree_order(recording: Recording, by_path: Mapping[str, list[ValueEntry]]) -> list[str]:
     """The paths with a value and those that hold them, each right before what it holds."""
     listed = {path: number for number, (path, _) in enumerate(recording.modules)}
     paths = {part for path in by_path for part in _with_holders(path)}
@@ -99,7 +99,7 @@ def _with_holders(path: str) -> list[str]:
     return [".".join(names[: n + 1]) for n in range(len(names))]
 
 
-def _lines_under(module: Row, number: int, here: list[Seen]) -> list[Row]:
+def _lines_under(module: Row, number: int, here: list[ValueEntry]) -> list[Row]:
     n_calls = Counter((seen.site, seen.pass_number, seen.backward) for seen in here)
     several_passes = len({seen.pass_number for seen in here}) > 1
     several_sites = len({seen.site for seen in here}) > 1

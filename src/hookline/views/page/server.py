@@ -1,4 +1,4 @@
-"""The page as a server: recordings in, an ASGI app out. Imports all of the page.
+"""The page as a server: recordings in, an ASGI app out.
 
     /           the table of all values         /measure   numbers of some lines, as JSON
     /site       one value                       /numbers   one value's numbers, as HTML
@@ -19,12 +19,12 @@ from hookline.errors import FolderError, HooklineError, InputError
 from hookline.views.page.extras import load
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, number, parameters_of, query_of
-from hookline.views.page.seen import Seen
-from hookline.views.page.shown import Shown, notices_of
 from hookline.views.page.site_view import site_view
-from hookline.views.page.sources import Shelf
+from hookline.views.page.sources import OpenRecordings
+from hookline.views.page.state import PageState, notices_of
 from hookline.views.page.templates import environment, script_hash, sort_keys, table
 from hookline.views.page.thumbnails import feature_strip
+from hookline.views.page.values import ValueEntry
 
 # Up to here values are measured as soon as the page is open; beyond, when it is asked for.
 _UNASKED_BYTES = 1024**3
@@ -42,7 +42,7 @@ class Pages:
         HooklineError: jinja2 or pillow is not installed.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: OpenRecordings) -> None:
         load("PIL.Image")
         self._shelf = shelf
         self._templates = environment()
@@ -190,7 +190,7 @@ class Pages:
         return str(self._templates.get_template(template).render(**values))
 
 
-def make_app(shelf: Shelf, rules: Rules) -> Any:
+def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     """The server's app, as ASGI has it.
 
     Args:
@@ -245,7 +245,7 @@ def _response(responses: Any, content: str | bytes, media: str, status: int) -> 
     return responses.Response(body, status, media_type=media)
 
 
-def _named(shown: Shown, parameters: dict[str, str]) -> Seen:
+def _named(shown: PageState, parameters: dict[str, str]) -> ValueEntry:
     where = (number(parameters, name) for name in ("pass", "call", "backward"))
     return shown.find(parameters.get("at", ""), *where)
 

@@ -1,7 +1,4 @@
-"""The server in a process: a port that is free, a token, an address to open.
-
-Imports server, waiting.
-"""
+"""The server in a process: a port that is free, a token, an address to open."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from hookline.errors import InputError
 from hookline.views.page.extras import load
 from hookline.views.page.guard import Rules, is_loopback
 from hookline.views.page.server import make_app
-from hookline.views.page.sources import Shelf
+from hookline.views.page.sources import OpenRecordings
 from hookline.views.page.waiting import Waiting, protocol
 
 _PORTS = 20  # how many are tried, one after the other
@@ -44,7 +41,7 @@ class Serving:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: OpenRecordings,
         host: str = "127.0.0.1",
         port: int = 8765,
         waiting: Waiting | None = None,

@@ -1,7 +1,4 @@
-"""A site's page: panels of values side by side, and where one can go from there.
-
-Imports shown, pictures, links.
-"""
+"""A site's page: panels of values side by side, and where one can go from there."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ from hookline.views.page.pictures import (
     picture_of,
     problem_of,
 )
-from hookline.views.page.seen import Place, Seen
-from hookline.views.page.shown import Shown
+from hookline.views.page.state import PageState
+from hookline.views.page.values import Place, ValueEntry
 
 _TWINS = {
     "output": "grad_output", "input": "grad_input",
@@ -52,7 +49,7 @@ class Panel:
     """
 
     title: str
-    seen: Seen
+    seen: ValueEntry
     later: str = ""
     picture: Picture | None = None
     remark: str = ""
@@ -90,7 +87,7 @@ class SiteView:
     """All that a site's page shows."""
 
     label: str
-    seen: Seen
+    seen: ValueEntry
     panels: tuple[Panel, ...]
     steps: tuple[Step, ...]
     before: tuple[str, str] | None = None
@@ -103,7 +100,7 @@ class SiteView:
     order_links: tuple[tuple[str, str, bool], ...] = ()
 
 
-def site_view(shown: Shown, seen: Seen, choice: Choice) -> SiteView:
+def site_view(shown: PageState, seen: ValueEntry, choice: Choice) -> SiteView:
     """Gather a site's page; values are read one at a time, one sample of each.
 
     Raises:
@@ -141,7 +138,7 @@ def site_view(shown: Shown, seen: Seen, choice: Choice) -> SiteView:
     )
 
 
-def facts_of(seen: Seen) -> list[tuple[str, str, bool]]:
+def facts_of(seen: ValueEntry) -> list[tuple[str, str, bool]]:
     """A value's numbers, as (name, text, whether it is alarming)."""
     found = seen.statistics
     facts = [("Shape", seen.shape, False), ("Dtype", seen.dtype, False)]
@@ -157,12 +154,12 @@ def facts_of(seen: Seen) -> list[tuple[str, str, bool]]:
     return [fact for fact in facts if fact[1]]
 
 
-def path_of(seen: Seen) -> str:
+def path_of(seen: ValueEntry) -> str:
     """A value's histogram, as an SVG path."""
     return histogram_path(seen.counts)
 
 
-def zero_of(seen: Seen) -> float | None:
+def zero_of(seen: ValueEntry) -> float | None:
     """Where zero lies on the axis of its histogram, from 0 to 1; None if it does not."""
     found = seen.statistics
     if found is None or found.min is None or found.max is None or found.min == found.max:
@@ -170,7 +167,9 @@ def zero_of(seen: Seen) -> float | None:
     return -found.min / (found.max - found.min) if found.min < 0 < found.max else None
 
 
-def _panel(shown: Shown, seen: Seen, title: str, choice: Choice, of_other: bool = False) -> Panel:
+def _panel(
+    shown: PageState, seen: ValueEntry, title: str, choice: Choice, of_other: bool = False
+) -> Panel:
     later = ""
     if seen.statistics is None and not seen.problem and seen.n_bytes > _LATER_BYTES:
         later = f"numbers?{query_of(seen.place)}" + "&of=other" * of_other
@@ -188,7 +187,7 @@ def _panel(shown: Shown, seen: Seen, title: str, choice: Choice, of_other: bool 
 
 
 def _gap(
-    shown: Shown, seen: Seen, there: Seen | None, choice: Choice
+    shown: PageState, seen: ValueEntry, there: ValueEntry | None, choice: Choice
 ) -> tuple[str, Picture | None]:
     """How far the two recordings' values lie apart, in words and as a picture."""
     if shown.other is None:
@@ -218,7 +217,9 @@ def _gap(
         return text, None
 
 
-def _class_maps(shown: Shown, seen: Seen, twin: Seen | None, sample: int) -> tuple[list[Tile], str]:
+def _class_maps(
+    shown: PageState, seen: ValueEntry, twin: ValueEntry | None, sample: int
+) -> tuple[list[Tile], str]:
     pair = {one.site.port: one for one in (seen, twin) if one is not None}
     if not {"output", "grad_output"} <= set(pair) or seen.form is None:
         return [], ""
@@ -234,7 +235,7 @@ def _class_maps(shown: Shown, seen: Seen, twin: Seen | None, sample: int) -> tup
         return [], f"Grad-CAM cannot be drawn: {str(error).splitlines()[0]}"
 
 
-def _input_of(shown: Shown, seen: Seen) -> Tensor | None:
+def _input_of(shown: PageState, seen: ValueEntry) -> Tensor | None:
     """The pictures that the model was given in the pass of a value."""
     for one in shown.values:
         if one.site.path == "" and one.site.port == "input" and one.pass_number == seen.pass_number:
@@ -246,7 +247,7 @@ def _input_of(shown: Shown, seen: Seen) -> Tensor | None:
     return None
 
 
-def _twin(shown: Shown, seen: Seen) -> Seen | None:
+def _twin(shown: PageState, seen: ValueEntry) -> ValueEntry | None:
     """The gradient of a value, or the value of a gradient."""
     port = _TWINS.get(seen.site.port)
     if port is None:
@@ -259,7 +260,7 @@ def _twin(shown: Shown, seen: Seen) -> Seen | None:
     return None
 
 
-def _title(seen: Seen) -> str:
+def _title(seen: ValueEntry) -> str:
     titles = {"output": "Output", "input": "Input", "grad_output": "Gradient of the output",
               "grad_input": "Gradient of the input", "grad": "Gradient"}  # fmt: skip
     return titles.get(seen.site.port, seen.site.port)
@@ -268,7 +269,9 @@ def _title(seen: Seen) -> str:
 # -- where to go from here ---------------------------------------------------------------------
 
 
-def _steps(shown: Shown, seen: Seen, choice: Choice, picture: Picture | None) -> list[Step]:
+def _steps(
+    shown: PageState, seen: ValueEntry, choice: Choice, picture: Picture | None
+) -> list[Step]:
     here = shown.of_site(seen.place.at)
     steps = [
         _stepped("Pass", "pass", seen, here, lambda one: one.pass_number, choice),
@@ -284,11 +287,11 @@ def _steps(shown: Shown, seen: Seen, choice: Choice, picture: Picture | None) ->
     return [step for step in steps if step is not None]
 
 
-def _backward(seen: Seen) -> int:
+def _backward(seen: ValueEntry) -> int:
     return seen.backward or 0
 
 
-def _same(values: Sequence[Seen], seen: Seen, *what: str) -> list[Seen]:
+def _same(values: Sequence[ValueEntry], seen: ValueEntry, *what: str) -> list[ValueEntry]:
     return [
         one
         for one in values
@@ -298,8 +301,8 @@ def _same(values: Sequence[Seen], seen: Seen, *what: str) -> list[Seen]:
 
 
 def _stepped(
-    name: str, parameter: str, seen: Seen, values: Sequence[Seen],
-    number: Callable[[Seen], int], choice: Choice,
+    name: str, parameter: str, seen: ValueEntry, values: Sequence[ValueEntry],
+    number: Callable[[ValueEntry], int], choice: Choice,
 ) -> Step | None:  # fmt: skip
     """To the pass, backward or call before and after: to the same call there, if it has one."""
     numbers = sorted({number(one) for one in values})
@@ -320,7 +323,7 @@ def _stepped(
                 numbers[-1], kept)  # fmt: skip
 
 
-def _sampled(seen: Seen, choice: Choice, picture: Picture) -> Step | None:
+def _sampled(seen: ValueEntry, choice: Choice, picture: Picture) -> Step | None:
     if picture.n_samples < 2:
         return None
     at, last = choice.sample, picture.n_samples - 1
@@ -332,7 +335,7 @@ def _sampled(seen: Seen, choice: Choice, picture: Picture) -> Step | None:
     return Step("Sample", f"of {picture.n_samples:,}", before, after, "sample", at, last, kept)
 
 
-def _paged(seen: Seen, choice: Choice, picture: Picture) -> Step | None:
+def _paged(seen: ValueEntry, choice: Choice, picture: Picture) -> Step | None:
     if picture.kind != "channels" or picture.total <= PER_PAGE:
         return None
     before, after = (
@@ -343,7 +346,7 @@ def _paged(seen: Seen, choice: Choice, picture: Picture) -> Step | None:
     return Step("Channels", f"{picture.first + 1} to {last} of {picture.total:,}", before, after)
 
 
-def _kept(seen: Seen, choice: Choice, but: str) -> tuple[tuple[str, str], ...]:
+def _kept(seen: ValueEntry, choice: Choice, but: str) -> tuple[tuple[str, str], ...]:
     """What a form with one number leaves as it is. A pass may not have the same calls."""
     found = {"at": seen.place.at, "pass": str(seen.pass_number), "call": str(seen.call),
              "sample": str(choice.sample), "order": choice.order}  # fmt: skip
@@ -356,7 +359,7 @@ def _kept(seen: Seen, choice: Choice, but: str) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def _neighbour(shown: Shown, seen: Seen, step: int) -> tuple[str, str] | None:
+def _neighbour(shown: PageState, seen: ValueEntry, step: int) -> tuple[str, str] | None:
     """The value seen before or after this one, as (label, address)."""
     number = seen.order + step
     if not 0 <= number < len(shown.values):
@@ -365,7 +368,7 @@ def _neighbour(shown: Shown, seen: Seen, step: int) -> tuple[str, str] | None:
     return shown.row(found).label, f"site?{query_of(found.place)}"
 
 
-def _orders(seen: Seen, choice: Choice) -> list[tuple[str, str, bool]]:
+def _orders(seen: ValueEntry, choice: Choice) -> list[tuple[str, str, bool]]:
     names = {"index": "by number", "mean": "by mean", "std": "by deviation", "max": "by maximum"}
     return [
         (text, f"site?{query_of(seen.place, Choice(choice.sample, order))}", order == choice.order)

@@ -1,7 +1,4 @@
-"""What is shown: folders that may be replaced, deleted or not there yet.
-
-Imports shown.
-"""
+"""What is shown: folders that may be replaced, deleted or not there yet."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from hookline.recordings import Recording, open_recording
-from hookline.views.page.shown import Shown
+from hookline.views.page.state import PageState
 
 _MANIFEST = "manifest.json"
 
@@ -46,7 +43,7 @@ class FolderSource:
 
 
 @final
-class Shelf:
+class OpenRecordings:
     """The recordings that are shown, opened anew when they have changed.
 
     Args:
@@ -58,7 +55,7 @@ class Shelf:
         self.source = source
         self.other = other
         self._lock = threading.Lock()
-        self._shown: Shown | None = None
+        self._shown: PageState | None = None
         self._state = ""
 
     @property
@@ -71,7 +68,7 @@ class Shelf:
         states = [one.state() for one in (self.source, self.other) if one is not None]
         return " ".join(states) if all(states) else ""
 
-    def shown(self) -> tuple[Shown, str]:
+    def shown(self) -> tuple[PageState, str]:
         """What there is to be shown now, and the state that it belongs to.
 
         Raises:
@@ -81,6 +78,6 @@ class Shelf:
             state = self.state()
             if self._shown is None or (state and state != self._state):
                 other = self.other.read() if self.other is not None else None
-                self._shown = Shown((self.source.read(), other), self.names)
+                self._shown = PageState((self.source.read(), other), self.names)
                 self._state = state
             return self._shown, self._state

@@ -1,4 +1,4 @@
-"""How a page becomes text: the environment of its templates. Imports cells, site_view."""
+"""How a page becomes text: the environment of its templates."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hookline.display.text import visible
+from hookline.display.text import escape_invisible
 from hookline.display.units import measure
 from hookline.views.page.cells import cells_html
 from hookline.views.page.columns import Column
 from hookline.views.page.extras import load
 from hookline.views.page.links import query_of
 from hookline.views.page.rows import Row
-from hookline.views.page.shown import data_of
 from hookline.views.page.site_view import facts_of, path_of, zero_of
+from hookline.views.page.state import data_of
 from hookline.views.page.thumbnails import MAX_CHANNELS
 
 FOLDER = Path(__file__).parent / "templates"
@@ -47,7 +47,7 @@ def environment() -> Any:
 
 def _visible(value: Any) -> Any:
     """What an expression in a template gives; of a text that is no markup, all is seen."""
-    return visible(value) if type(value) is str else value
+    return escape_invisible(value) if type(value) is str else value
 
 
 def script() -> str:

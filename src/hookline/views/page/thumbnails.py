@@ -1,7 +1,4 @@
-"""Small pictures: feature maps as one strip of tiles, and the model's input.
-
-Imports extras, plots (only what needs no matplotlib): the colours are those of its figures.
-"""
+"""Small pictures: feature maps as one strip of tiles, and the model's input."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A client that sends half a request, or reads no answer, costs nothing to its sender, and a file
 descriptor here. So a connection is closed when it has been waited for too long, and the one that
 waits longest makes room for a new one: there is always room for a whole request.
-
-Imports extras.
 """
 
 from __future__ import annotations

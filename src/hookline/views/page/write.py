@@ -1,4 +1,4 @@
-"""write_page: a recording as one HTML file. Imports rows, columns, templates, shown."""
+"""write_page: a recording as one HTML file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hookline.verbs import Summary
 from hookline.views.page.columns import columns
 from hookline.views.page.extras import load
 from hookline.views.page.rows import Row, tree_rows
-from hookline.views.page.seen import read_values
-from hookline.views.page.shown import failed_passes, notices_of_rows
+from hookline.views.page.state import failed_passes, notices_of_rows
 from hookline.views.page.templates import environment, table
 from hookline.views.page.thumbnails import input_thumbnail
+from hookline.views.page.values import read_values
 
 if TYPE_CHECKING:
     from PIL.Image import Image

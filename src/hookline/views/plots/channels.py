@@ -1,4 +1,4 @@
-"""channels: the maps of a layer's channels, side by side. Imports sheet, reducing, values."""
+"""channels: the maps of a layer's channels, side by side."""
 
 from __future__ import annotations
 

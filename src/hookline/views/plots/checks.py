@@ -1,4 +1,4 @@
-"""What every figure refuses before it looks at a value. Imports recordings, errors."""
+"""What every figure refuses before it looks at a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compare: two recordings side by side. Imports differences, channels, rows, sheet."""
+"""compare: two recordings side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from hookline.display.text import plural
 from hookline.display.units import measure
-from hookline.engine import Site, tree
+from hookline.engine import Site
+from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.views.plots.channels import MAX_SIDE, grid, tiling
 from hookline.views.plots.checks import Source, check_count
@@ -144,7 +145,7 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
     drawable(b)
     if a.tensor.shape != b.tensor.shape:
         raise InputError(
-            f"{a.label} has two shapes: {tree.shape(a.tensor)} and {tree.shape(b.tensor)}."
+            f"{a.label} has two shapes: {describe.shape(a.tensor)} and {describe.shape(b.tensor)}."
             "\nCompare recordings of inputs of one shape."
         )
     found = arrange(a, reading[1], reading[0])

@@ -1,4 +1,4 @@
-"""How far two recordings lie apart, site by site. Imports values, statistics."""
+"""How far two recordings lie apart, site by site."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hookline.engine import tree
+from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.views.plots.checks import Source
 from hookline.views.plots.values import Value, one_pass, walk
@@ -86,7 +86,7 @@ def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
 def difference(label: str, a: Tensor, b: Tensor) -> Difference:
     """How far two tensors lie apart, read in pieces of float64."""
     if a.is_nested or b.is_nested or a.shape != b.shape:
-        return Difference(label, problem=f"shapes {tree.shape(a)} and {tree.shape(b)}")
+        return Difference(label, problem=f"shapes {describe.shape(a)} and {describe.shape(b)}")
     if a.is_complex() or b.is_complex():  # a piece is the magnitude, and phases differ, too
         a, b = (torch.view_as_real(t.detach().to(torch.complex128).resolve_conj()) for t in (a, b))
     gap, dot, norm_a, norm_b, n_odd, is_equal = _sums(a, b, 1.0)

@@ -1,4 +1,4 @@
-"""gradients: how large they are from site to site. Imports checks, rows, sheet, recordings."""
+"""gradients: how large they are from site to site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""histograms: how the values of each layer are spread. Imports checks, sheet, reducing, values."""
+"""histograms: how the values of each layer are spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""images: the pictures of a batch, as a model gets them. Imports sheet, reducing, values."""
+"""images: the pictures of a batch, as a model gets them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hookline.engine import Site, as_written, tree
+from hookline.engine import Site, as_written
+from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.views.plots.channels import tiling
@@ -60,8 +61,9 @@ def images(
     n_channels = shape[layout.index("C")] if layout and len(layout) == len(shape) == 4 else 0
     if n_channels not in (1, 3):
         raise InputError(
-            f"{value.label} holds no pictures: its shape is {tree.shape(value.tensor)}, and a batch"
-            " of pictures has 4 dimensions, with 1 or 3 channels.\nhl.plots.channels draws maps of"
+            f"{value.label} holds no pictures: its shape is {describe.shape(value.tensor)}, and a"
+            " batch of pictures has 4 dimensions, with 1 or 3 channels.\n"
+            "hl.plots.channels draws maps of"
             " any number of channels."
         )
     n_samples = shape[layout.index("N")] if layout and "N" in layout else 1

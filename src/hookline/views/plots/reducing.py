@@ -1,4 +1,4 @@
-"""What is drawn of large values: areas, ranges, orders, counts. Imports checks, statistics."""
+"""What is drawn of large values: areas, ranges, orders, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites as rows, from the first at the top to the last, beside columns of numbers. Imports sheet.
+"""Sites as rows, from the first at the top to the last, beside columns of numbers.
 
 Rows, since paths are long: they are read level, and a figure grows downwards with the model.
 """

@@ -1,4 +1,4 @@
-"""What all figures share: a sheet laid out in inches, its header, its colours. Imports extras.
+"""What all figures share: a sheet laid out in inches, its header, its colours.
 
 Figures are made without pyplot: no window, no backend and no setting of matplotlib is touched, and
 a figure is freed with its last reference. Colours of text and ground are those of the user's own

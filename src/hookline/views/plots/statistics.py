@@ -1,4 +1,4 @@
-"""statistics: over the depth of one pass, or over passes. Imports rows, sheet, reducing, values."""
+"""statistics: over the depth of one pass, or over passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokens: a sequence's features, token by token. Imports sheet, reducing, values."""
+"""tokens: a sequence's features, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a recording, as what can be drawn. Imports checks, recordings, statistics, engine."""
+"""Values of a recording, as what can be drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hookline.display.text import plural
-from hookline.engine import Site, as_written, tree
+from hookline.engine import Site, as_written
+from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
 from hookline.views.plots.checks import Source, check_sample, check_source
@@ -47,7 +48,7 @@ class Value:
     def form(self) -> str:
         """Its shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return f"{tree.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
+        return f"{describe.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
 
 
 @final
@@ -222,7 +223,7 @@ def drawable(value: Value) -> Tensor:
             f"\nRecord it plain: hl.record(model, ..., keep=lambda t: t.{how})."
         )
     if not tensor.numel():
-        raise InputError(f"{value.label} is empty: its shape is {tree.shape(tensor)}.")
+        raise InputError(f"{value.label} is empty: its shape is {describe.shape(tensor)}.")
     if not tensor.dim():
         raise InputError(
             f"{value.label} is a single number, {tensor.item()}.\nhl.plots.statistics draws numbers"
@@ -237,12 +238,12 @@ def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
         if any(one.is_meta for _, one in tree.tensors(value)):
             raise InputError(f"{label} is on the meta device: it has a shape and no numbers.")
         raise InputError(
-            f"{label} holds no tensor that can be drawn: it is {tree.describe(value)}."
+            f"{label} holds no tensor that can be drawn: it is {describe.in_words(value)}."
             "\nName a site that does, or a leaf of it."
         )
     if not _is_readable(tensor):
         raise InputError(
-            f"{label} is {tree.full(tensor)}, whose numbers torch cannot read."
+            f"{label} is {describe.in_full(tensor)}, whose numbers torch cannot read."
             "\nRecord it in another dtype, with keep=, or leave the site out."
         )
     if not isinstance(value, Tensor):
@@ -250,7 +251,7 @@ def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
         # A leaf goes behind the port, and before the call.
         head, sign, call = label.rpartition("#") if re.search(r"#\d+$", label) else (label, "", "")
         head += "" if ":" in head else ":output"
-        label = f"{head}{tree.leaf_text(leaf)}{sign}{call}"
+        label = f"{head}{describe.leaf_text(leaf)}{sign}{call}"
     return Value(label, module_type, tensor, where)
 
 
@@ -305,7 +306,7 @@ def _check_layout(value: Value, letters: str) -> None:
         n_dims = value.tensor.dim()
         asked = "needs a layout" if "?" in letters else f"cannot be read as {letters!r}"
         raise InputError(
-            f"{value.label} {asked}: its shape is {tree.shape(value.tensor)}."
+            f"{value.label} {asked}: its shape is {describe.shape(value.tensor)}."
             f"\nGive layout= with one letter for each of its {n_dims} dimensions, C among them:"
             " N sample, C channel, T or L place in a sequence, D H W."
         )

@@ -1,0 +1,98 @@
+"""Aliases of a call's inputs and outputs, so that their gradients are of that call alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.identity_map import IdentityMap
+from hookline.errors import AttachError
+
+
+def off_leaves(value: Any) -> Any:
+    """An output with aliases for its leaves: a parameter that is returned, an input passed on.
+
+    A leaf outlives the pass, and a hook on it would, too, and see every other use of it.
+    """
+    leaves = [tensor for tensor in flowing(value, fixed_only=False) if tensor.is_leaf]
+    return tree.replace_tensors(value, aliases_of(leaves), fixed_only=False) if leaves else value
+
+
+def apart(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_only: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with aliases for what outlives the pass: leaves, or where it begins, all.
+
+    Hooks on a tensor that several passes share would see what comes back from all of them.
+
+    Returns:
+        The new (args, kwargs); None if there was nothing to alias.
+    """
+    found = flowing((args, tuple(kwargs.values())), fixed_only=True)
+    wanted = [tensor for tensor in found if tensor.is_leaf or not leaves_only]
+    if not wanted:
+        return None
+    new = aliases_of(wanted)
+    return (
+        tuple(tree.replace_tensors(value, new, fixed_only=True) for value in args),
+        {name: tree.replace_tensors(value, new, fixed_only=True) for name, value in kwargs.items()},
+    )
+
+
+def aliases_of(tensors: list[Tensor]) -> IdentityMap[Tensor]:
+    """Make an alias of each tensor."""
+    return instead_of(tensors, [tensor.view_as(tensor) for tensor in tensors])
+
+
+def instead_of(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> IdentityMap[Tensor]:
+    """Map tensors to their aliases."""
+    new: IdentityMap[Tensor] = IdentityMap()
+    for tensor, alias in zip(tensors, aliases, strict=True):
+        new[tensor] = alias
+    return new
+
+
+def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
+    """Each tensor through which a gradient can come back, once."""
+    found: IdentityMap[None] = IdentityMap()
+    if not torch.is_grad_enabled():
+        return []
+    for tensor in _tensors(value, fixed_only):
+        if tensor.requires_grad and has_aliases(tensor):
+            found[tensor] = None
+    return found.things()
+
+
+def has_aliases(tensor: Tensor) -> bool:
+    """Whether torch can make an alias of it: not if sparse, nor nested in the older layout."""
+    return tensor.layout is torch.jagged or (
+        tensor.layout is torch.strided and not tensor.is_nested
+    )
+
+
+def refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
+    """Refuse what a module takes if torch can make no alias of it.
+
+    Raises:
+        AttachError: there is one.
+    """
+    for tensor in _tensors(values, fixed_only=True):
+        if torch.is_grad_enabled() and tensor.requires_grad and not has_aliases(tensor):
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise AttachError(
+                f"{name} takes a {kind} tensor, of which torch makes no alias, so a raw backward"
+                " hook cannot be given its gradient."
+                f"\nUse line.backward_pre, or record '{name}:grad_output'."
+            )
+
+
+def _tensors(value: Any, fixed_only: bool) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple) or (not fixed_only and tree.is_container(value)):
+        for _, part in tree.items(value) or ():
+            yield from _tensors(part, fixed_only)

@@ -1,0 +1,159 @@
+"""The modules that torch.compile has wrapped, and the border between them and eager code."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.torch_private.dynamo import holds_compiled_call
+from hookline.engine.torch_private.modules import children
+from hookline.util.locks import fork_safe_lock
+from hookline.util.weak_map import WeakIdentityMap
+
+
+class Watcher(Protocol):
+    """Who wants to be told when compiled modules run."""
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether it wants to know of this one."""
+
+    def enter(self, module: nn.Module, frame: FrameType) -> None:
+        """A compiled module is about to run, called from within this frame."""
+
+    def leave(self, module: nn.Module, frame: FrameType) -> None:
+        """It has run, or failed."""
+
+    def explain(self, error: BaseException) -> None:
+        """It failed: say more about it."""
+
+
+class Borders:
+    """Tells a watcher of each run of compiled modules, outside of the compiled code.
+
+    A module is called through `torch.compile(module)`, of which it knows nothing, so torch's class
+    for that is told, and only as long as somebody watches; or it holds its compiled call itself.
+    """
+
+    _all: ClassVar[list[Borders]] = []
+    _lock: ClassVar[threading.RLock] = fork_safe_lock()
+    _original: ClassVar[Callable[..., Any] | None] = None
+    # Those that hold their compiled call themselves: who watches, and what they hold.
+    _held: ClassVar[WeakIdentityMap[tuple[set[int], Any, Any]]] = WeakIdentityMap()
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+
+    def open(self) -> None:
+        """Begin to tell. Whatever interrupts it, `remove` puts all back."""
+        with Borders._lock:
+            kind = sys.modules["torch._dynamo"].OptimizedModule
+            if kind.__call__ is not _call_optimized:
+                Borders._original = kind.__call__
+                kind.__call__ = _call_optimized
+            Borders._all.append(self)
+
+    def watch(self, module: nn.Module) -> None:
+        """Tell of runs of a module that was compiled by `module.compile()`. Twice is no mistake."""
+        with Borders._lock:
+            held = Borders._held.get(module)
+            if held is None:
+                compiled = module.__dict__["_compiled_call_impl"]
+                ours = partial(_around, weakref.ref(module), compiled)
+                held = Borders._held[module] = set(), compiled, ours
+                module.__dict__["_compiled_call_impl"] = ours
+            held[0].add(id(self))
+
+    def remove(self) -> None:
+        """Put all back."""
+        with Borders._lock:
+            Borders._all[:] = [one for one in Borders._all if one is not self]
+            for module, (watchers, compiled, ours) in Borders._held.items():
+                watchers.discard(id(self))
+                if not watchers:
+                    if module.__dict__.get("_compiled_call_impl") is ours:
+                        module.__dict__["_compiled_call_impl"] = compiled
+                    Borders._held.pop(module)
+            kind = sys.modules["torch._dynamo"].OptimizedModule
+            if not Borders._all and kind.__call__ is _call_optimized:
+                kind.__call__ = Borders._original
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module go through `torch.compile`."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return any(
+        (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
+        for kind in type(module).__mro__
+    )
+
+
+def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
+    """The ids of all modules of a model, wrappers included, and those among them that hold their
+    compiled call, by `module.compile()`."""
+    found: set[int] = set()
+    compiled: list[nn.Module] = []
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None or id(module) in found:
+            continue
+        found.add(id(module))
+        if holds_compiled_call(module):
+            compiled.append(module)
+        if inner := children(module):
+            waiting += inner.values()
+    return found, compiled
+
+
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was called with; another one is itself."""
+    loaded = sys.modules.get("torch._dynamo")
+    while loaded is not None and isinstance(module, loaded.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def _around(
+    held: weakref.ref[nn.Module], compiled: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    module = held()
+    if module is None or is_dynamo_compiling():
+        return compiled(*args, **kwargs)
+    return _watched(module, sys._getframe(), compiled, args, kwargs)
+
+
+def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `OptimizedModule.__call__` is while somebody watches."""
+    original = Borders._original or type(optimized).__mro__[1].__call__
+    if is_dynamo_compiling():
+        return original(optimized, *args, **kwargs)
+    frame, call = sys._getframe(), partial(original, optimized)
+    return _watched(optimized._orig_mod, frame, call, args, kwargs)
+
+
+def _watched(
+    module: nn.Module, frame: FrameType, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    watchers = [one.watcher for one in Borders._all if one.watcher.covers(module)]
+    entered: list[Watcher] = []
+    try:
+        for watcher in watchers:
+            entered.append(watcher)
+            watcher.enter(module, frame)
+        return call(*args, **kwargs)
+    except Exception as error:
+        for watcher in entered:
+            watcher.explain(error)
+        raise
+    finally:
+        for watcher in reversed(entered):
+            watcher.leave(module, frame)

@@ -1,0 +1,1 @@
+"""Shards of a value on this rank, and the rendezvous of the ranks."""

@@ -1,0 +1,154 @@
+"""Meeting: the processes of a distributed job come together before they exchange anything.
+
+A collective that one rank does not call hangs the others for half an hour and then names nobody. So
+each rank first says in the store what it asks and what it has; all read the same verdict, within a
+bounded time, and only then do they talk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hookline.engine.torch_private.distributed import default_store, is_grouped
+from hookline.errors import RanksError
+
+# How long ranks wait for one another unless told otherwise.
+TIMEOUT_S = 60.0
+
+
+def ranks_of(group: Any, question: str) -> list[int]:
+    """The ranks of a process group; None is the group of all.
+
+    Raises:
+        RanksError: no process group is initialised, or this process is not in it.
+    """
+    if not is_grouped():
+        raise RanksError(
+            f"{question} asks all ranks of a process group, and there is none (or no longer)."
+            "\nCall it between torch.distributed.init_process_group(...) and"
+            " destroy_process_group(); what this process has is there without: run['...']."
+        )
+    ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in ranks:
+        raise RanksError(
+            f"{question}: rank {dist.get_rank()} is not in the group of ranks {_listed(ranks)}."
+            "\nCall it on the group's ranks only."
+        )
+    return ranks
+
+
+def gather_json(
+    question: str, said: Any, ranks: Sequence[int], timeout: float = TIMEOUT_S
+) -> list[Any]:
+    """Wait until every rank has asked the same question.
+
+    Args:
+        question: what is asked, as a person would write it.
+        said: what this rank has to say, as JSON.
+        ranks: whose meeting it is.
+        timeout: how long to wait for the others, in seconds.
+
+    Returns:
+        What each rank said, in the order of `ranks`; the same on all of them.
+
+    Raises:
+        RanksError: on every rank: one of them did not come, or asked something else.
+    """
+    if len(ranks) == 1:
+        return [said]
+    try:
+        verdict = _verdict(question, said, ranks, timeout)
+    except (RuntimeError, ConnectionError) as error:
+        raise RanksError(
+            f"{question}: the store over which the ranks meet is gone, and so is the process that"
+            f" holds it, usually rank 0 ({str(error).splitlines()[0][:120]})."
+            "\nLook at the first error in that rank's output."
+        ) from error
+    missing, asked = verdict["missing"], verdict["asked"]
+    if missing:
+        raise RanksError(
+            f"{verdict['question']} waited {verdict['seconds']:g} s for {_names(missing)}, which"
+            f" did not come."
+            "\nCall it on every rank of the group, outside of `if rank == 0:`. A rank that died or"
+            " raised never comes: look at its output. timeout= is how long to wait, in seconds."
+        )
+    if len(set(asked)) > 1:
+        raise RanksError(
+            f"the ranks ask for different things: {say_by_rank(ranks, asked)}."
+            "\nCall the same on every rank, in the same order."
+        )
+    found: list[Any] = [json.loads(verdict["texts"][index]) for index in verdict["said"]]
+    return found
+
+
+def _verdict(question: str, said: Any, ranks: Sequence[int], timeout: float) -> dict[str, Any]:
+    store, me = default_store(), dist.get_rank()
+    name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
+    # The store counts, not the process: it begins anew with each process group.
+    number = store.add(f"{name}/{me}", 1)
+    base = f"{name}/{number}"
+    verdict_key = f"{base}/verdict"
+    store.set(f"{base}/{me}", json.dumps([question, json.dumps(said, sort_keys=True)]))
+    keys = {rank: f"{base}/{rank}" for rank in ranks}
+    is_judge = me == ranks[0]
+    wanted = list(keys.values()) if is_judge else [verdict_key]
+    is_settled = store.check([verdict_key])  # this rank comes too late
+    if is_settled or (_has_come(store, wanted, timeout) and not is_judge):
+        text = store.get(verdict_key)
+    else:
+        # The first to settle it settles it for all, those that come too late included.
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        mine = {"question": question, "seconds": timeout, "missing": missing, "asked": []}
+        if not missing and not is_judge:
+            mine["missing"] = [ranks[0]]
+        elif not missing:
+            mine |= _gathered(store, list(keys.values()))
+        text = store.compare_set(verdict_key, "", json.dumps(mine))
+    verdict: dict[str, Any] = json.loads(text)
+    if is_judge and number > 1 and not verdict["missing"]:
+        for last in (*ranks, "verdict"):  # all have left the meeting before this one
+            store.delete_key(f"{name}/{number - 1}/{last}")
+    return verdict
+
+
+def _has_come(store: Any, keys: list[str], timeout: float) -> bool:
+    """Wait for keys; False if they were not there in time."""
+    until = time.monotonic() + timeout
+    try:
+        store.wait(keys, timedelta(seconds=max(timeout, 0.001)))
+    except RuntimeError:
+        if time.monotonic() < until - 0.5:
+            raise  # no timeout: the store is gone
+        return False
+    return True
+
+
+def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
+    """What all have said. What many said alike stands there once."""
+    posts = [json.loads(store.get(key)) for key in keys]
+    texts = list(dict.fromkeys(text for _, text in posts))
+    said = [texts.index(text) for _, text in posts]
+    return {"asked": [asked for asked, _ in posts], "texts": texts, "said": said}
+
+
+def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
+    """`rank 0: this; ranks 1, 2: that`: who says what, ranks that say the same together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(f"{_names(said_by)}: {text}" for text, said_by in by_text.items())
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

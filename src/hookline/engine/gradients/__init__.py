@@ -1,0 +1,1 @@
+"""Taps on gradients: of what flows, and of parameters."""

@@ -1,0 +1,323 @@
+"""Taps that see gradients, by port: they stand in forward, and put hooks on what flows."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import unserializable_hook
+
+from hookline.engine.autograd import aliases, module_backward
+from hookline.engine.gradients.tap import (
+    INSIDE,
+    NO_BACKWARD,
+    ROOT_INPUTS,
+    GradientCallback,
+    GradientTap,
+    PendingGradient,
+)
+from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.identity_map import IdentityMap
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order, Tap, no_callback
+from hookline.engine.torch_private.autograd import (
+    base_of_view,
+    node_of_compiled,
+    outer_backward,
+    version_counter,
+)
+from hookline.engine.torch_private.checkpoint import aside
+from hookline.engine.torch_private.dynamo import has_compiled_forward
+from hookline.engine.torch_private.hooks import hook_dict
+from hookline.errors import AttachError, StructureError, warn
+
+
+class GradOutputTap(GradientTap):
+    """Sees the gradients of what a module returns: a forward hook."""
+
+    __slots__ = ()
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook on the module."""
+        if is_dynamo_compiling():
+            value = aliases.off_leaves(output)
+            self.trace(value)
+            return value
+        return self.look(module, output, id(sys._getframe(1)))
+
+    def look(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `fire` does, of the call that the key says."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        call = self._call(current)
+        if call < 0:
+            return None
+        with aside(current.stretch):
+            value = aliases.off_leaves(output)
+            if self.passes.compiler is not None and _is_made_anew(module, value):
+                self.placed += 1
+                self.lose(INSIDE)
+                return None if value is output else value
+            meeting = module_backward.left(key)
+            self.wait(current, call, value, meeting, id(module), _itself)
+        return None if value is output else value
+
+
+def _is_made_anew(module: nn.Module, value: Any) -> bool:
+    """Whether a module returned several tensors from code that was compiled by itself, and some of
+    them share memory: those are views that were made outside of that code."""
+    if isinstance(value, Tensor):
+        return False
+    found: IdentityMap[None] = IdentityMap()
+    for _, tensor in tree.tensors(value):
+        if tensor.grad_fn is not None:
+            found[tensor] = None
+    tensors = found.things()
+    return (
+        len(tensors) > 1
+        and any(tensor._is_view() and node_of_compiled(tensor) is None for tensor in tensors)
+        and has_compiled_forward(module)
+    )
+
+
+class GradInputTap(GradientTap):
+    """Sees the gradients of what a module is called with: a forward-pre hook."""
+
+    __slots__ = ("arguments",)
+
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
+        super().__init__(site, passes, on, rank)
+        self.arguments = Arguments()
+
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The hook on the module."""
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
+        if is_dynamo_compiling():
+            new = aliases.apart(args, kwargs, leaves_only=True)
+            args, kwargs = new or (args, kwargs)
+            self.trace(self.arguments.bind(module, args, kwargs))
+            return new
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        call = self._call(current)
+        if call < 0:
+            return None
+        with aside(current.stretch):
+            return self._look(module, current, call, args, kwargs, id(sys._getframe(1)))
+
+    def _look(
+        self, module: nn.Module, current: Pass, call: int, args: tuple[Any, ...],
+        kwargs: dict[str, Any], key: int,
+    ) -> Any:  # fmt: skip
+        new = aliases.apart(args, kwargs, leaves_only=True)
+        args, kwargs = new or (args, kwargs)
+        # A raw backward hook may have aliased the inputs by now; what came in is meant.
+        entered = module_backward.entered(key)
+        origin = _itself if entered is None else entered.origin
+        try:
+            value = self.arguments.bind(module, args, kwargs)
+            self.wait(current, call, value, None, id(module), origin)
+        except Exception as error:
+            self._note(error)
+            raise
+        return new
+
+
+def all_at(module: nn.Module, port: str) -> list[GradientTap]:
+    """The taps on a module's gradients at a port, in their order."""
+    kind = "forward" if port == "grad_output" else "forward_pre"
+    owners = [getattr(hook, "__self__", None) for hook in hook_dict(module, kind).values()]
+    return [tap for tap in owners if isinstance(tap, GradientTap) and tap.site.port == port]
+
+
+class BorderTap(Tap):
+    """Where the root begins and ends: what comes back through one pass is apart from all else."""
+
+    __slots__ = ()
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__(Site("", "grad_input"), passes, no_callback, Order.JOIN)
+
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The forward-pre hook on the root."""
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
+        if is_dynamo_compiling():
+            return aliases.apart(args, kwargs, leaves_only=False)
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        with aside(current.stretch):
+            new = aliases.apart(args, kwargs, leaves_only=False)
+        if new is None:
+            return None
+        # What outlives the pass, and the views of it that the pass has hooks on.
+        current.opened.setdefault(ROOT_INPUTS, []).extend(
+            (weakref.ref(base), [])
+            for _, alias in tree.tensors((new[0], tuple(new[1].values())))
+            if (base := base_of_view(alias)) is not None
+        )
+        return new
+
+    def _again(self, current: Pass) -> Pass | None:
+        return current if current.again.has_gradients else None
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook on the root, always called."""
+        if is_dynamo_compiling():
+            return
+        current = self.lane.current or self.lane.outside
+        borders = [] if current is None else current.opened.pop(ROOT_INPUTS, [])
+        returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
+        for base, views in borders:
+            outside = base()
+            if not any(one is not None and one is outside for one in returned):
+                for view in views:
+                    if (hooked := view()) is not None:
+                        hooked.settle()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_WRITTEN = (
+    "it is a view that was written to in place while the line lasted, or whose base was, and with"
+    " that a view loses its hooks; make that operation not in place, or name a .clone() of the view"
+    " that is used in its stead"
+)
+_REPLACED = "torch.func.functional_call, a parametrization or pruning made after the line"
+
+
+@final
+class ParameterTap(GradientTap):
+    """Sees the gradient of a parameter, or of a tensor: a hook on it.
+
+    What FSDP2 shards takes no part in the graph; its reduced gradient is first seen in `.grad`.
+    """
+
+    __slots__ = ("_counter", "_held", "_is_elsewhere", "_n_parts", "_run", "_version")
+
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
+        super().__init__(site, passes, on, rank)
+        self._run, self._n_parts = -1, 0
+        self._counter: Tensor | None = None
+        self._version = 0
+        self._is_elsewhere = False  # whether a gradient came where the line does not see
+
+    def hook_for(self, tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
+        """Return the hook to register on a tensor. A view is watched: a write takes its hooks."""
+        if not is_lazy(tensor) and base_of_view(tensor) is not None:
+            self._counter = version_counter(tensor)
+            self._version = self._counter._version
+        hook: Callable[[Tensor], Tensor | None] = self.fire
+        return hook
+
+    def _is_written(self) -> bool:
+        return self._counter is not None and self._counter._version != self._version
+
+    def wait_for_reduced(self, parameter: Tensor) -> None:
+        """It is to be put behind the accumulation of a sharded parameter's gradient."""
+        self._held = None if parameter.grad is None else weakref.ref(parameter.grad)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def fire_reduced(self, parameter: Tensor) -> None:
+        """The hook there.
+
+        Raises:
+            AttachError: it is to be changed, and cannot be told from what was in `.grad` before.
+        """
+        current = self._pass(outer_backward())
+        grad = parameter.grad
+        if current is None or grad is None:
+            return
+        self.ran += 1
+        if self._held is not None and self._held() is grad:
+            self._is_sum()
+        # .grad is clipped, zeroed and added to in place: who keeps it has to copy it.
+        given = grad if self.on.changes else grad.detach()
+        new = self.arrive(current, PendingGradient(0), 0, given)
+        if new is not None:
+            if type(new) is not type(grad):
+                raise StructureError(
+                    f"the edit at {self.site} returned a plain tensor for this rank's shard."
+                    "\nReturn what is computed from the DTensor that it is given: g.clamp(min=0)."
+                )
+            parameter.grad = grad = new
+        self._held = weakref.ref(grad)
+
+    def _is_sum(self) -> None:
+        if self.on.changes:
+            raise AttachError(
+                f"{self.site} cannot be changed: FSDP2 has added it to the .grad that was there."
+                "\nCall zero_grad() before backward(), or change the sum: line.accumulated(...)."
+            )
+        if not self.told:
+            self.told = True
+            warn(
+                f"{self.site} is recorded as it is in .grad, to which FSDP2 has added the gradients"
+                " of several backward passes.\nFor each by itself, zero_grad() before backward()."
+            )
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def fire(self, grad: Tensor) -> Tensor | None:
+        """The hook itself. Pickling the tensor leaves it behind, and need not say so."""
+        number = outer_backward()
+        current = self._pass(number)
+        if current is None:
+            return None
+        if self._is_written():  # it is what came back to the old value past the write, a part
+            if self.on.changes or self.fired:  # else the line says so at its end
+                self.lose(_WRITTEN)
+            return None
+        self.ran += 1
+        self._n_parts = self._n_parts + 1 if number == self._run else 1
+        self._run = number
+        if self._n_parts > 1 and not self.told:
+            self.told = True
+            warn(
+                f"{self.site} comes in parts: several reentrant checkpoints use the parameter, and"
+                " each has a backward of its own.\nCheckpoint with use_reentrant=False, which gives"
+                " the whole gradient at once."
+            )
+        return self.arrive(current, PendingGradient(self._n_parts - 1), 0, grad)
+
+    def retire(self) -> None:
+        """Fire no more, and let what was to be done with the gradients go."""
+        super().retire()
+        self.on = GradientCallback()
+
+    def _pass(self, backward: int) -> Pass | None:
+        current = self.passes.at_parameter(backward)
+        if current is None and not self.passes.closed:
+            self._is_elsewhere = True
+        return current
+
+    def why_silent(self) -> str | None:
+        """Why no gradient arrived."""
+        if self._is_elsewhere:
+            return f"its gradient flowed back {ELSEWHERE}"
+        if self.off:
+            return "it is frozen: requires_grad is False; call requires_grad_() on it first"
+        if self._is_written():
+            return _WRITTEN
+        if self.passes.transformed:
+            return (
+                "torch.func returns gradients, and accumulates none; take them from what its"
+                " transform returns, or select ':grad_output' and ':grad_input' of modules"
+            )
+        return f"{NO_BACKWARD}; or the model ran on another one in its place ({_REPLACED})"

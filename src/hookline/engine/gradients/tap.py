@@ -1,0 +1,568 @@
+"""Gradient tap: what all taps on gradients share.
+
+Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
+inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
+that the value flowed in, so that it is right in whichever thread autograd calls it, and holds no
+tensor, so that it keeps no graph alive. In compiled code it is part of the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.autograd.aliases import has_aliases
+from hookline.engine.autograd.in_graph import (
+    ENDED,
+    LOST,
+    emptied,
+    hook_in_graph,
+    number_of,
+    outline,
+    place_in,
+    untraced_views,
+)
+from hookline.engine.autograd.module_backward import CallGradients
+from hookline.engine.autograd.written_views import GradHook, HookedView, hook_value
+from hookline.engine.compile.in_graph import (
+    NO_PASS,
+    CompiledRun,
+    GraphCapture,
+    GraphGradient,
+    run_of,
+)
+from hookline.engine.passes.checkpointing import first_of
+from hookline.engine.passes.modes import hides_gradients, refuse_mapped
+from hookline.engine.passes.passes import Pass, Passes
+from hookline.engine.pytree import leaves, outlines, tree
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order, Tap, no_callback
+from hookline.engine.torch_private.autograd import (
+    hook_node_before,
+    is_written_by_compiled,
+    node_of_compiled,
+    outer_backward,
+)
+from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.errors import AttachError, StructureError, warn
+
+# Under which a pass keeps what came in at its border.
+ROOT_INPUTS = object()
+
+
+@final
+class PendingGradient:
+    """One value of one call, whose gradients are to arrive.
+
+    Args:
+        call: the number of the call within its pass.
+        form: the value's structure, each tensor that has a gradient as a numbered `Slot`; None for
+            a lone tensor.
+
+    Attributes:
+        gathered: by the run of autograd, what a verb keeps of a value of several tensors.
+    """
+
+    __slots__ = ("call", "form", "gathered")
+
+    def __init__(self, call: int, form: Any = None) -> None:
+        self.call = call
+        self.form = form
+        self.gathered: dict[Any, Any] = {}
+
+
+# Of a call in the second run of a checkpoint, whose gradients are waited for since the first.
+NO_CROSSING = PendingGradient(-1)
+
+# Tensors that a graph got from outside: slot, tensor, and the number of the hook as it was met.
+Outside = tuple[tuple[int, Tensor, str], ...]
+
+
+class GradientCallback:
+    """What a verb does with the gradients at one site. The base does nothing."""
+
+    __slots__ = ()
+    # Whether the model trains on other numbers when this is not called any more.
+    changes = False
+    # Whether what is kept holds the graph: then the graph's hooks may not hold it in turn.
+    keeps_graph = False
+    # Whether it is all the same if nothing ever arrives.
+    optional = False
+    # What changes a gradient inside compiled code; and what is called with it before, outside.
+    inside: Callable[[Tensor], Any] | None = None
+    before_inside: Callable[[Tensor], Any] | None = None
+    # What is called with a tensor whose gradient is waited for.
+    awaits: Callable[[Pass, PendingGradient, int, Tensor], None] | None = None
+
+    def arrived(
+        self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor
+    ) -> Tensor | None:
+        """The gradient of one tensor is there; what is returned, unless None, takes its place."""
+
+    def missing(self, current: Pass, crossing: PendingGradient) -> None:
+        """A value flowed that needs no gradient: none will arrive."""
+
+
+class GradientTap(Tap):
+    """What the taps on gradients share.
+
+    Attributes:
+        placed: how many values it waits or waited for.
+        needless: how many values needed no gradient.
+        n_lost: how many gradients could not be told from others.
+        lost: why.
+        off: how many values flowed while gradients were switched off.
+    """
+
+    __slots__ = ("lost", "n_lost", "needless", "off", "on", "placed", "told")
+
+    def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
+        super().__init__(site, passes, no_callback, rank)
+        self.alter = _part(site)
+        self.on = on
+        self.placed = self.needless = self.off = self.n_lost = 0
+        self.told, self.lost = False, ""
+
+    def _call(self, current: Pass) -> int:
+        """The number of this call; -1 if it is not one of those that are wanted."""
+        call: int = current.calls.get(self, 0)
+        current.calls[self] = call + 1
+        self.ran = max(self.ran, call + 1)
+        return call if self.site.call in (None, call) else -1
+
+    def _as_traced(self) -> GraphCapture:
+        return GraphGradient(self.site.call, number_of(self), self.passes.switch)
+
+    def trace(self, value: Any) -> None:
+        """Have the gradients of a value come out of the graph that is being compiled."""
+        self.is_traced()
+        traced = self.active
+        if not isinstance(traced, GraphGradient):
+            return
+        if not traced.is_meant():
+            traced.add(None)
+            return
+        value = self.alter(NO_PASS, value)
+        is_on = torch.is_grad_enabled()
+        found: list[Tensor] = []
+        slots: list[int] = []
+        is_early = True  # where gradients are off, whether all of the value may be from before that
+        for _, tensor in tree.tensors(value):
+            slot = -1
+            if tensor.requires_grad:
+                slot = place_in(found, tensor)
+                if slot == len(found):
+                    found.append(tensor)
+            elif not is_on and tensor.is_floating_point():
+                is_early = False
+            slots.append(slot)
+        outside = self._hook_found(traced, found, is_on=is_on) if found and is_early else ()
+        # Of a value with parts, its structure: with tensors that hold nothing.
+        form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
+        traced.add((tuple(slots), form, is_on, outside))
+
+    def _hook_found(self, traced: GraphGradient, found: list[Tensor], *, is_on: bool) -> Outside:
+        """Put hooks on tensors in a graph, unless gradients are off. Gives those, by slot, that the
+        graph got from outside: what comes back to them comes from outside, too, so they have hooks
+        there."""
+        call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
+        are_outside = come_from_outside(found)
+        outside: Outside = ()
+        for slot, tensor in enumerate(found):
+            if are_outside[slot] != "0":
+                number = next_hook() if are_outside[slot] == "1" else ""
+                outside = (*outside, (slot, tensor, number))
+            elif is_on:
+                address = traced.number, of_run, call, slot
+                hook_in_graph(tensor, address, owner, self.on)
+        return outside
+
+    @while_tracing
+    def _owner(self) -> str:
+        """The module, as a number."""
+        compiler = self.passes.compiler
+        return "0" if compiler is None else str(compiler.owner_of(self))
+
+    def collect(self, current: Pass, run: CompiledRun) -> None:
+        """Count what waits for its gradients in a graph."""
+        caught = () if self.traced is None else self.traced.taken()
+        for view, _ in untraced_views():
+            view.settle(is_over=False)
+            self.note_view(current, view)
+        n_before = run.n_before[self] = current.calls.get(self, 0)
+        current.calls[self] = n_before + len(caught)
+        self.ran = max(self.ran, n_before + len(caught))
+        for call, known in enumerate(caught):
+            if known is None:
+                continue
+            slots, form, is_on, outside = known
+            crossing = run.crossings[self, call] = PendingGradient(n_before + call)
+            if form is not None:
+                crossing.form = outline(form, slots)
+            if current.again is not None and self._waits_since(current.again, crossing):
+                run.crossings[self, call] = NO_CROSSING
+            elif not is_on:
+                self._harvest_off(current, crossing, outside)
+            else:
+                self._harvest_on(current, crossing, slots, outside)
+
+    def _harvest_on(
+        self, current: Pass, crossing: PendingGradient, slots: tuple[int, ...], outside: Outside
+    ) -> None:
+        is_again = current.again is not None
+        if not is_again or current.again.has_gradients:
+            self._wait_outside(current, crossing, outside)
+        if is_again:
+            return
+        if max(slots, default=-1) >= 0:
+            self.placed += 1
+        else:
+            self.needless += 1
+            self.on.missing(current, crossing)
+
+    def _harvest_off(self, current: Pass, crossing: PendingGradient, outside: Outside) -> None:
+        """Gradients were off. What came into a reentrant checkpoint from outside has its hooks now,
+        as in `wait`; a change of it inside of the graph would be of the checkpoint's share alone.
+        """
+        if current.again is not None and not current.stretch.is_reentrant:
+            return
+        if not self._comes_later(current) or not outside:
+            return
+        if any(tensor.grad_fn is None for _, tensor, _ in outside):
+            return
+        if self.on.inside is not None:
+            self.lose(_FROM_BEFORE)
+            return
+        current.stretch.waiting.add((self, crossing.call))
+        self._wait_outside(current, crossing, outside)
+
+    def _waits_since(self, again: Any, crossing: PendingGradient) -> bool:
+        """Tell whether the gradients of a call are waited for since the first run."""
+        return (self, crossing.call) in again.stretch.waiting
+
+    def _wait_outside(self, current: Pass, crossing: PendingGradient, outside: Outside) -> None:
+        """Wait for the gradients of what a graph got from outside: those have come to be there."""
+        compiler = self.passes.compiler
+        owner = 0 if compiler is None else compiler.owner_of(self)
+        for slot, tensor, number in outside:
+            # Who wrote last is known, not when: it may be code that ran before.
+            if not number or is_written_by_compiled(tensor):
+                self.lose(_WRITTEN_BY_GRAPH)
+            else:
+                hook = self._hook_for(current, crossing, slot)
+                self._put(current, tensor, hook, owner, int(number))
+                if self.on.awaits is not None:
+                    self.on.awaits(current, crossing, slot, tensor)
+
+    def _hook_for(self, current: Pass, crossing: PendingGradient, slot: int) -> GradHook:
+        if self.on.keeps_graph:
+            return GradHook(self._arrive_weakly, weakref.ref(first_of(current)), crossing, slot)
+        return GradHook(self.arrive, first_of(current), crossing, slot)
+
+    def _put(
+        self, current: Pass, tensor: Tensor, hook: GradHook, owner: int, number: int | None = None
+    ) -> None:
+        """Put a hook on a tensor."""
+        node = node_of_compiled(tensor)
+        if node is not None:
+            hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
+            return
+        view = hook_value(tensor, hook, self.lose, owner, number)
+        if view is not None:
+            self.note_view(current, view)
+
+    def _at_compiled(self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
+        """Gradients have come to what compiled code returned: the hook on the node that it is.
+
+        What comes back to one of several tensors through another one, inside that code, does not
+        show there. So the gradient of one is known if it alone has one from outside.
+        """
+        if any(one is not None for k, one in enumerate(grads) if k != index):
+            self.lose(INSIDE)
+            return None
+        return _at_node(hook, index, grads)
+
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """A gradient has come out of a compiled graph."""
+        if call == LOST:
+            self.lose(_SHARED_OUTPUT)
+            return
+        if self.on.inside is not None and self.passes.closed:
+            raise AttachError(ENDED.format(site=self.site))
+        if self.on.before_inside is not None and grad.dtype is not torch.int64:
+            self.on.before_inside(grad)
+            return
+        run = run_of(number)
+        current = None if run is None else run.current
+        if run is None or current is None:
+            self.fired += self.on.inside is not None and slot == 0
+            return
+        crossing = run.crossings.get((self, call))
+        if crossing is NO_CROSSING:
+            return
+        if crossing is None:  # it came back before the code had run
+            crossing = PendingGradient(run.n_before.get(self, 0) + call)
+        if self.on.inside is None:
+            self.arrive(current, crossing, slot, grad)
+        else:
+            self._arrives(crossing)
+
+    def wait(
+        self,
+        current: Pass,
+        call: int,
+        value: Any,
+        through: CallGradients | None,
+        owner: int,
+        origin: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Wait for the gradients of a value: put a hook on each of its tensors.
+
+        Those that meet in a flow have it there; `owner` says whose the others are, and `origin`
+        what a tensor is an alias of.
+        """
+        is_off = not torch.is_grad_enabled()
+        if is_off and not self._comes_later(current):
+            return
+        if self.site.leaf:
+            value = leaves.get(value, self.site.leaf, str(self.site))
+        if is_off and not self._came_from_outside_region(current, call, value):
+            return
+        if current.again is not None and (self, call) in current.again.stretch.waiting:
+            return  # since the first run
+        crossing = PendingGradient(call)
+        numbers: dict[int, int] = {}
+        for _, tensor in tree.tensors(value):
+            if tensor.requires_grad and id(tensor) not in numbers:
+                slot = len(numbers)
+                hook = self._hook_for(current, crossing, slot)
+                index = None if through is None else through.index(tensor)
+                if through is not None and index is not None:
+                    through.subscribe(self.rank, hook, index)
+                elif tensor.grad_fn is not None:
+                    self._put(current, origin(tensor), hook, owner)
+                else:  # a leaf: a hook on it would stay on it
+                    if not has_aliases(tensor):
+                        self.lose(_NO_ALIAS)
+                    continue
+                numbers[id(tensor)] = slot
+                if self.on.awaits is not None:
+                    self.on.awaits(current, crossing, slot, tensor)
+        if not isinstance(value, Tensor):
+            crossing.form = outlines.outline(value, lambda tensor: numbers.get(id(tensor)))
+        if numbers:
+            self.placed += current.again is None
+        else:
+            self.placed -= current.again is not None
+            self.count_needless(value)
+            self.on.missing(first_of(current), crossing)
+
+    def _comes_later(self, current: Pass) -> bool:
+        """Gradients are off: for good, or until a checkpointed stretch is computed again?"""
+        if current.stretch is None or not current.stretch.is_reentrant:
+            self.off += 1
+            return False
+        self.placed += current.again is None
+        if self.on.changes:
+            current.stretch.at_late.add(self._late)
+        return True
+
+    def _came_from_outside_region(self, current: Pass, call: int, value: Any) -> bool:
+        """Whether all of a value came into the stretch from outside: then the gradient of that is
+        meant, and not the part that comes back through the stretch."""
+        found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
+        if not found or any(tensor.grad_fn is None for tensor in found):
+            return False
+        current.stretch.waiting.add((self, call))
+        self.placed -= current.again is None
+        return True
+
+    def _again(self, current: Pass) -> Pass | None:
+        return current if current.again.has_gradients else None
+
+    def count_needless(self, value: Any) -> None:
+        """A value flowed that needs no gradient, as far as can be seen.
+
+        Raises:
+            AttachError: it does need one, which nothing here would be told of.
+        """
+        if not self.on.optional and any(hides_gradients(one) for _, one in tree.tensors(value)):
+            refuse_mapped(str(self.site))
+        self.needless += 1
+
+    def lose(self, why: str = "") -> None:
+        """A gradient cannot be told from others.
+
+        Raises:
+            AttachError: it was to be changed.
+        """
+        self.lost = why or _LOST
+        if self.on.changes:
+            raise AttachError(f"{self.site} cannot be changed: {self.lost}.")
+        if not self.n_lost:
+            warn(f"{self.site} has no gradient: {self.lost}.")
+        self.n_lost += 1
+
+    def note_view(self, current: Pass, view: HookedView) -> None:
+        """Have it settled when the pass ends, and at the border if it shows what came in there."""
+        lasts = current.roots or current.again is not None or current.opened.get(self)
+        if lasts:  # the base is held until then, or the write could not be found
+            current.at_end.append(partial(_settle, view, view.base()))
+        for base, views in current.opened.get(ROOT_INPUTS, ()):
+            if (outside := base()) is not None and view.is_of(outside):
+                views.append(weakref.ref(view))
+
+    def arrive(
+        self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor | None
+    ) -> Tensor | None:
+        """A gradient is there: the hook that is put on tensors.
+
+        Where one operation has several results, torch calls the hooks on all of them, with None for
+        those that nothing comes back to.
+        """
+        if grad is None:
+            return None
+        if self.passes.closed:
+            self._late()
+            return None
+        self._arrives(crossing)
+        try:
+            new = self.on.arrived(current, crossing, slot, grad)
+            if new is not None and grad.is_nested and grad.layout is torch.strided:
+                raise StructureError(
+                    f"{self.site}: torch takes no changed gradient of a nested tensor of the"
+                    " strided layout.\nMake it with layout=torch.jagged, of which it does."
+                )
+            return new
+        except Exception as error:
+            self._note_backward(error)
+            raise
+
+    def _arrives(self, crossing: PendingGradient) -> None:
+        if crossing.form is None:
+            self.fired += 1
+            return
+        run = outer_backward()
+        if run not in crossing.gathered:  # one value, however many tensors it holds
+            crossing.gathered[run] = None
+            self.fired += 1
+
+    def _arrive_weakly(self, of: Any, crossing: PendingGradient, slot: int, grad: Tensor) -> Any:
+        current = of()
+        return None if current is None else self.arrive(current, crossing, slot, grad)
+
+    def _late(self) -> None:
+        if self.on.changes and not self.told:
+            self.told = True
+            warn(
+                f"{self.site} was to be changed, but its line ended before this backward ran, so"
+                " the gradient was not.\nCall backward() inside the block."
+            )
+
+    def _note_backward(self, error: Exception) -> None:
+        self._note(error)
+        error.add_note(
+            "hookline: the backward pass stopped there. Parameters that it had reached before have"
+            " their .grad already, the others not: zero_grad() before you go on."
+        )
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether nothing was to come: only looked for, and optional or not needed."""
+        needless = self.needless > 0 and not self.placed
+        return not self.on.changes and (self.on.optional or needless)
+
+    def why_silent(self) -> str | None:
+        """Why no gradient arrived."""
+        if self.off and not (self.placed or self.needless):
+            return "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"
+        if self.n_lost:
+            return self.lost
+        if self.needless and not self.placed:
+            return _NEEDLESS
+        if self.placed:
+            return NO_BACKWARD
+        return super().why_silent()
+
+
+def _at_node(hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
+    """Call the hook on one of a node's results: the hook on the node."""
+    grad = grads[index]
+    new = None if grad is None else hook(grad)
+    return None if new is None else (*grads[:index], new, *grads[index + 1 :])
+
+
+def _settle(view: HookedView, base: Tensor | None) -> None:
+    view.settle(is_over=False)
+
+
+_LOST = (
+    "it is a view that was changed in place later, and what comes back to it cannot be told from"
+    " what comes back to the tensor it shows; make that operation not in place, or .clone() before"
+)
+_WRITTEN_BY_GRAPH = (
+    "compiled code got it from outside, and such code writes to it in place, so what comes back to"
+    " it as it was then cannot be told; make that operation not in place, or .clone() before"
+)
+_FROM_BEFORE = (
+    "it came into a reentrant checkpoint from outside, and compiled code in there is given only"
+    " what comes back through the checkpoint; checkpoint with use_reentrant=False, or change it"
+    " where it was computed"
+)
+INSIDE = (
+    "code that was compiled by itself returned it together with others, and what comes back to it"
+    " through those, inside, cannot be seen; compile the model as a whole, or select a part that is"
+    " used alone (':grad_output[0]'), or keep dynamo away: torch.compiler.disable(part)"
+)
+_SHARED_OUTPUT = (
+    "it is a view that was changed in place later, or that compiled code returns together with"
+    " others of the same memory, and what comes back to it cannot be told from what comes back to"
+    " those; make the operation not in place, or .clone() the view"
+)
+_NO_ALIAS = (
+    "it is a leaf of a layout of which torch makes no alias (sparse), so what comes back to it here"
+    " cannot be told from what comes back to all its uses; record those, a parameter's"
+    " ports='grad'; or have the module return the result of an operation"
+)
+NO_BACKWARD = (
+    "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"
+    " loss that depends on it, and not for others alone (backward(inputs=...), autograd.grad)"
+)
+_NEEDLESS = (
+    "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"
+    " input without requires_grad)"
+)
+
+
+def _part(site: Site) -> Callable[[Pass, Any], Any]:
+    if not site.leaf:
+        return _whole
+    leaf, where = site.leaf, str(site)
+    return lambda _, value: leaves.get(value, leaf, where)
+
+
+def _whole(_: Pass, value: Any) -> Any:
+    return value
+
+
+def guarded(function: Callable[[Any], Any], given: Any, where: str) -> Any:
+    """Call a user's function on gradients, which it may replace but not write to.
+
+    Raises:
+        StructureError: it changed one in place.
+    """
+    tensors = [tensor for _, tensor in tree.tensors(given)]
+    before = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    result = function(given)
+    after = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    if before != after:
+        raise StructureError(
+            f"the hook at {where} changed a gradient in place, and all that share its memory."
+            "\nReturn a new tensor instead: g.clamp(min=0), not g.clamp_(min=0)."
+        )
+    return result

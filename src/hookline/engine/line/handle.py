@@ -1,0 +1,123 @@
+"""Handle: takes off the hooks that one call on a line registered, before the line ends.
+
+The line holds what was registered. A handle refers to it weakly, so that it keeps alive neither the
+line nor the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from types import TracebackType
+from typing import Self, final
+
+from hookline.display.text import plural
+from hookline.engine.line.attachment import Attachment, surely
+from hookline.engine.line.registration import Entry, Registrations
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Tap
+
+
+@final
+class CallHooks:
+    """The hooks that one call on a line registered; the line holds it.
+
+    Args:
+        placements: those of the line.
+        attached: all that the line has attached.
+    """
+
+    __slots__ = (
+        "__weakref__", "_attached", "_entries", "_placements", "_taps", "is_on", "sites",
+    )  # fmt: skip
+
+    def __init__(self, placements: Registrations, attached: list[Attachment]) -> None:
+        self._placements = placements
+        self._attached = attached
+        self._taps: list[Tap] = []
+        self._entries: list[Entry] = []
+        self.sites: list[Site] = []
+        self.is_on = False
+
+    def hold(self, taps: list[Tap], entries: list[Entry]) -> None:
+        """Hold the taps of the call, and the entries of where they were placed."""
+        self._taps, self._entries = taps, entries
+        self.sites += [tap.site for tap in taps]
+        self.is_on = True
+
+    def take_off(self) -> None:
+        """Take off these hooks, also when interrupted meanwhile. Idempotent."""
+        surely(self._take_off)
+
+    def _take_off(self) -> None:
+        if not self.is_on:
+            return
+        # First: whatever hook of a tap is still in place from here on does nothing.
+        for tap in self._taps:
+            tap.retire()
+        self._placements.take_off_these(self._without_closers())
+        for attachment in self._attached:
+            attachment.drop(self._taps)
+        self.is_on = False
+        self._taps, self._entries = [], []
+
+    def _without_closers(self) -> list[Entry]:
+        """What can go at once. In a call under way, a hook that undoes what another did stays
+        until that call ends."""
+        off = self._entries
+        for tap in self._taps:
+            hook = tap.closer()
+            if hook is not None:
+                closers = self._placements.of([tap], hook=hook)
+                tap.when_closed(partial(self._placements.take_off_these, closers))
+                off = [entry for entry in off if all(entry is not one for one in closers)]
+        return off
+
+
+@final
+class HookHandle:
+    """Takes off the hooks that one call on a line registered, as torch's `RemovableHandle` does.
+
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with hl.attach(model) as line:
+        ...     handle = line.forward("*", lambda module, args, output: print("ran"))
+        ...     _ = model(torch.ones(1, 2))
+        ...     handle.remove()
+        ...     _ = model(torch.ones(1, 2))
+        ran
+        ran
+        >>> handle
+        HookHandle(forward, 2 sites, off)
+
+    A context manager, too: `with line.forward(...):` takes them off at the end of the block. The
+    line takes off all its hooks when it ends. A handle does not keep the line alive.
+    """
+
+    __slots__ = ("__weakref__", "_kind", "_registration", "_sites")
+
+    def __init__(self, kind: str, registration: CallHooks) -> None:
+        self._kind = kind
+        self._sites = registration.sites  # plain data, which outlives the line
+        self._registration = weakref.ref(registration)
+
+    def remove(self) -> None:
+        """Take off what this call registered. Idempotent; a no-op once the line has ended."""
+        registration = self._registration()
+        if registration is not None:
+            registration.take_off()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        surely(self.remove)
+
+    def __repr__(self) -> str:
+        registration = self._registration()
+        state = "on" if registration is not None and registration.is_on else "off"
+        return f"HookHandle({self._kind}, {plural(len(self._sites), 'site')}, {state})"

@@ -1,0 +1,397 @@
+"""Line: taps attached together for a while.
+
+Attaching is all or nothing; whatever ends a line, an exception half-way included, nothing of it is
+left on the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.compile.in_graph import Callback, SplitCallback
+from hookline.engine.gradients.ports import BorderTap, GradInputTap, GradOutputTap, ParameterTap
+from hookline.engine.gradients.tap import GradientCallback
+from hookline.engine.line.attachment import Attachment, surely
+from hookline.engine.line.compiled import Compiled, refuse_inside
+from hookline.engine.line.ending import dropped, take_off
+from hookline.engine.line.handle import CallHooks, HookHandle
+from hookline.engine.line.registration import Registrations
+from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
+from hookline.engine.passes.passes import Passes, Sink
+from hookline.engine.report.report import Report
+from hookline.engine.report.why_silent import explain, gathered
+from hookline.engine.selection.ground import Everywhere, Ground, layout_of
+from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode
+from hookline.engine.selection.selectors import Selection, Selector, check_ports, select_in
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
+from hookline.engine.taps.fast_path import FusedTap, fast_path_warning, layer_above
+from hookline.engine.taps.forward import InputTap, OutputTap
+from hookline.engine.torch_private.modules import is_scripted
+from hookline.errors import AttachError, caller, warn
+from hookline.util.hidden import hides
+from hookline.util.locks import fork_safe_lock
+
+Bound = Callback | SplitCallback | Tap | GradientCallback
+
+
+@hides(
+    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "layout", "lenient", "nodes",
+    "passes", "quiet", "remark", "root", "select", "tap", "taps",
+)  # fmt: skip
+class Line:
+    """Taps attached together for a while: a context manager, or ended by `remove()`.
+
+    A line belongs to the thread or async task that makes it, from its first hook on.
+
+    Args:
+        model: the model; tensors by name, of which only gradients can be seen; `hl.EVERYWHERE` for
+            the modules of any model that run in this context; or None.
+        name: what the report and the inventory call this line.
+        sink: told when passes begin and end.
+        every_thread: whether it sees every thread and task.
+    """
+
+    def __init__(
+        self,
+        model: Ground | Everywhere | None,
+        *,
+        name: str = "attach",
+        sink: Sink | None = None,
+        every_thread: bool = False,
+    ) -> None:
+        if is_dynamo_compiling():
+            refuse_inside(name)
+        self.name = name
+        self.passes = Passes(sink, every_thread=every_thread)
+        self.taps: list[Tap] = []
+        self.quiet = False  # no warnings at the end: the verb says itself what is wrong
+        self.lenient = False  # everything was chosen, so some of it may well never fire
+        self.remark: Callable[[], str | None] | None = None  # what a verb has to say at the end
+        self.layout = layout_of(model, name)
+        self._nodes: dict[int, ModuleNode | ParameterNode] = {}
+        self._may_fuse = any(issubclass(k, nn.TransformerEncoderLayer) for k in self.layout.kinds)
+        self._fused: dict[int, FusedTap] = {}
+        self.root = model if isinstance(model, nn.Module) else None
+        self.is_everywhere = isinstance(model, Everywhere)
+        self._is_entered = False
+        self._placements = Registrations()
+        self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
+        self.attached: list[Attachment] = [self._placements, self._compiled]
+        self._registering = fork_safe_lock()
+        self._had_handles = False
+        # A handle that nobody holds needs not be known.
+        self._handles: weakref.WeakKeyDictionary[HookHandle, CallHooks] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._why: dict[Site, str] | None = None
+        self._beside: str | None = None
+        self._last: Report | None = None  # once the line has ended, nothing in it changes
+        # A line that nobody holds could not be ended any more.
+        parts = self.attached, self.taps, self.passes
+        self._drop = weakref.finalize(self, dropped, name, caller(), *parts)
+        self._drop.atexit = False
+        self.passes.belong_here()  # last: from here on it has to be ended
+
+    # -- what verbs use -------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[ModuleNode]:
+        """The modules of the line's model, in registration order."""
+        return self.layout.nodes
+
+    def select(self, selector: Selector, ports: tuple[str, ...] = ("output",)) -> Selection:
+        """The sites that a selector matches in the line's model.
+
+        Raises:
+            AttachError: the line has no model: it is everywhere, or nowhere.
+        """
+        if self.is_everywhere:
+            raise AttachError(
+                f"hl.{self.name} needs a model; hl.EVERYWHERE goes with hl.attach and raw hooks."
+            )
+        if self.root is None and not self.layout.tensors:
+            raise AttachError(
+                "this line has no model to select from.\nGive it one, hl.attach(model), or give the"
+                " tensor itself: line.grad(tensor, fn)."
+            )
+        return select_in(self.layout, selector, ports)
+
+    def tap(self, selection: Selection, bind: Callable[[Site], Bound], rank: Order) -> None:
+        """Put a tap on each site: what `bind(site)` returns is told of the values there.
+
+        For an input or an output it is a function of the pass and the value; for a gradient a
+        `GradientCallback`. Where a verb must be as fast as a hand-written hook, it may give a tap
+        of its own. All are attached, or none.
+        """
+        with self.all_or_nothing():
+            if self.root is not None and any(site.port == "grad_input" for site in selection):
+                border = BorderTap(self.passes)
+                self._placements.place(
+                    self.root, "forward_pre", border.fire, Order.JOIN, with_kwargs=True
+                )
+                self._placements.place(
+                    self.root, "forward", border.leave, Order.GRAD_RECORD, always_call=True
+                )
+            bound = map(bind, selection.sites)
+            taps = [
+                one if isinstance(one, Tap) else self._make(site, one, rank)
+                for site, one in zip(selection.sites, bound, strict=True)
+            ]
+            nodes = [node for _, node in selection.places()]
+            self._keep_all(taps, nodes)
+            on_modules: list[tuple[nn.Module, Any]] = []
+            for tap, node in zip(taps, nodes, strict=True):
+                if isinstance(node, ParameterNode):
+                    self._place_on_tensor(node, tap, rank)
+                elif not (self.lenient and is_scripted(node.module)):
+                    # Naming a scripted module is an error; met among all, it is in the report.
+                    on_modules.append((node.module, tap))
+            self._placements.place_taps(on_modules)
+
+    def _make(
+        self, site: Site, bound: Callback | SplitCallback | GradientCallback, rank: Order
+    ) -> Tap:
+        if isinstance(bound, SplitCallback):
+            tap = self._make(site, bound.see, rank)
+            tap.halves = bound
+            return tap
+        if isinstance(bound, GradientCallback):
+            kinds = {"grad_input": GradInputTap, "grad_output": GradOutputTap}
+            return kinds.get(site.port, ParameterTap)(
+                site, self.passes, bound, GRADIENT_ORDERS[rank]
+            )
+        kind = InputTap if site.port == "input" else OutputTap
+        return kind(site, self.passes, bound, rank)
+
+    def _place_on_tensor(self, node: ParameterNode, tap: Any, rank: Order) -> None:
+        if node.tensor.requires_grad and node.is_sharded:
+            tap.wait_for_reduced(node.tensor)
+            self._placements.place_on_tensor(
+                node.tensor, "accumulated", tap.fire_reduced, GRADIENT_ORDERS[rank]
+            )
+        elif node.tensor.requires_grad:
+            self._placements.place_on_tensor(
+                node.tensor,
+                "grad",
+                tap.hook_for(node.tensor),
+                GRADIENT_ORDERS[rank],
+                name=node.path,
+            )
+        elif self.root is None:
+            raise AttachError(
+                f"the tensor {node.path!r} needs no gradient and has no graph.\nCall"
+                " .requires_grad_() on it, or on what it is computed from, before the forward."
+            )
+        else:
+            tap.off += 1  # frozen: said in the report
+
+    # -- the beginning ---------------------------------------------------------------------------
+
+    def keep(self, tap: Tap, node: ModuleNode | ParameterNode | None = None) -> None:
+        """Let a tap that was placed stand in the report."""
+        self._keep_all([tap], [] if node is None else [node])
+
+    def _keep_all(self, taps: list[Tap], nodes: list[ModuleNode | ParameterNode]) -> None:
+        self.taps += taps
+        self._nodes.update(zip(map(id, taps), nodes, strict=False))
+        if self._may_fuse:
+            for tap, node in zip(taps, nodes, strict=False):
+                if isinstance(node, ModuleNode) and tap.is_on_calls:
+                    self._watch_fast_path(node)
+
+    def _watch_fast_path(self, node: ModuleNode) -> None:
+        layer = layer_above(node)
+        if layer is not None and id(layer) not in self._fused:
+            watch = self._fused[id(layer)] = FusedTap(layer, self.passes)
+            self._placements.place(
+                layer.module, "forward_pre", watch.fire, Order.BEGIN, with_kwargs=True
+            )
+
+    @contextmanager
+    def hooking(self, kind: str) -> Iterator[tuple[Registrations, HookHandle]]:
+        """Attach the hooks of one call, all or none, and give their handle."""
+        # Threads that share a line register one after the other: each has a handle of its own.
+        with self._registering, self.all_or_nothing() as placements:
+            n_taps, n_placed = len(self.taps), len(placements)
+            registration = CallHooks(placements, self.attached)
+            handle = HookHandle(kind, registration)
+            self._handles[handle] = registration
+            self._had_handles = True
+            yield placements, handle
+            taps = self.taps[n_taps:]
+            registration.hold(taps, placements.of(taps, n_placed))
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[Registrations]:
+        """Attach what the block attaches, or if it raises, nothing of it."""
+        placed, n_taps = len(self._placements), len(self.taps)
+        try:
+            self._start()
+            yield self._placements
+            if self._compiled.is_on:
+                self._compiled.hooked(self.taps[n_taps:])
+        except BaseException:
+            self._placements.take_off(placed)
+            del self.taps[n_taps:]
+            self._fused.clear()
+            if not placed:
+                self._compiled.end()
+                forget_checkpoints(self.passes)
+            raise
+
+    def _start(self) -> None:
+        """Before the first hook, and no sooner: learn when the root begins and ends."""
+        if self.passes.closed:
+            raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
+        self._refuse_elsewhere()
+        watch_checkpoints(self.passes)
+        if self.root is not None and not len(self._placements):
+            begin, end = RootTap(self.passes, Order.BEGIN), RootTap(self.passes, Order.END)
+            self._placements.place(self.root, "forward_pre", begin.begin, Order.BEGIN)
+            self._placements.place(self.root, "forward", end.end, Order.END, always_call=True)
+            self.passes.compiler = self._compiled
+            self._compiled.enable_if_dynamo_loaded(self.layout.compiled)
+
+    def _refuse_elsewhere(self) -> None:
+        if not self.passes.is_here():
+            raise AttachError(
+                f"an hl.{self.name} line must be entered, and given its hooks, in the thread or"
+                " async task that made it, got another one.\nMake it in this one, or with"
+                " every_thread=True."
+            )
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self.passes.closed or self._is_entered:
+            state = "has ended" if self.passes.closed else "is on already"
+            raise AttachError(f"this hl.{self.name} line {state}; make a new one for each block.")
+        self._refuse_elsewhere()
+        try:
+            self._is_entered = True
+            return self
+        except BaseException:  # Ctrl-C: there will be no block whose end takes the hooks off
+            self._end()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        was_on = not self.passes.closed  # else removed inside the block, and said then
+        surely(self._end)
+        if error is None and was_on:
+            self._warn()
+
+    def remove(self) -> None:
+        """End the line: take its hooks off. Removing twice is no mistake."""
+        if self.passes.closed:
+            return
+        self._end()
+        self._warn()
+
+    def _end(self) -> None:
+        take_off(self.attached, self.taps, self.passes)
+        try:
+            if self._why is None:
+                self._why, self._beside = self._explain(), self._gathered()
+        finally:
+            self.passes.leave()
+            self._drop.detach()
+        # The report outlives the line; the model must not be kept alive by it.
+        self._handles.clear()
+        self._nodes, self.root = {}, None
+        self.layout = ModuleTree(self.layout.name, [], [])
+
+    def __repr__(self) -> str:
+        return str(self.report()).partition("\n")[0]
+
+    def report(self) -> Report:
+        """What was matched and attached, how often each site fired, and why some never did."""
+        if self._last is not None:
+            return self._last
+        why = self._explain() if self._why is None else self._why
+        silent = [tap for tap in self.taps if not tap.fired]
+        report = Report(
+            name=self.name,
+            model_type=self.layout.name,
+            passes=self.passes.started,
+            elsewhere=self.passes.elsewhere,
+            beside=self.passes.beside,
+            ended=self.passes.closed,
+            fired=tuple([(tap.site, tap.fired) for tap in self.taps]),
+            why=why,
+            excused=frozenset([tap.site for tap in silent if tap.is_excused]),
+            notes=self._notes(),
+            removed=self._removed(),
+        )
+        if self.passes.closed:
+            self._last = report
+        return report
+
+    def _removed(self) -> tuple[int, ...]:
+        if not self._had_handles:  # as of every verb: its report is made at each end
+            return ()
+        return tuple([place for place, tap in enumerate(self.taps) if tap.is_removed])
+
+    def _explain(self) -> dict[Site, str]:
+        elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
+        return {
+            tap.site: elsewhere or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
+            for tap in self.taps
+            if not tap.fired and not tap.is_removed
+        }
+
+    def _gathered(self) -> str | None:
+        """What to say where several runs of modules are one pass, and passes matter."""
+        if self.passes.beside < self.passes.started:
+            return None
+        keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)
+        if not keeps_passes:
+            return None
+        nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
+        return gathered(
+            self.name, self.layout.name, [n for n in nodes if isinstance(n, ModuleNode)]
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [fast_path_warning(self.name, list(self._fused.values()))]
+        notes += [attachment.note() for attachment in self.attached]
+        notes += [self._gathered() if self._why is None else self._beside]
+        notes += [self.remark and self.remark()]
+        return tuple(note for note in notes if note is not None)
+
+    def _warn(self) -> None:
+        if self.quiet:
+            return
+        report = self.report()
+        # A pass that failed, or a choice of everything there is, may well leave sites out.
+        some = any(count for _, count in report.fired)
+        excused = self.passes.failed > 0 or (self.lenient and some)
+        # Of what runs everywhere, nobody can say what should have run.
+        message = None if excused or self.is_everywhere else report.warning()
+        for note in report.notes:
+            if note != self._beside or message is None:  # else the warning says it as well
+                warn(note)
+        if message:
+            warn(message)
+
+
+def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:
+    """The ports that a verb was asked for; of tensors by name there is but one.
+
+    Raises:
+        SelectionError: one of them is unknown, or there is none.
+    """
+    names = check_ports(ports)
+    return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)

@@ -1,0 +1,292 @@
+"""Placements: hooks put on modules, tensors, optimizers and torch itself, and taken off again.
+
+The only file that registers with torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hookline.engine.compile.guards import follow
+from hookline.engine.line.attachment import Attachment, surely
+from hookline.engine.taps.base import Order, RootTap, Tap
+from hookline.engine.torch_private.global_hooks import global_hook_dicts
+from hookline.engine.torch_private.hooks import (
+    HOOK_DICTS,
+    HookDict,
+    hook_dict,
+    hook_flags,
+    new_hook_id,
+    own_hook_id,
+    tensor_hook_dict,
+)
+from hookline.engine.torch_private.modules import is_scripted
+from hookline.errors import AttachError
+from hookline.util.locks import fork_safe_lock
+
+Hook = Callable[..., Any]
+# The dictionaries that a hook stands in (its own, then those of its flags), its key, its module.
+Entry = tuple[Sequence[Any], int, nn.Module | None]
+
+# Stands where an entry was, so that the places of the others do not change.
+_TAKEN_OFF: Entry = ((), 0, None)
+
+# Threads may put lines on one model at once; a handler of a signal, in the midst of it.
+_lock = fork_safe_lock()
+
+
+@final
+class Registrations(Attachment):
+    """The hooks that one line has in place, in the order in which they were put there."""
+
+    __slots__ = ("_placed",)
+
+    def __init__(self) -> None:
+        self._placed: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether any is in place."""
+        return any(entry is not _TAKEN_OFF for entry in self._placed)
+
+    def place(
+        self,
+        module: nn.Module,
+        kind: str,
+        hook: Hook,
+        rank: Order,
+        *,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+    ) -> None:
+        """Put a hook on a module, among the hooks that are there by its rank.
+
+        Raises:
+            AttachError: torch would accept the hook and never call it.
+        """
+        if is_scripted(module):
+            raise AttachError(
+                f"{type(module).__name__} is a ScriptModule: torch takes hooks on it and never"
+                " calls them.\nAttach to the Python model, before torch.jit.script or .trace."
+            )
+        hooks = hook_dict(module, kind)
+        dicts: list[Any] = [hooks]
+        if with_kwargs or always_call:
+            dicts += hook_flags(module, kind, with_kwargs=with_kwargs, always_call=always_call)
+        with _lock:
+            is_first = not hooks  # mostly: then there is no order to look after
+            key = own_hook_id(0) if is_first else self._free_id(hooks)
+            # First: an interrupt from here on takes it off, too.
+            self._placed.append((dicts, key, module))
+            for flags in dicts[1:]:
+                flags[key] = True
+            later = () if is_first else _later(hooks, rank, Order.HOOK, prepend=prepend)
+            hooks[key] = hook
+            if later:
+                _move_to_end(hooks, later)
+            if "forward" in module.__dict__:
+                follow(module)
+
+    def place_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
+        """Register each tap's `fire` on its module, under one lock.
+
+        A line has many taps, and most modules have no other hook: then no order is to be kept.
+
+        Raises:
+            AttachError: torch would accept a hook and never call it.
+        """
+        key, name = own_hook_id(0), HOOK_DICTS["forward"]
+        plain: set[type] = set()  # the classes whose hooks torch calls
+        with _lock:
+            for module, tap in taps:
+                if tap.site.port not in ("output", "grad_output"):
+                    self.place(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
+                    continue
+                if type(module) not in plain and not is_scripted(module):
+                    plain.add(type(module))
+                attributes = module.__dict__
+                if type(module) not in plain or (hooks := attributes[name]):
+                    self.place(module, "forward", tap.fire, tap.rank)
+                    continue
+                self._placed.append(((hooks,), key, module))
+                hooks[key] = tap.fire
+                if "forward" in attributes:
+                    follow(module)
+
+    def place_on_tensor(
+        self,
+        tensor: Tensor,
+        kind: str,
+        hook: Hook,
+        rank: Order,
+        *,
+        prepend: bool = False,
+        name: str = "this parameter",
+    ) -> None:
+        """Put a hook on a tensor's gradient ("grad"), or behind its accumulation ("accumulated").
+
+        Raises:
+            AttachError: the tensor needs no gradient, or accumulates none.
+        """
+        if is_lazy(tensor):
+            raise AttachError(
+                f"{name} is lazy: it takes no hook on its gradient before the first run has given"
+                " it a shape.\nRun the model once, model(x), then attach."
+            )
+        if not tensor.requires_grad:
+            raise AttachError(
+                f"this tensor, of shape {list(tensor.shape)}, needs no gradient and has no graph:"
+                " no hook on it would ever be called.\nCall .requires_grad_() on it, or on what it"
+                " is computed from, before the forward; and do not compute it under no_grad()."
+            )
+        if kind == "accumulated" and not tensor.is_leaf:
+            raise AttachError(
+                "only leaf tensors accumulate a .grad; this one was computed"
+                f" ({tensor.grad_fn.name() if tensor.grad_fn else ''})."
+                "\nFor its gradient as it flows: line.grad(tensor, fn)."
+            )
+        name = "register_hook" if kind == "grad" else "register_post_accumulate_grad_hook"
+        foreign = Order.GRAD_HOOK if kind == "grad" else Order.RECORD
+        before = tensor_hook_dict(tensor, kind) or OrderedDict()
+        later = _later(before, rank, foreign, prepend=prepend)
+        self._hold(getattr(tensor, name), hook)
+        hooks = tensor_hook_dict(tensor, kind)
+        assert hooks is not None
+        _move_to_end(hooks, later)
+
+    def place_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
+        """Put a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
+        self._hold(getattr(optimizer, f"register_{kind}_hook"), hook)
+
+    def place_before_loading(self, module: nn.Module, hook: Hook) -> None:
+        """Put a hook before a module loads a state dict; torch adds the module to its arguments."""
+        self._hold(module.register_load_state_dict_pre_hook, hook)
+
+    def place_everywhere(self, kind: str, hook: Hook) -> None:
+        """Put a process-wide hook on torch: "forward_pre", "forward" (which gets kwargs), "after"
+        (a forward hook that is always called), a registration's or a step's."""
+        hooks, *marks = global_hook_dicts(kind)
+        with _lock:
+            # Of its own: by its id torch takes a mark for one on any module's hook, too.
+            key = new_hook_id()
+            # First: an interrupt from here on takes it off, too.
+            self._placed.append(((hooks, *marks), key, None))
+            for flags in marks:
+                flags[key] = True
+            hooks[key] = hook
+
+    def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> int:
+        """Register a hook by torch's own function; if interrupted meanwhile, not at all."""
+        handle = None
+        try:
+            handle = register(hook)
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None
+            self._placed.append(([hooks], handle.id, None))
+        except BaseException:
+            if handle is not None:
+                handle.remove()
+            raise
+        return handle.id
+
+    def end(self) -> None:
+        """Take off all that was placed."""
+        self.take_off()
+
+    def take_off(self, keep: int = 0) -> None:
+        """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
+        placed = self._placed
+        try:
+            with _lock:
+                while len(placed) > keep:
+                    dicts, key, module = placed[-1]
+                    for hooks in dicts:
+                        hooks.pop(key, None)
+                    try:
+                        if module is not None and "forward" in module.__dict__:
+                            follow(module)
+                    finally:
+                        placed.pop()
+        except BaseException:
+            self.take_off(keep)
+            raise
+
+    def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
+        """Find where taps are placed, from the entry `start` on; with `hook`, that method alone."""
+        owners = set(map(id, taps))
+        found = []
+        for entry in self._placed[start:]:
+            if entry is _TAKEN_OFF:
+                continue
+            placed = entry[0][0].get(entry[1])
+            placed = getattr(placed, "hook", placed)  # torch wraps those before loading
+            is_meant = hook is None or getattr(placed, "__name__", None) == hook
+            if is_meant and id(getattr(placed, "__self__", None)) in owners:
+                found.append(entry)
+        return found
+
+    def take_off_these(self, entries: Iterable[Entry]) -> None:
+        """Take off some of what was placed, also when interrupted meanwhile. Idempotent."""
+        with _lock:
+            surely(partial(self._take_off_these, entries))
+
+    def _take_off_these(self, entries: Iterable[Entry]) -> None:
+        wanted = set(map(id, entries))
+        for index, entry in enumerate(self._placed):
+            # By what is in the list: whatever is there no more, the line's end has taken off.
+            if id(entry) in wanted:
+                dicts, key, module = entry
+                for hooks in dicts:
+                    hooks.pop(key, None)
+                if module is not None and "forward" in module.__dict__:
+                    follow(module)
+                self._placed[index] = _TAKEN_OFF
+
+    def _free_id(self, hooks: HookDict) -> int:
+        """The first of hookline's ids that is not taken in this dictionary.
+
+        Always the same ones: compiled code is guarded on them.
+        """
+        index = 0
+        while (key := own_hook_id(index)) in hooks:
+            index += 1
+        return key
+
+
+def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
+    """Have these hooks be called after the others.
+
+    They are taken out and put in again, since autograd, and dynamo up to torch 2.11, go by the
+    plain dictionary underneath, of which `OrderedDict.move_to_end` knows nothing. All of it in C,
+    so that no other thread, and no handler of a signal, finds a hook taken out.
+    """
+    deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+
+
+def _later(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:
+    """The keys of the hooks that are to be called after a new one of this rank."""
+    return [
+        key
+        for key, hook in list(hooks.items())
+        if (other := _rank_of(hook, foreign)) > rank or (prepend and other == rank)
+    ]
+
+
+def _rank_of(hook: Hook, foreign: Order) -> int:
+    owner = getattr(hook, "__self__", None)
+    if not isinstance(owner, Tap | RootTap):
+        return foreign
+    ranks = getattr(owner, "ranks", None)  # of a tap whose hooks stand in several places
+    return ranks.get(hook.__name__, owner.rank) if ranks else owner.rank

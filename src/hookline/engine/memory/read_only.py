@@ -1,0 +1,153 @@
+"""Functions of users that may replace a value, but may not write to it.
+
+Others hold the tensors of a value, too: other branches of the model, and whoever called it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.memory.unversioned import is_freed
+from hookline.engine.passes.modes import innermost
+from hookline.engine.pytree import opaque, tree
+from hookline.engine.pytree.identity_map import IdentityMap
+from hookline.engine.torch_private.autograd import hook_gradient
+from hookline.engine.torch_private.dynamo import (
+    compare_graph_version,
+    note_graph_version,
+    was_written_in_graph,
+)
+from hookline.errors import StructureError
+
+
+def call_read_only(
+    function: Callable[[Any], Any],
+    value: Any,
+    refusal: Callable[[], StructureError],
+    unreturned: Callable[[], StructureError],
+) -> Any:
+    """Call a function on a value, and undo what the function writes to the value's tensors.
+
+    A function that changes a container in place is to return one: None says that it left the value
+    as it was. In compiled code that is not looked at.
+
+    In compiled code the versions are those of the tensors that stand for the value's while the
+    code is traced. The code that runs has nothing of it.
+
+    Args:
+        function: the user's.
+        value: what it is called with. Inference tensors have no version: it gets copies of them.
+        refusal: makes the error for a write to a tensor.
+        unreturned: makes the error for a container that was changed, or an iterator that was used
+            up, by a function that returns None.
+
+    Raises:
+        StructureError: the function wrote to a tensor of the value, or changed a container and
+            returned None.
+    """
+    if is_dynamo_compiling():
+        _each_tensor(note_graph_version, value)
+        new = function(value)
+        _each_tensor(compare_graph_version, value)
+        if was_written_in_graph():
+            raise refusal()
+        return new
+    value = _without_inference_tensors(value)
+    tensors = opaque.every(value)
+    before = [_Before(tensor) for tensor in tensors]
+    try:
+        new = function(value)
+    except BaseException:
+        _undo(before, refusal)
+        raise
+    if _undo(before, refusal):
+        raise refusal()
+    if new is None and not isinstance(value, Tensor):
+        left = opaque.every(value)
+        if len(left) != len(tensors) or not all(map(operator.is_, left, tensors)):
+            raise unreturned()
+    return new
+
+
+def _each_tensor(act: Callable[[Tensor], None], value: Any) -> None:
+    if isinstance(value, Tensor):
+        act(value)
+        return
+    for _, part in tree.items(value) or ():
+        _each_tensor(act, part)
+
+
+def _without_inference_tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _copy(value) if value.is_inference() else value
+    copies: IdentityMap[Tensor] = IdentityMap()
+    for _, tensor in tree.tensors(value):
+        if tensor.is_inference():
+            copies[tensor] = _copy(tensor)
+    return tree.replace_tensors(value, copies, fixed_only=False) if copies else value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(False):  # what is made in inference mode has no version
+        return tensor.clone()
+
+
+@final
+class _Before:
+    """A tensor as it was before a function was called that might write to it."""
+
+    __slots__ = ("_copy", "_node", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = _version(tensor)
+        self._node = tensor.grad_fn
+        self._copy: Tensor | None = None
+        if not is_freed(tensor):
+            # Not every kind of tensor can be copied. A write to it is refused all the same.
+            with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
+                self._copy = tensor.clone()
+
+    def is_written(self) -> bool:
+        """Whether the tensor was written to since."""
+        return self._version != _version(self._tensor)
+
+    def put_back(self, refusal: Callable[[], StructureError]) -> None:
+        """Put back the tensor's numbers. The caller may well hold it."""
+        tensor, kept = self._tensor, self._copy
+        with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
+            if kept is not None:
+                tensor.copy_(kept)
+        if tensor.grad_fn is self._node:
+            return
+        with contextlib.suppress(RuntimeError):
+            if self._node is None:
+                tensor.detach_()
+                return
+            # Its numbers are those from before, and its gradient would be that of what was undone.
+            for one in (tensor, tensor._base):
+                if one is not None:
+                    hook_gradient(one, partial(_refuse_gradient, refusal))
+
+
+def _undo(before: list[_Before], refusal: Callable[[], StructureError]) -> bool:
+    written = [one for one in before if one.is_written()]
+    for one in written:
+        one.put_back(refusal)
+    return bool(written)
+
+
+def _refuse_gradient(refusal: Callable[[], StructureError], grad: Tensor) -> Tensor:
+    raise refusal()
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else innermost(tensor)._version

@@ -1,0 +1,262 @@
+"""Memory that changes without a word: torch raises no version counter for it.
+
+A tensor's `_version` tells of every operation in place that goes through torch's dispatcher. It
+does not tell of collectives, of running statistics that a kernel updates, and of fused optimizers.
+These write to parameters and buffers, and in a job of several ranks to anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.engine.passes.modes import has_numbers, innermost
+from hookline.engine.pytree import opaque
+from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
+from hookline.engine.torch_private.modules import buffers, children, is_scripted, parameters
+from hookline.util.weak_map import WeakIdentityMap
+
+# fmt: off
+_COMPUTING = frozenset(kind.forward for kind in (
+    nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d, nn.BatchNorm1d, nn.Embedding, nn.EmbeddingBag, nn.GELU, nn.GroupNorm,
+    nn.InstanceNorm1d, nn.LayerNorm, nn.Linear, nn.RMSNorm, nn.Sigmoid, nn.Softmax, nn.Tanh,
+))
+_COMPRESSED = frozenset(
+    {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
+_PLAIN = frozenset({Tensor, nn.Parameter})
+# Memory is told apart by lines of 64 bytes. Addresses as they are, all of them multiples of 64,
+# would meet in few places of a set: it takes ten times as long then. Two tensors of one line are
+# both taken for untold, which costs a copy.
+LINE = 6
+# fmt: on
+
+
+def makes_new_memory(kind: type[nn.Module]) -> bool:
+    """Tell whether a class's forward returns no memory of a parameter or an input."""
+    return getattr(kind, "forward", None) in _COMPUTING
+
+
+@final
+class _Everything:
+    """Stands for all memory there is."""
+
+    def __contains__(self, address: object) -> bool:
+        return True
+
+
+_EVERYTHING = _Everything()
+
+
+@final
+class Untold:
+    """Tells of a tensor whether its memory may change without its version counter.
+
+    It is the memory of the model's parameters and buffers. Where weights are sharded, and in a
+    process group of several ranks, it is all memory.
+
+    Args:
+        root: the model. It is not held. None if there is none.
+        n_modules: how many modules it has.
+    """
+
+    __slots__ = ("_n_modules", "_root", "_seen")
+
+    def __init__(self, root: nn.Module | None, n_modules: int) -> None:
+        self._root = None if root is None else weakref.ref(root)
+        self._n_modules = n_modules
+        self._seen: tuple[int, Container[int]] = -1, ()
+
+    def begin_pass(self, current: Any) -> bool:
+        """Have a pass know what is untold in it; whether that is everything."""
+        is_everything = is_shared_job(self._model())
+        current.untold = _EVERYTHING if is_everything else None
+        return is_everything
+
+    def has(self, current: Any, tensor: Tensor) -> bool:
+        """Whether it is so of a tensor that was seen in a pass."""
+        known = current.untold
+        if known is None:
+            known = self.look(current)
+        return _is_within(tensor, known)
+
+    def look(self, current: Any) -> Container[int]:
+        """Where memory begins that is untold in a pass, in lines: `address >> LINE`.
+
+        Some of the parameters are asked once a pass whether they have moved, since all of them
+        would take longer than a small model. Where only others have, a look-up says so (`has_now`).
+        """
+        model = self._model()
+        known = None if model is None else _memories.get(model)
+        if known is None or known.n_modules != self._n_modules or known.has_moved():
+            known = _Memory(model, self._n_modules)
+            if model is not None:
+                _memories[model] = known
+        current.untold = known.lines
+        return known.lines
+
+    def has_now(self, value: Any, n_passes: int) -> bool:
+        """Whether it is so of any tensor of a value, now that so many passes have begun.
+
+        Jobs of several ranks are left out: there everything was copied in time.
+        """
+        if self._seen[0] != n_passes:
+            self._seen = n_passes, _addresses(self._model())
+        known = self._seen[1]
+        return any(at in known for one in opaque.every(value) for at in addresses(one))
+
+    def _model(self) -> nn.Module | None:
+        return None if self._root is None else self._root()
+
+
+def _is_within(tensor: Tensor, known: Container[int]) -> bool:
+    if type(tensor) is Tensor:
+        try:
+            return tensor.untyped_storage().data_ptr() >> LINE in known
+        except RuntimeError:  # sparse, or of a transform
+            return any(address in known for address in addresses(tensor))
+    # FSDP gathers parameters in memory of its own, and a stranger's parameter is trained as well.
+    if isinstance(tensor, nn.Parameter) or is_dtensor(tensor):
+        return True
+    return any(address in known for address in addresses(tensor))
+
+
+def addresses(tensor: Tensor) -> Iterator[int]:
+    """Where the memory of a tensor begins, by lines: of one that stands for several, of each."""
+    if is_lazy(tensor):
+        return  # it has none before its module's first run
+    tensor = innermost(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass, as of torchao; a DTensor
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor's mesh is named as well
+                yield from addresses(part)
+    elif tensor.layout is torch.sparse_coo:
+        yield from addresses(tensor._values())
+    elif tensor.layout in _COMPRESSED:
+        yield from addresses(tensor.values())
+    elif has_numbers(tensor):
+        try:
+            start = tensor.untyped_storage().data_ptr() >> LINE
+        except RuntimeError:  # a kind of tensor without memory of its own
+            return
+        if start:
+            yield start
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor was given back under it, as FSDP does: reading it would end
+    the process."""
+    if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+        return False
+    tensor = innermost(tensor)
+    if tensor.layout is not torch.strided or not has_numbers(tensor) or not tensor.numel():
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except RuntimeError:
+        return False
+
+
+@final
+class _Memory:
+    """The memory of a model's parameters and buffers, as it was when it was asked for.
+
+    Args:
+        root: the model. It is not held.
+        n_modules: how many modules it has.
+
+    Attributes:
+        lines: where it begins, in lines.
+    """
+
+    __slots__ = ("_witnesses", "lines", "n_modules")
+
+    def __init__(self, root: nn.Module | None, n_modules: int) -> None:
+        self.lines = _addresses(root)
+        self.n_modules = n_modules
+        self._witnesses = [] if root is None else _witnesses(root)
+
+    def has_moved(self) -> bool:
+        """Whether a witness is elsewhere by now, or gone."""
+        return any(one.has_moved() for one in self._witnesses)
+
+
+@final
+class _Witness:
+    """Tells whether one parameter has moved, or another one has taken its place.
+
+    Args:
+        module: the module that has it. It is not held.
+        name: its name there.
+    """
+
+    __slots__ = ("_line", "_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        self._line = self._where()
+
+    def has_moved(self) -> bool:
+        """Whether its memory is elsewhere, or it is gone."""
+        return self._where() != self._line
+
+    def _where(self) -> int:
+        module = self._module()
+        parameter = None if module is None else parameters(module).get(self._name)
+        if parameter is None or is_lazy(parameter):
+            return 0
+        try:
+            return parameter.untyped_storage().data_ptr() >> LINE
+        except RuntimeError:  # sparse, of a transform, or of several parts
+            return next(addresses(parameter), 0)
+
+
+# Of the models that were recorded: a loop that attaches in each step asks for the same.
+_memories: WeakIdentityMap[_Memory] = WeakIdentityMap()
+
+
+def _witnesses(root: nn.Module) -> list[_Witness]:
+    """Choose the first parameter, the last one, and two between."""
+    modules = [module for module in _modules(root) if not is_scripted(module)]
+    found = [(module, name) for module in modules for name in parameters(module)]
+    last = len(found) - 1
+    chosen = sorted({0, last // 3, 2 * last // 3, last}) if found else []
+    return [_Witness(*found[k]) for k in chosen]
+
+
+def _modules(root: nn.Module | None) -> Iterator[nn.Module]:
+    """Walk over a model, each module once, by id: a module may define == and lose its hash."""
+    seen: set[int] = set()
+    stack = [] if root is None else [root]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += [child for child in children(module).values() if child is not None]
+
+
+def _addresses(root: nn.Module | None) -> set[int]:
+    found: set[int] = set()
+    for module in _modules(root):
+        for held in (parameters(module), buffers(module)):
+            for tensor in held.values():
+                if tensor is None:
+                    continue
+                if type(tensor) in _PLAIN:
+                    try:
+                        found.add(tensor.untyped_storage().data_ptr() >> LINE)
+                        continue
+                    except RuntimeError:  # sparse, or of a transform
+                        pass
+                found.update(addresses(tensor))
+    found.discard(0)  # of tensors without memory
+    return found

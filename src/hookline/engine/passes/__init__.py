@@ -1,0 +1,1 @@
+"""Which run of the model a value belongs to: calls, modes, checkpointing."""

@@ -1,0 +1,400 @@
+"""Recompute: what a line does when torch computes a checkpointed stretch of a pass again.
+
+The first run is the one that counts: what only looks is left out of the second. What changes values
+has to change them in both, and alike, or the gradients would be those of neither; it finds its
+pass, the numbers of the calls and the random draws as they were. Where the first run had no
+gradients (`use_reentrant=True`), the second one's are waited for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.passes.passes import THREAD, Pass, Passes
+from hookline.engine.pytree import tree
+from hookline.engine.torch_private.checkpoint import Telling, aside
+from hookline.errors import AttachError
+from hookline.util.locks import fork_safe_lock
+
+# Of a changed value, this many elements and partial sums are kept to compare.
+_N_SAMPLES = 64
+
+
+@final
+class CheckpointedRegion:
+    """What one line did in one checkpointed stretch of a pass, in the first run.
+
+    Args:
+        passes: the line's.
+        current: the pass.
+        is_reentrant: whether the first run has no gradients.
+        by_root: None where the pass was there before; else whether a run of the root began it.
+
+    Attributes:
+        changes: what was changed, in order.
+        calls: how often each tap that counts had run when the stretch began.
+        waiting: the calls whose gradients are waited for since the first run.
+        runs: the numbers of the runs of compiled code, which its gradients come back under.
+        at_late: called when the second run comes after the line's end.
+    """
+
+    __slots__ = (
+        "_first", "at_late", "by_root", "calls", "changes", "is_reentrant", "number", "outer",
+        "passes", "runs", "waiting", "within_root",
+    )  # fmt: skip
+
+    def __init__(
+        self, passes: Passes, current: Pass, *, is_reentrant: bool, by_root: bool | None
+    ) -> None:
+        again = current.again
+        self.passes = passes
+        self.is_reentrant = is_reentrant
+        self.by_root = by_root
+        self.number = current.number
+        self.outer: Any = current.stretch
+        self.calls = dict(current.calls) if by_root is None else {}
+        self.changes: list[Change] = []
+        self.within_root = by_root is None and bool(current.roots)
+        # A copy: a call that waits since this first run is not one that waited before it.
+        self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.stretch.waiting}
+        self.at_late: set[Callable[[], None]] = set()
+        self.runs: list[Tensor] = []
+        # Weakly: the graph holds the stretch, and what was recorded may hold the graph.
+        real = current if again is None else again.first() or current
+        self._first = weakref.ref(real)
+
+    def first(self) -> Pass | None:
+        """The pass, if anybody still holds it."""
+        return self._first()
+
+    def run_number(self, number: Tensor) -> Tensor:
+        """The number for a run of compiled code that begins: this one, which is kept."""
+        number = number if self.outer is None else self.outer.run_number(number)
+        self.runs.append(number)
+        return number
+
+    def changed(self, where: str, value: Any, new: Any) -> None:
+        """A value was changed; it has to be changed alike in the second run."""
+        self.note(Change(where, _fingerprint(value), _fingerprint(new)))
+
+    def note(self, change: Change) -> None:
+        """Keep a change: for each stretch in which it happened."""
+        self.changes.append(change)
+        if self.outer is not None:
+            self.outer.note(change)
+
+
+class Change(NamedTuple):
+    """That a value was changed, and enough of both to tell whether the second run did the same."""
+
+    where: str
+    before: list[Tensor]
+    after: list[Tensor]
+
+
+@final
+class Recomputation:
+    """The second run of a stretch, for one line.
+
+    Args:
+        stretch: the first.
+        rest: the passes that runs of the root are to begin, where the stretch holds such.
+
+    Attributes:
+        has_gradients: whether gradients will flow through what is computed.
+        roots: the root's calls that are under way.
+    """
+
+    __slots__ = (
+        "_changes", "_ran", "_runs", "current", "has_gradients", "outer", "rest", "roots",
+        "stretch",
+    )  # fmt: skip
+
+    def __init__(self, stretch: CheckpointedRegion, rest: list[Pass]) -> None:
+        self.stretch = stretch
+        self.rest = rest
+        self.outer = None
+        self.has_gradients = stretch.is_reentrant
+        self._ran = False
+        self._changes: list[Change] = []
+        self._runs = iter(stretch.runs)
+        self.current = current = Pass(stretch.number)
+        current.calls = dict(stretch.calls)
+        current.again = current.stretch = self
+        self.roots = current.roots
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether the first run has no gradients: not of this one."""
+        return False
+
+    def first(self) -> Pass | None:
+        """The pass of the first run, if anybody still holds it."""
+        return self.stretch.first()
+
+    def root_begins(self) -> Pass:
+        """The root runs: the pass that it ran in, the first time."""
+        is_new = bool(self.rest) and not self.roots and not self.stretch.within_root
+        if is_new and self.stretch.by_root and not self._ran:
+            is_new = False
+        self._ran = True
+        return self.rest.pop(0) if is_new else self.current
+
+    def run_number(self, number: Tensor) -> Tensor:
+        """The number for a run of compiled code that begins: if gradients flow in the first run, it
+        is that one's, since torch gives its backward what the second one saves."""
+        return number if self.has_gradients else next(self._runs, number)
+
+    def changed(self, where: str, value: Any, new: Any) -> None:
+        """A value was changed: was it the first time, and into this?"""
+        self.note(Change(where, _fingerprint(value), _fingerprint(new)))
+
+    def note(self, change: Change) -> None:
+        """Keep a change, to compare it when the run is over: not even the device waits for it."""
+        self._changes.append(change)
+
+    def close(self) -> None:
+        """The second run is over.
+
+        Raises:
+            AttachError: a hook gave other values than the first time.
+        """
+        self.current.close()
+        self.current.again = None  # the two hold each other
+        self.rest.clear()
+        # Where the two took different ways, torch stopped one early, or says so itself.
+        for first, second in zip(self.stretch.changes, self._changes, strict=False):
+            if first.where == second.where and _is_other(first, second):
+                raise AttachError(
+                    f"the hook at {first.where or 'the root'} gave another value when torch"
+                    " computed this checkpointed stretch again than it gave in the forward: the"
+                    " gradients would be wrong.\nMake it depend on the value alone, or draw by"
+                    " hl.edits.noise or torch's own generator; or turn checkpointing off."
+                )
+
+
+def _is_other(first: Change, second: Change) -> bool:
+    """Whether the same value was changed into another one. That the value is not the same, to the
+    last bit, is no fault of the hook."""
+    if not _match(first.before, second.before) or not all(
+        torch.equal(old.nan_to_num(), now.nan_to_num())
+        for old, now in zip(first.before, second.before, strict=True)
+    ):
+        return False
+    return not _match(first.after, second.after) or not all(
+        torch.allclose(old, now, rtol=1e-3, atol=1e-12, equal_nan=True)
+        for old, now in zip(first.after, second.after, strict=True)
+    )
+
+
+def _fingerprint(value: Any) -> list[Tensor]:
+    """Some elements and partial sums of each tensor, without making the device wait."""
+    found = []
+    with torch.no_grad(), aside(True):
+        for _, tensor in tree.tensors(value):
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+                continue
+            if not tensor.numel():
+                continue
+            flat = _real(tensor.detach()).reshape(-1)
+            step = max(1, flat.numel() // _N_SAMPLES)
+            whole = flat[: step * (flat.numel() // step)].view(-1, step)
+            wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+            found.append(torch.cat([whole[:, 0].to(wide), whole.sum(1, dtype=wide)]))
+    return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Numbers that can be summed."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    return tensor.float() if is_narrow else tensor
+
+
+def _match(one: list[Tensor], other: list[Tensor]) -> bool:
+    return [part.shape for part in one] == [part.shape for part in other]
+
+
+@final
+class _Checkpoint:
+    """One stretch that torch will compute again, and what each line did in it.
+
+    Called, it computes it again.
+    """
+
+    __slots__ = ("_draws", "_is_reentrant", "_recompute", "_running", "_stretches", "_thread")
+
+    def __init__(self, recompute: Callable[..., Any], is_reentrant: bool) -> None:
+        self._recompute = recompute
+        self._is_reentrant = is_reentrant
+        self._stretches: list[CheckpointedRegion] = []
+        self._running: list[tuple[Pass, CheckpointedRegion, Callable[..., None]]] = []
+        self._draws: list[Tensor] = []
+        for passes in _WATCH.lines():
+            current = passes.lane.current or passes.lane.outside
+            if current is not None:
+                self._add(passes, current, None)
+        THREAD.checkpoints = (*THREAD.checkpoints, self)
+
+    def _add(self, passes: Passes, current: Pass, by_root: bool | None) -> None:
+        stretch = CheckpointedRegion(
+            passes, current, is_reentrant=self._is_reentrant, by_root=by_root
+        )
+        self._stretches.append(stretch)
+        self._running.append((current, stretch, current.note))
+        current.stretch = stretch
+        if self._is_reentrant:
+            current.note = partial(_note_detached, current.note)
+
+    def pass_begins(self, passes: Passes, current: Pass, *, by_root: bool) -> None:
+        """A pass begins inside of the stretch."""
+        self._add(passes, current, by_root)
+
+    def end(self) -> None:
+        """The first run is over."""
+        THREAD.checkpoints = tuple(one for one in THREAD.checkpoints if one is not self)
+        while self._running:
+            current, stretch, note = self._running.pop()
+            current.stretch, current.note = stretch.outer, note
+
+    def draws(self, generator: torch.Generator) -> None:
+        """Somebody is about to draw from a generator."""
+        self._draws.append(generator.get_state())
+
+    def __call__(self, *args: Any) -> Any:
+        lanes: dict[Any, Pass] = {}
+        made: list[Recomputation] = []
+        for passes in dict.fromkeys(stretch.passes for stretch in self._stretches):
+            mine = [stretch for stretch in self._stretches if stretch.passes is passes]
+            if passes.closed:
+                _refuse_late(mine)
+            else:
+                lanes[passes.lane] = _replay(mine, made)
+        before = [(lane, lane.current, lane.outside) for lane in lanes]
+        checkpoints, THREAD.checkpoints = THREAD.checkpoints, ()
+        draws, THREAD.draws = THREAD.draws, iter(self._draws)
+        try:
+            for lane, current in lanes.items():
+                lane.current, lane.outside = None, current
+            return self._recompute(*args)
+        finally:
+            THREAD.checkpoints, THREAD.draws = checkpoints, draws
+            for lane, inside, outside in before:
+                lane.current, lane.outside = inside, outside
+            for one in made:
+                one.close()
+
+
+def _note_detached(note: Callable[..., None], entry: Any) -> None:
+    # What the stretch returns has no graph yet, and will be given one, itself.
+    note((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
+
+
+def _replay(stretches: list[CheckpointedRegion], made: list[Recomputation]) -> Pass:
+    """What stands for a line's pass while its stretches are computed again: at first, one that was
+    there before or that no run of the root began; such a run then takes the next of the rest."""
+    rest: list[Pass] = []
+    runs = [Recomputation(stretch, rest) for stretch in stretches]
+    made += runs
+    start = next((run for run in runs if not run.stretch.by_root), runs[0])
+    rest += [run.current for run in runs if run is not start and run.stretch.by_root]
+    return start.current
+
+
+def _refuse_late(stretches: list[CheckpointedRegion]) -> None:
+    for stretch in stretches:
+        for late in stretch.at_late:
+            late()
+        for change in stretch.changes:
+            raise AttachError(
+                f"{change.where or 'the root'} was changed in the forward, but its line ended"
+                " before this backward, in which torch computes that checkpointed stretch again,"
+                " without the change: the gradients would be wrong."
+                "\nCall backward() inside the block."
+            )
+
+
+def first_of(current: Pass) -> Pass:
+    """The pass that gradients belong to: if they flow in a second run only, that of the first."""
+    again = current.again
+    return current if again is None or not again.has_gradients else again.first() or current
+
+
+def same_draws(generator: torch.Generator) -> torch.Generator:
+    """The generator to draw from, where the second run of a stretch must draw what the first drew.
+
+        >>> bool(torch.randn(2, generator=same_draws(torch.Generator())).isfinite().all())
+        True
+
+    Args:
+        generator: a generator of one's own; torch takes care of its default ones itself.
+
+    Returns:
+        It; or while a stretch is computed again, one in the state that it had the first time.
+    """
+    if THREAD.draws is not None:
+        state = next(THREAD.draws, None)
+        if state is not None:
+            generator = torch.Generator(generator.device)
+            generator.set_state(state)
+    for one in THREAD.checkpoints:
+        one.draws(generator)
+    return generator
+
+
+@final
+class _Watch:
+    """Torch is told to say when it checkpoints as long as any line needs it."""
+
+    def __init__(self) -> None:
+        self._lock = fork_safe_lock()
+        self._lines: tuple[Passes, ...] = ()
+        self._telling: Telling | None = None
+
+    def lines(self) -> tuple[Passes, ...]:
+        """The passes of all lines that are on."""
+        return self._lines
+
+    def hold(self, passes: Passes) -> None:
+        """A line begins. Twice is no mistake."""
+        with self._lock:
+            if passes in self._lines:
+                return
+            self._lines = (*self._lines, passes)
+            if self._telling is None:
+                self._telling = Telling(_begin)
+                self._telling.start()
+
+    def release(self, passes: Passes) -> None:
+        """A line ends. Twice is no mistake."""
+        with self._lock:
+            self._lines = tuple(one for one in self._lines if one is not passes)
+            if not self._lines and self._telling is not None:
+                self._telling.stop()
+                self._telling = None
+
+
+def _begin(
+    recompute: Callable[..., Any], is_reentrant: bool
+) -> tuple[Callable[..., Any], Callable[[], None]]:
+    checkpoint = _Checkpoint(recompute, is_reentrant)
+    return checkpoint, checkpoint.end
+
+
+_WATCH = _Watch()
+watch_checkpoints, forget_checkpoints = _WATCH.hold, _WATCH.release
+
+
+def stop_all() -> None:
+    """End the passes of all lines whose forward in this thread was left half-way, on purpose."""
+    for passes in _WATCH.lines():
+        passes.stop()

@@ -1,0 +1,1 @@
+"""Tensors in nested values: walk, rebuild, get, put, describe."""

@@ -1,0 +1,150 @@
+"""Arguments: what a module is called with, as one value.
+
+That value is the tensor itself if the module got nothing else, otherwise a dict by parameter name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.torch_private.dynamo import while_tracing
+
+
+class _Positional(NamedTuple):
+    """The positional parameters of a forward.
+
+    Args:
+        names: the parameters that take one argument each.
+        rest: the parameter that takes all others, `*rest`; None if the forward has none.
+    """
+
+    names: list[str]
+    rest: str | None
+
+
+@final
+class Arguments:
+    """Bind the arguments of one module's calls by name, and take bound ones apart again."""
+
+    __slots__ = ("_forward", "_positional")
+
+    def __init__(self) -> None:
+        # Weakly: a forward that was put on a module may hold that module.
+        self._forward: Callable[[], Any] = _nothing
+        self._positional = _Positional([], None)
+
+    def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bind a call's arguments to one value. A lone tensor needs no names: the hot path."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return args[0]
+        if not args and len(kwargs) == 1:
+            (value,) = kwargs.values()
+            if isinstance(value, Tensor):
+                return value
+        bound = _bind(args, self._parameters_of(module))
+        value = {**bound, **kwargs}
+        if len(value) == len(bound) + len(kwargs):
+            return value
+        names = _keyword_names(kwargs, bound)
+        return {**bound, **{names[name]: value for name, value in kwargs.items()}}
+
+    def unbind(
+        self,
+        module: nn.Module,
+        new: Any,
+        old: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a changed value as (args, kwargs), in the form in which the `old` one came."""
+        if isinstance(old, Tensor):
+            return ((new,), kwargs) if args else ((), dict.fromkeys(kwargs, new))
+        names, rest = self._parameters_of(module)
+        bound = _bind(args, _Positional(names, rest))
+        positional = [new[name] for name in bound]
+        if rest in bound:
+            positional[-1:] = new[rest]
+        keywords = _keyword_names(kwargs, bound)
+        return tuple(positional), {name: new[keywords[name]] for name in kwargs}
+
+    def _parameters_of(self, module: nn.Module) -> _Positional:
+        """The positional parameters of the forward that runs, which may be another one by now."""
+        if is_dynamo_compiling():
+            names, rest = _traced_names(module).split(";")
+            return _Positional(names.split(",") if names else [], rest or None)
+        forward = module.forward
+        function = getattr(forward, "__func__", forward)  # a method is a new object at each look-up
+        if self._forward() is not function:
+            self._positional = _positional(forward)
+            try:
+                self._forward = weakref.ref(function)
+            except TypeError:  # it allows no weak reference: its signature is read each time
+                self._forward = _nothing
+        return self._positional
+
+
+def _nothing() -> object:
+    """Stand for the forward of which nothing is known."""
+    return _nothing
+
+
+def _positional(forward: Any) -> _Positional:
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names, rest = [], None
+    try:
+        for parameter in inspect.signature(forward).parameters.values():
+            if parameter.kind in named:
+                names.append(parameter.name)
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                rest = parameter.name
+    except (TypeError, ValueError):  # a forward written in C has no signature
+        pass
+    return _Positional(names, rest)
+
+
+@while_tracing
+def _traced_names(module: nn.Module) -> str:
+    """Join the names of a forward's positional parameters in one text, which a graph can hold.
+
+    Compiled code is guarded on the code of the forward, by which it calls that. Were it to read the
+    signature itself, it would be guarded on the function, of which each line has another one.
+    """
+    names, rest = _positional(module.forward)
+    return f"{','.join(names)};{rest or ''}"
+
+
+def _bind(args: tuple[Any, ...], parameters: _Positional) -> dict[str, Any]:
+    """Bind positional arguments by name. Those that no parameter takes are numbered: `arg2`."""
+    names, rest = parameters
+    bound = dict(zip(names, args, strict=False))
+    if len(args) > len(names):
+        if rest is not None:
+            bound[rest] = args[len(names) :]
+        else:
+            # A decorated forward may take more than its signature says, which may have an `arg2`.
+            for k in range(len(names), len(args)):
+                bound[_distinct(f"arg{k}", "*", bound)] = args[k]
+    return bound
+
+
+def _keyword_names(kwargs: dict[str, Any], bound: dict[str, Any]) -> dict[str, str]:
+    """What each keyword argument is called. `f(x, /, *rest, **kw)` may be called with `x=`, and
+    with `rest=`: then these are `**x` and `**rest`."""
+    taken = {*bound, *kwargs}
+    names = {}
+    for name in kwargs:
+        names[name] = _distinct(name, "**", taken) if name in bound else name
+        taken.add(names[name])
+    return names
+
+
+def _distinct(name: str, mark: str, taken: Collection[str]) -> str:
+    while name in taken:
+        name = mark + name
+    return name

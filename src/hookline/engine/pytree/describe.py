@@ -1,0 +1,114 @@
+"""A value in words: its shape, its structure, how it differs from another."""
+
+from __future__ import annotations
+
+from collections import UserList
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, tensors
+
+
+def leaf_text(leaf: Leaf) -> str:
+    """A leaf as it is written behind a site: `[0].last_hidden_state`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else _name_text(key) for key in leaf)
+
+
+def _name_text(key: str) -> str:
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
+    """How `new` differs from `old` in structure, shape, dtype, device, layout; None if not."""
+    at = f" at {leaf_text(leaf)}" if leaf else ""
+    if isinstance(old, Tensor):
+        if not isinstance(new, Tensor):
+            return f"expected {in_words(old)}{at}, got {in_words(new)}"
+        if (_size(old), old.dtype, old.device) != (_size(new), new.dtype, new.device):
+            return f"expected {in_full(old)}{at}, got {in_full(new)}"
+        if old.layout is not new.layout:
+            return f"expected the layout {old.layout}{at}, got {new.layout}"
+        return None
+    parts = items(old)
+    if parts is None:
+        if isinstance(new, Tensor) or (old is None) != (new is None):
+            return f"expected {in_words(old)}{at}, got {in_words(new)}"
+        return None
+    if old is new:
+        return None
+    parts_new = items(new)
+    if type(old) is not type(new) or parts_new is None or len(parts_new) != len(parts):
+        return f"expected {in_words(old)}{at}, got {in_words(new)}"
+    if isinstance(old, _SETS):  # without an order: those that are alike are compared
+        parts, parts_new = _sorted(parts), _sorted(parts_new)
+    for (key, part), (key_new, part_new) in zip(parts, parts_new, strict=True):
+        if key != key_new:
+            return f"expected the key {key!r}{at}, got {key_new!r}"
+        found = difference(part, part_new, (*leaf, key))
+        if found:
+            return found
+    return None
+
+
+def _size(tensor: Tensor) -> Any:
+    return shape(tensor) if tensor.is_nested else tensor.shape
+
+
+def _sorted(parts: list[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
+    texts = [in_full(part) if isinstance(part, Tensor) else in_words(part) for _, part in parts]
+    order = sorted(range(len(parts)), key=texts.__getitem__)
+    return [(place, parts[index][1]) for place, index in enumerate(order)]
+
+
+def shape_or_structure(value: Any) -> str:
+    """A value's structure for a table, where a lone tensor is its shape: `[2, 3]`."""
+    return shape(value) if isinstance(value, Tensor) else in_words(value)
+
+
+def shape(tensor: Tensor) -> str:
+    """A tensor's shape as text: `[2, 3]`; a nested tensor of torch's older kind has none."""
+    try:  # of sizes that vary, dynamo makes no `str`
+        return f"[{', '.join([f'{size}' for size in tensor.shape])}]"
+    except RuntimeError:
+        return "[nested]"
+
+
+def n_bytes(value: Any) -> int:
+    """The memory of a value's tensors; 0 for those that do not tell (sparse, nested)."""
+    return sum(_n_bytes(tensor) for _, tensor in tensors(value))
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that stands for others, as in torchao
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_n_bytes(getattr(tensor, name)) for name in names)
+    try:
+        return tensor.nbytes
+    except (RuntimeError, AttributeError):
+        return 0
+
+
+def in_full(tensor: Tensor) -> str:
+    """A tensor's shape, dtype and device: `Tensor[2, 3] float32 on cpu`."""
+    return f"{in_words(tensor)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def in_words(value: Any, limit: int = 6, depth: int = 4) -> str:
+    """A value's structure on one line: `tuple(Tensor[1, 4, 8], None)`."""
+    if isinstance(value, Tensor):
+        return f"Tensor{shape(value)}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    parts = items(value)
+    if parts is None or not isinstance(value, (tuple, list, Mapping, *_SETS, UserList)):
+        return type(value).__name__
+    if not depth:
+        return f"{type(value).__name__}(…)"
+    named = isinstance(value, Mapping) or hasattr(value, "_fields")
+    texts = [(key, in_words(part, 3, depth - 1)) for key, part in parts[:limit]]
+    shown = [f"{key}={text}" if named else text for key, text in texts]
+    if len(parts) > limit:
+        shown.append("…")
+    return f"{type(value).__name__}({', '.join(shown)})"

@@ -1,0 +1,54 @@
+"""Outlines: the structure of a value, with numbered slots in the place of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.identity_map import IdentityMap
+
+
+class Slot(int):
+    """Stands in an outline for a tensor: its number."""
+
+
+def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
+    """The value's structure without its values: a `Slot` for a numbered tensor, else None.
+
+    What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None, and
+    so does the place in which a value holds itself.
+    """
+    return _outline(value, number, IdentityMap())
+
+
+def _outline(value: Any, number: Callable[[Tensor], int | None], seen: IdentityMap[Any]) -> Any:
+    if isinstance(value, Tensor):
+        found = number(value)
+        return None if found is None else Slot(found)
+    if type(value) in tree.PLAIN_ATOMS:
+        return None
+    if value in seen:
+        return seen.get(value)
+    parts = tree.items(value)
+    if parts is None:
+        return None
+    seen[value] = None
+    try:
+        form = tree.rebuild(value, [_outline(part, number, seen) for _, part in parts])
+    except Exception:  # an object that does not let itself be copied
+        form = None
+    seen[value] = form
+    return form
+
+
+def fill(form: Any, values: Mapping[int, Any]) -> Any:
+    """An outline with its slots filled; those without a value become None."""
+    if isinstance(form, Slot):
+        return values.get(form)
+    parts = tree.items(form)
+    if parts is None:
+        return None
+    return tree.rebuild(form, [fill(part, values) for _, part in parts])

@@ -1,0 +1,1 @@
+"""What fired, and why a site was silent."""

@@ -1,0 +1,139 @@
+"""Report: what a line matched and attached, how often it fired, and why some of it never did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from hookline.display.html import MOST_ROWS, escape, table
+from hookline.display.text import escape_invisible, plural
+from hookline.engine.report.why_silent import _BYPASSED, _NOT_RUN, _OTHER_CONTEXT
+from hookline.engine.selection.site import Site
+
+_NOTHING_RAN = (
+    "the model did not run while it lasted (what other processes run, such as the workers of a"
+    " DataLoader, it does not see)"
+)
+_ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What a line did. Print it, or read its attributes.
+
+    Args:
+        name: the verb that made the line.
+        model_type: the class of the model.
+        passes: how many passes the line saw.
+        elsewhere: how often the model ran in another thread or async task, unseen.
+        ended: whether the line has ended.
+        fired: each site with the number of times that it fired.
+        why: for sites that never fired, the reason.
+        excused: the sites of which that is no mistake: what flows there needs no gradient.
+        beside: how many of the passes are of modules that were run outside a run of the model.
+        notes: what else a person should know.
+        removed: the places in `fired` of what a handle took off before the line ended.
+    """
+
+    name: str
+    model_type: str
+    passes: int
+    elsewhere: int
+    ended: bool
+    fired: tuple[tuple[Site, int], ...]
+    why: Mapping[Site, str]
+    excused: frozenset[Site] = frozenset()
+    beside: int = 0
+    notes: tuple[str, ...] = ()
+    removed: tuple[int, ...] = ()
+
+    @property
+    def silent(self) -> tuple[Site, ...]:
+        """The sites that never fired, without those that a handle took off."""
+        removed = frozenset(self.removed)
+        return tuple(
+            site
+            for place, (site, count) in enumerate(self.fired)
+            if not count and place not in removed
+        )
+
+    def warning(self) -> str | None:
+        """What a person should be told at the end of the line; None if all went as asked."""
+        if not self.why:  # all have fired, as mostly
+            return None
+        silent = [site for site in self.silent if site not in self.excused]
+        if not silent:
+            return None
+        if not self.passes and {self.why[site] for site in silent} <= {_NOT_RUN, _OTHER_CONTEXT}:
+            reason = _OTHER_CONTEXT if self.elsewhere else _NOTHING_RAN
+            return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
+        shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
+        more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
+        share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
+        return f"hl.{self.name}: {share}: {shown}{more}." + f"\n{_ASK}" * self._is_vague
+
+    def __str__(self) -> str:
+        state = "ended" if self.ended else "attached"
+        sites, passes = plural(len(self.fired), "site"), plural(self.passes, "pass", "passes")
+        head = (
+            f"hl.{self.name} on {self.model_type}: {sites}, {passes},"
+            f" {self.n_fired} fired, {len(self.silent)} never; {state}"
+        )
+        if self.removed:
+            head += f"; {len(self.removed)} removed"
+        if self.passes and self.beside == self.passes:
+            head += "; the model itself was not called, only modules inside it"
+        if self.elsewhere:
+            head += f"; {self.elsewhere} runs in other threads or tasks were not seen"
+        width = max((len(str(site)) for site, _ in self.fired), default=0)
+        lines = [
+            f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
+            + (f"  {'' if remark == 'removed' else 'never: '}{remark}" if remark else "")
+            for (site, count), remark in zip(self.fired, self.remarks(), strict=True)
+        ]
+        notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
+        return escape_invisible("\n".join([head, *lines, *notes, *[_ASK] * self._is_vague]))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Show each site, how often it fired, and why it did not, in a notebook."""
+        head = (
+            f"<b>hl.{escape(self.name)}</b> on {escape(self.model_type)}:"
+            f" {plural(len(self.fired), 'site')}, {plural(self.passes, 'pass', 'passes')},"
+            f" {self.n_fired} fired, {len(self.silent)} never;"
+            f" {'ended' if self.ended else 'attached'}"
+        )
+        if self.removed:
+            head += f"; {len(self.removed)} removed"
+        if self.elsewhere:
+            head += f"; {plural(self.elsewhere, 'run')} in other threads or tasks not seen"
+        # Silent sites first: they are what one looks for.
+        remarked = zip(self.fired, self.remarks(), strict=True)
+        ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
+        rows = [
+            [str(site), site.module_type, f"{n:,}", why] for (site, n), why in ordered[:MOST_ROWS]
+        ]
+        names = ["site", "type", ">fired", "~why not"]
+        if not self.silent and not self.removed:
+            rows, names = [row[:3] for row in rows], names[:3]
+        return table(head, names, rows, len(ordered))
+
+    @property
+    def n_fired(self) -> int:
+        """How many of the sites fired."""
+        return sum(count > 0 for _, count in self.fired)
+
+    def remarks(self) -> list[str]:
+        """What there is to say of each site: that it was removed, or why it never fired."""
+        removed = frozenset(self.removed)
+        return [
+            "removed" if place in removed else "" if count else self.why.get(site, "")
+            for place, (site, count) in enumerate(self.fired)
+        ]
+
+    @property
+    def _is_vague(self) -> bool:
+        return _BYPASSED in self.why.values()

@@ -1,0 +1,49 @@
+"""What a line may be on: a model, tensors by name, everywhere, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from hookline.engine.selection.module_tree import ModuleTree, layout, layout_of_tensors
+from hookline.errors import AttachError
+
+
+@final
+class Everywhere:
+    """Stands for the modules of any model; `hl.EVERYWHERE` is the only one."""
+
+    def __repr__(self) -> str:
+        return "hl.EVERYWHERE"
+
+
+EVERYWHERE = Everywhere()
+
+Ground = nn.Module | Mapping[str, Tensor]
+
+
+def layout_of(ground: Any, name: str) -> ModuleTree:
+    """Walk what a line is on.
+
+    Args:
+        ground: a model; tensors by name; `EVERYWHERE`, where nothing can be walked beforehand; for
+            `attach`, also None.
+        name: the verb's.
+
+    Raises:
+        AttachError: it is none of these.
+    """
+    if isinstance(ground, nn.Module):
+        return layout(ground)
+    if isinstance(ground, Everywhere):
+        return ModuleTree("everywhere", [], [])
+    if ground is None and name == "attach":
+        return ModuleTree("tensors", [], [])
+    if isinstance(ground, Mapping) and all(isinstance(t, Tensor) for t in ground.values()):
+        return layout_of_tensors(ground)
+    raise AttachError(
+        f"{name} needs a model (an nn.Module), or tensors by name, got {type(ground).__name__}."
+        "\nGive the model itself; for tensors: hl.attach({'a': a})."
+    )

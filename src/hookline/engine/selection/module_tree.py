@@ -1,0 +1,213 @@
+"""The modules and parameters of a model, each once, with all its paths.
+
+Linear in the number of paths; wrapper prefixes are left out, shared modules carry their aliases,
+and a module that holds itself does not hang the walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor, nn
+
+from hookline.engine.torch_private.distributed import sharded_parameters
+from hookline.engine.torch_private.dynamo import holds_compiled_call
+from hookline.engine.torch_private.modules import (
+    children,
+    is_leaf,
+    parameters,
+    unwrapping,
+)
+from hookline.errors import AttachError
+
+
+@dataclass(slots=True, eq=False)
+class ModuleNode:
+    """One module of a model: its first path, its place in registration order, its other paths."""
+
+    path: str
+    module: nn.Module
+    index: int
+    aliases: tuple[str, ...] = ()
+    parent: ModuleNode | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths of the module, the first one first."""
+        return (self.path, *self.aliases)
+
+    @property
+    def type_name(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Its place in registration order: by module, then within it."""
+        return self.index, 0
+
+
+@dataclass(slots=True, eq=False)
+class ParameterNode:
+    """One parameter of a model, or a tensor that was given by name: tied ones have aliases.
+
+    Of a parameter that FSDP2 shards, `is_sharded`, the tensor is this rank's shard, at all times.
+    """
+
+    path: str
+    tensor: Tensor
+    position: tuple[int, int]
+    type_name: str
+    aliases: tuple[str, ...] = ()
+    is_sharded: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths of the tensor, the first one first."""
+        return (self.path, *self.aliases)
+
+
+@final
+class ModuleTree:
+    """What a line can select from: the modules of a model, and its parameters when asked for."""
+
+    __slots__ = ("_tensors", "compiled", "kinds", "name", "nodes")
+
+    def __init__(
+        self,
+        name: str,
+        nodes: list[ModuleNode],
+        tensors: list[ParameterNode] | None = None,
+        kinds: frozenset[type] = frozenset(),
+        compiled: list[nn.Module] | None = None,
+    ) -> None:
+        self.name = name
+        self.nodes = nodes
+        self.kinds = kinds  # the types of the modules
+        self.compiled = compiled or []  # those that hold their compiled call
+        self._tensors = tensors
+
+    @property
+    def tensors(self) -> list[ParameterNode]:
+        """The parameters, in registration order."""
+        if self._tensors is None:
+            self._tensors = _parameters(self.nodes)
+        return self._tensors
+
+
+def layout(model: nn.Module) -> ModuleTree:
+    """The layout of a model: every module is looked at once."""
+    met = _Met()
+    nodes = walk(model, met)
+    return ModuleTree(type(model).__name__, nodes, None, frozenset(met.kinds), met.compiled)
+
+
+def layout_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
+    """The layout of tensors that were given by name."""
+    nodes: dict[int, ParameterNode] = {}
+    for number, (name, tensor) in enumerate(named.items()):
+        if id(tensor) in nodes:
+            nodes[id(tensor)].aliases += (name,)
+        else:
+            nodes[id(tensor)] = ParameterNode(name, tensor, (0, number), type(tensor).__name__)
+    return ModuleTree("tensors", [], list(nodes.values()))
+
+
+def walk(model: nn.Module, met: _Met | None = None) -> list[ModuleNode]:
+    """List every module of a model, in registration order, the root first."""
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"a model must be an nn.Module, got {type(model).__name__}.\nGive the model itself."
+        )
+    nodes: dict[int, ModuleNode] = {}  # by id: a module may define == and lose its hash
+    _visit(model, "", None, nodes, set(), _Met() if met is None else met)
+    return list(nodes.values())
+
+
+@final
+class _Met:
+    """What a walk has met.
+
+    Attributes:
+        bare: the types that are not wrappers: asking each type once halves the walk.
+        kinds: the types of the modules.
+        compiled: the modules that hold their compiled call, wrappers included.
+    """
+
+    __slots__ = ("bare", "compiled", "kinds")
+
+    def __init__(self) -> None:
+        self.bare: set[type] = set()
+        self.kinds: set[type] = set()
+        self.compiled: list[nn.Module] = []
+
+
+def _visit(
+    module: nn.Module,
+    path: str,
+    parent: ModuleNode | None,
+    nodes: dict[int, ModuleNode],
+    above: set[int],
+    met: _Met,
+) -> None:
+    kind = type(module)
+    if kind not in met.bare:
+        *wrappers, inner_module = unwrapping(module)
+        met.compiled += filter(holds_compiled_call, wrappers)
+        met.kinds.add(type(inner_module))
+        if not wrappers:
+            met.bare.add(kind)
+        module = inner_module
+    key = id(module)
+    node = nodes.get(key)
+    if node is None:
+        node = nodes[key] = ModuleNode(path, module, len(nodes), parent=parent)
+        if holds_compiled_call(module):
+            met.compiled.append(module)
+    elif key in above:
+        return
+    else:
+        node.aliases += (path,)
+    inner = children(module)
+    if inner:
+        above.add(key)
+        prefix, bare = f"{path}." if path else "", met.bare
+        for name, child in inner.items():
+            if child is None:
+                continue
+            # Most modules are leaves that are met once: a call of a function less for each.
+            if type(child) in bare and id(child) not in nodes and is_leaf(child):
+                nodes[id(child)] = ModuleNode(prefix + name, child, len(nodes), (), node)
+            else:
+                _visit(child, prefix + name, node, nodes, above, met)
+        above.discard(key)
+
+
+def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
+    found: dict[int, ParameterNode] = {}
+    shards: dict[int, Tensor] = {}
+    for node in nodes:
+        for shard, whole in sharded_parameters(node.module):
+            shards[id(shard)] = shard
+            if whole is not None:
+                shards[id(whole)] = shard
+    for node in nodes:
+        for number, (name, held) in enumerate(parameters(node.module).items()):
+            if held is None:
+                continue
+            tensor = shards.get(id(held), held)
+            paths = tuple([f"{path}.{name}" if path else name for path in node.paths])
+            if id(tensor) in found:
+                found[id(tensor)].aliases += paths
+                continue
+            found[id(tensor)] = ParameterNode(
+                paths[0],
+                tensor,
+                (node.index, number),
+                f"{node.type_name}.{name}",
+                paths[1:],
+                id(held) in shards,
+            )
+    return list(found.values())

@@ -1,0 +1,435 @@
+"""Selection: the sites that a selector matches in one model.
+
+A selector is a glob on paths, a compiled regex, a module type, a module, a parameter, a predicate
+`(path, module) -> bool`, a selection, or a list of these; None is every module. For the port `grad`
+it selects parameters: by their own paths, or all those in the modules that it matches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from hookline.display.html import MOST_ROWS, table
+from hookline.display.text import plural
+from hookline.engine.pytree.describe import in_words
+from hookline.engine.selection.globs import glob
+from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode, layout
+from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, parse
+from hookline.engine.selection.suggestions import Asked, explain_no_match
+from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
+from hookline.errors import SelectionError
+from hookline.util.hidden import hides
+
+Selector = (
+    Any  # str | re.Pattern | type | Module | Tensor | predicate | Selection | list of these | None
+)
+
+
+Place = tuple[Site, ModuleNode | ParameterNode]
+
+
+def _order(place: Place) -> tuple[int, int, int]:
+    site, node = place
+    module, within = node.position
+    return module, PORTS.index(site.port) if site.port in PORTS else -1, within
+
+
+def _in_order(found: Iterable[Place]) -> list[Place]:
+    """Sort places by registration order, and drop those that are there twice."""
+    places = list(found)
+    # Most selections are one port of modules in their order: seeing that costs a tenth of sorting.
+    port, last = places[0][0].port if places else "", -1
+    for site, node in places:
+        if site.port != port or not isinstance(node, ModuleNode) or node.index <= last:
+            return list(dict(sorted(places, key=_order)).items())
+        last = node.index
+    return places
+
+
+@final
+@hides("places")
+class Selection:
+    """The sites that a selector matches in one model, in registration order.
+
+    Selections of one model combine: `|` (either), `&` (both), `-` (the first without the second).
+    The other side may be any selector. Iterate for the sites; pass it wherever a selector goes.
+    """
+
+    __slots__ = ("_layout", "_places", "_sites")
+
+    def __init__(self, layout: ModuleTree, found: Iterable[Place]) -> None:
+        self._layout = layout
+        self._places = _in_order(found)
+        self._sites = tuple([site for site, _ in self._places])
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites, in registration order."""
+        return self._sites
+
+    def places(self) -> Sequence[Place]:
+        """Each site with the module or the parameter that it is at."""
+        return self._places
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __contains__(self, site: object) -> bool:
+        if isinstance(site, str):
+            site = parse_site(site, {one.path for one in self})
+        return site in self._sites
+
+    def __or__(self, other: Selector) -> Selection:
+        return Selection(self._layout, [*self.places(), *self._coerce(other).places()])
+
+    def __and__(self, other: Selector) -> Selection:
+        mine, theirs = _Cover(self), _Cover(self._coerce(other))
+        both = [pair for pair in self.places() if theirs.covers(pair[0])]
+        finer = [pair for pair in theirs.selection.places() if mine.covers(pair[0])]
+        return Selection(self._layout, [*both, *finer])
+
+    def __sub__(self, other: Selector) -> Selection:
+        drop = _Cover(self._coerce(other))
+        return Selection(self._layout, [pair for pair in self.places() if not drop.covers(pair[0])])
+
+    def _coerce(self, other: Selector) -> Selection:
+        ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
+        return select_in(self._layout, other, ports)
+
+    def __repr__(self) -> str:
+        lines = [f"{site}  ({site.module_type})" for site in itertools.islice(self, 60)]
+        if len(self) > 60:
+            lines.append(f"… and {len(self) - 60} more; iterate for all")
+        return "\n".join([plural(len(self), "site"), *lines])
+
+    def _repr_html_(self) -> str:
+        """Show the sites and their types in a notebook."""
+        shown = self.sites[:MOST_ROWS]
+        rows = [[str(site), site.module_type, ", ".join(site.aliases)] for site in shown]
+        names = ["site", "type", "also"]
+        if not any(row[2] for row in rows):
+            rows, names = [row[:2] for row in rows], names[:2]
+        return table(f"<b>Selection</b> of {plural(len(self), 'site')}", names, rows, len(self))
+
+
+@final
+class _Cover:
+    """Which sites a selection covers: a whole value covers its leaves, every call each call."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self._by_place: dict[tuple[str, str], list[Site]] = {}
+        for site in selection:
+            self._by_place.setdefault((site.path, site.port), []).append(site)
+
+    def covers(self, site: Site) -> bool:
+        return any(
+            site.leaf[: len(mine.leaf)] == mine.leaf and mine.call in (None, site.call)
+            for mine in self._by_place.get((site.path, site.port), ())
+        )
+
+
+def select(
+    model: nn.Module, selector: Selector = None, ports: str | Sequence[str] = "output"
+) -> Selection:
+    """Find the sites that a selector matches in a model.
+
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> [str(site) for site in select(model, nn.Linear)]
+        ['0']
+
+    Args:
+        model: the model to look in. It is not run, and not changed.
+        selector: a glob on paths (`*`, `?` and `[0-9]` within a segment, `**` across segments,
+            `{a,b}`; `:port`, `[leaf]` and `#call` may follow), a compiled regex (searched anywhere
+            in the path), a module type, a module, a parameter, a predicate
+            `(path, module) -> bool`, a selection, or a list of these. None is every module that
+            can be called, the root included.
+        ports: one or several of "input", "output", "grad_input", "grad_output" and "grad", for
+            selectors that name no port themselves. "grad" is of parameters: those that the
+            selector matches by their own path, and all those of the modules that it matches.
+
+    Raises:
+        SelectionError: the selector is malformed, or it (or one of a list) matches nothing; the
+            message shows close matches and what is there.
+    """
+    return select_in(layout(model), selector, check_ports(ports))
+
+
+def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
+    """The ports as a tuple.
+
+    Raises:
+        SelectionError: one of them is unknown, or there is none.
+    """
+    names = (ports,) if isinstance(ports, str) or not isinstance(ports, Iterable) else tuple(ports)
+    for name in names:
+        if name not in PORTS:
+            raise SelectionError(
+                f"ports must be of {', '.join(PORTS)}, got {name!r}.\nGive ports='output',"
+                " ports=('output', 'grad_output') or the like."
+            )
+    if not names:
+        raise SelectionError(
+            f"ports must name at least one of {', '.join(PORTS)}, got none."
+            "\nLeave ports out for outputs."
+        )
+    return names
+
+
+def select_in(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Selection:
+    """`select` in a layout. An event such as "state_dict" may stand for a port: it is of a module
+    itself, which need not have a forward for it."""
+    return Selection(layout, _match(layout, selector, ports))
+
+
+def parse_site(text: str, paths: Container[str] = ()) -> Site:
+    """One written site (not a glob) as a Site; `paths` are those that there are."""
+    parts = parse(text, paths)
+    return Site(parts.path, parts.port or "output", parts.leaf, parts.call)
+
+
+def as_written(text: str) -> str:
+    """Write the root's sites in the one way of all output; other texts stay as they are.
+
+    >>> as_written(""), as_written(":input"), as_written("fc")
+    ('(root)', '(root):input', 'fc')
+    """
+    if text and not text.startswith((":", "#", "[", ROOT)):
+        return text
+    text, sign, run = text.partition("#")
+    try:
+        site = parse_site(text)
+    except SelectionError:
+        return text + sign + run
+    return (text if site.path else str(site)) + sign + run
+
+
+def _match(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[Place]:
+    if isinstance(selector, Selection):
+        return _revalidate(layout, selector)
+    if isinstance(selector, list | tuple | set | frozenset):
+        if not selector:
+            raise SelectionError(
+                "a list of selectors must name at least one site, got an empty one."
+                "\nGive None for every module."
+            )
+        return [pair for part in selector for pair in _match(layout, part, ports)]
+    found, asked = _find(layout, selector, ports)
+    if not found:
+        raise SelectionError(explain_no_match(layout, asked))
+    return found
+
+
+def _find(
+    layout: ModuleTree, selector: Selector, ports: tuple[str, ...]
+) -> tuple[list[Place], Asked]:
+    """Find the sites that one selector matches, which may be none, and what it asked for."""
+    text = SiteText("", None, (), None)
+    if isinstance(selector, Tensor):
+        matched: list[ModuleNode] = []
+        text = SiteText("", "grad", (), None)
+    elif isinstance(selector, str):
+        text, matched = _match_text(layout, selector)
+    else:
+        matched = list(filter(_matcher(selector), layout.nodes))
+    wanted = ports if text.port is None else (text.port,)
+    found: list[Place] = []
+    module_ports = [port for port in wanted if port != "grad"]
+    if module_ports:
+        # What is not of a forward, such as a state dict, holders have, too.
+        nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
+        leaf, call = text.leaf, text.call
+        found += [
+            (_same_site(n.path, port, leaf, call, n.aliases, type(n.module).__name__), n)
+            for n in nodes
+            for port in module_ports
+        ]
+    if "grad" in wanted:
+        tensors = _match_tensors(layout, selector, text, matched)
+        found += [(_gradient_site(node, text), node) for node in tensors]
+    return found, Asked(selector, text, matched, wanted, functools.partial(_works, layout, ports))
+
+
+def _works(layout: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bool:
+    """Whether a selector matches anything; one that cannot be read does not."""
+    try:
+        return bool(_find(layout, selector, ports)[0])
+    except SelectionError:
+        return False
+
+
+def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
+    """A selection that was made before, if it still fits."""
+    if not len(selection):
+        raise SelectionError("the selection is empty; print it, and its parts, before use.")
+    theirs = selection._layout
+    here = {(node.path, id(node.module)) for node in layout.nodes}
+    if not theirs.nodes or not here or theirs.nodes[0].module is not layout.nodes[0].module:
+        raise SelectionError(
+            "this selection was made in another model; select again in this one:"
+            " hl.select(model, ...)."
+        )
+    tensors: set[tuple[str, int]] = set()
+    for site, node in selection.places():
+        if isinstance(node, ModuleNode):
+            there = (node.path, id(node.module)) in here
+        else:
+            tensors = tensors or {(one.path, id(one.tensor)) for one in layout.tensors}
+            there = (node.path, id(node.tensor)) in tensors
+        if not there:
+            raise SelectionError(
+                f"{site} is no longer there: the model changed since it was selected."
+                "\nSelect again: hl.select(model, ...)."
+            )
+    return selection.places()
+
+
+def _callable(nodes: list[ModuleNode]) -> list[ModuleNode]:
+    """Leave out what can not be called, such as a `ModuleList`; each class is asked once."""
+    holders = set(filter(is_holder, {type(node.module) for node in nodes}))
+    if not holders:
+        return nodes
+    return [n for n in nodes if type(n.module) not in holders or has_forward(n.module)]
+
+
+def _gradient_site(node: ParameterNode, text: SiteText) -> Site:
+    if text.leaf or text.call is not None:
+        raise SelectionError(
+            f"{node.path}:grad has no leaves and no calls: a parameter's gradient is one tensor,"
+            f" the sum over all its uses.\nWrite '{node.path}:grad'."
+        )
+    return _same_site(node.path, "grad", (), None, node.aliases, node.type_name)
+
+
+# A frozen dataclass takes 0.7 µs to make, and a loop that attaches in each step asks for the same.
+_same_site = functools.lru_cache(maxsize=1 << 14)(Site)
+
+
+def _match_tensors(
+    layout: ModuleTree, selector: Selector, text: SiteText, matched: list[ModuleNode]
+) -> list[ParameterNode]:
+    """The parameters that a selector matches, and those in the modules that it matched."""
+    above = {path for node in matched for path in node.paths}
+    if isinstance(selector, Tensor):
+        return [node for node in layout.tensors if node.tensor is selector]
+    if selector is None or "" in above:
+        return list(layout.tensors)
+    matches: Callable[[str], Any] = lambda path: False  # noqa: E731
+    if isinstance(selector, str):
+        exact = [node for node in layout.tensors if text.path in node.paths]
+        if exact:
+            return exact
+        matches = glob(text.path).fullmatch
+    elif isinstance(selector, re.Pattern):
+        matches = selector.search
+    return [
+        node
+        for node in layout.tensors
+        if any(matches(path) or _is_below(path, above) for path in node.paths)
+    ]
+
+
+def _is_below(path: str, above: set[str]) -> bool:
+    if not above:
+        return False
+    parts = path.split(".")
+    return any(".".join(parts[:end]) in above for end in range(1, len(parts)))
+
+
+def _match_text(layout: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
+    # A ModuleDict may hold names such as "a:b": what is a path as it stands is that path.
+    nodes = layout.nodes
+    exact = [node for node in nodes if node.path == selector or selector in node.aliases]
+    if exact:
+        return SiteText(selector, None, (), None), exact
+    paths: set[str] = set()
+    if selector.startswith(ROOT):
+        paths = {path for node in nodes or layout.tensors for path in node.paths}
+    text = parse(selector, paths)
+    if text.path not in ("", selector):  # else it was looked for above
+        exact = [node for node in nodes if text.path in node.paths]
+        if exact:  # a name may hold signs of the grammar
+            return text, exact
+    matches = glob(text.path).fullmatch
+    # `*` is one segment, and the root's path has none.
+    below = nodes if text.path in ("", "**") else nodes[1:]
+    return text, [
+        node
+        for node in below
+        if matches(node.path) or (node.aliases and any(map(matches, node.aliases)))
+    ]
+
+
+def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:
+    if selector is None:
+        return lambda node: True
+    if isinstance(selector, re.Pattern):
+        if isinstance(selector.pattern, bytes):
+            raise SelectionError(
+                "a regex as a selector must be compiled from a str, not from bytes."
+            )
+        return lambda node: any(selector.search(path) for path in node.paths)
+    if isinstance(selector, type):
+        if not issubclass(selector, nn.Module):
+            raise SelectionError(
+                f"a type as a selector must be a subclass of nn.Module, got {selector.__name__}."
+                f"\n{_KINDS}"
+            )
+        return lambda node: (
+            isinstance(node.module, selector)
+            or issubclass(getattr(node.module, "cls_to_become", None) or type(None), selector)
+        )  # a lazy module is taken for what its first run makes of it
+    if isinstance(selector, nn.Module):
+        wanted = unwrap(selector)
+        return lambda node: node.module is wanted
+    if callable(selector):
+        return _predicate(selector)
+    raise SelectionError(f"a selector must be of a known kind, got {in_words(selector)}.\n{_KINDS}")
+
+
+_KINDS = (
+    "Give a glob such as 'layer4.*', a compiled regex, a module type, a module, a parameter, a"
+    " function (path, module) -> bool, or a list of these."
+)
+
+
+def _predicate(function: Callable[..., Any]) -> Callable[[ModuleNode], bool]:
+    """Call a function as a selector.
+
+    Raises:
+        SelectionError: it does not take a path and a module.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    refusal = f"a function as a selector must take (path, module), got {name}.\n{_KINDS}"
+    try:
+        inspect.signature(function).bind("", None)
+    except TypeError:
+        raise SelectionError(refusal) from None
+    except ValueError:  # it is written in C, and does not say what it takes
+        pass
+
+    def matches(node: ModuleNode) -> bool:
+        try:
+            return bool(function(node.path, node.module))
+        except Exception as error:
+            frame = error.__traceback__
+            if isinstance(error, TypeError) and frame is not None and frame.tb_next is None:
+                raise SelectionError(refusal) from error  # it refused the arguments themselves
+            error.add_note(
+                f"hookline: raised by {name}, which as a selector is called with (path, module),"
+                f" here ({node.path!r}, {node.type_name}), and returns a bool."
+            )
+            raise
+
+    return matches

@@ -1,0 +1,153 @@
+"""Site: one place where a value flows, and how it is written.
+
+The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
+`block:output.last_hidden_state`, `block#2`. A path alone means the module's output.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Final
+
+from hookline.engine.pytree.describe import leaf_text
+from hookline.engine.pytree.tree import Key, Leaf
+from hookline.engine.selection.globs import CLASS
+from hookline.errors import SelectionError
+
+# What flows through a module, and back; `grad` is a parameter's, or a tensor's.
+PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
+# How the root is written: its path is the empty string, as in torch, which nobody can see.
+ROOT: Final = "(root)"
+_NAMED_ROOT: Final = "[(]root)"  # a module of this very name, as a glob quotes it
+GRADIENT_PORTS: Final = frozenset(port for port in PORTS if port.startswith("grad"))
+
+# A number in brackets is a leaf: `h.3[0]`. Where it cannot be one, it is of the path: right behind
+# a dot, `h.[12]`, or before a port or another sign of globs, `layer[12]:input`, `layer[34].*`.
+_IN_PATH = rf"(?!\[-?\d+\]){CLASS} | (?<=\.){CLASS} | {CLASS}(?=[^'\"]*[:*?])"
+_GRAMMAR = re.compile(
+    rf"(?P<path> (?: [^:#\[\]] | {_IN_PATH} )* )"
+    r"""
+        (?: : (?P<port>[^.:#\[\]]*) )?
+        (?P<leaf> (?: \[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\[\]'"]*)\] | \.[^.:#\[\]]+ )* )
+        (?: \# (?P<call>[^#]*) )?""",
+    re.VERBOSE,
+)
+_LEAF_KEY = re.compile(
+    r"""\[\s*(?P<number>-?\d{1,9})\s*\]
+      | \[(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]
+      | \.(?P<name>[^.\[\]]+)""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place where a value flows: a module path, a port, and where needed a leaf and a call.
+
+        >>> str(Site("h.3", "output", (0,)))
+        'h.3:output[0]'
+        >>> str(Site("", "input"))
+        '(root):input'
+
+    Args:
+        path: the module's dotted path, or the parameter's; the root's is the empty string.
+        port: "input", "output", "grad_input", "grad_output"; "grad" of a parameter or tensor.
+        leaf: the keys that lead to one part of the value; () is the whole value.
+        call: the k-th run of the module within a pass, from 0; None is every run.
+        aliases: the other paths of the same module, where it is shared.
+        module_type: the name of the module's class; of a parameter's module, `Linear.weight`.
+    """
+
+    path: str
+    port: str = "output"
+    leaf: Leaf = ()
+    call: int | None = None
+    aliases: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    module_type: str = field(default="", compare=False, repr=False)
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether what flows here flows backward."""
+        return self.port in GRADIENT_PORTS
+
+    def __str__(self) -> str:
+        port = "" if self.port == "output" and not self.leaf else f":{self.port}"
+        call = "" if self.call is None else f"#{self.call}"
+        return f"{path_text(self.path)}{port}{leaf_text(self.leaf)}{call}"
+
+
+def path_text(path: str) -> str:
+    """Write a path so that it can be seen and read back.
+
+    >>> path_text("fc"), path_text("")
+    ('fc', '(root)')
+    """
+    return _NAMED_ROOT if path == ROOT else path or ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class SiteText:
+    """A written site or glob, taken apart; `port` is None where none was written."""
+
+    path: str
+    port: str | None
+    leaf: Leaf
+    call: int | None
+
+
+def parse(text: str, paths: Container[str] = ()) -> SiteText:
+    """Take a written site or glob apart.
+
+        >>> parse("h.*:output[0]#2")
+        SiteText(path='h.*', port='output', leaf=(0,), call=2)
+
+    Args:
+        text: the site or glob.
+        paths: the paths that there are: `(root)` is the root unless a module has this very name.
+
+    Raises:
+        SelectionError: the text does not follow the grammar, or names an unknown port.
+    """
+    match = _GRAMMAR.fullmatch(text)
+    if match is None:
+        raise SelectionError(_malformed(text, "it cannot be read"))
+    port, call = match["port"], match["call"]
+    if port is not None and port not in PORTS:
+        raise SelectionError(
+            f"the port in {text!r} must be one of {', '.join(PORTS)}, got {port!r}."
+            f"\nWrite {path_text(match['path'])}:output, or {path_text(match['path'])} alone, for"
+            " the output."
+        )
+    if call is not None and not (call.isdecimal() and len(call) < 10):
+        raise SelectionError(
+            _malformed(text, f"the call must be a number such as #0, got {call!r}")
+        )
+    leaf: list[Key] = []
+    position = 0
+    while position < len(match["leaf"]):
+        key = _LEAF_KEY.match(match["leaf"], position)
+        if key is None:
+            raise SelectionError(
+                _malformed(
+                    text, f"a leaf must be a name, a number or a quoted key, got {match['leaf']!r}"
+                )
+            )
+        if key["number"] is not None:
+            leaf.append(int(key["number"]))
+        else:
+            # Quoted keys are written by repr, so they are read as Python reads them.
+            leaf.append(key["name"] or str(ast.literal_eval(key["text"])))
+        position = key.end()
+    path = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}.get(match["path"])
+    path = match["path"] if path is None else path
+    return SiteText(path, port, tuple(leaf), None if call is None else int(call))
+
+
+def _malformed(text: str, why: str) -> str:
+    return (
+        f"malformed selector {text!r}: {why}."
+        "\nThe form is PATH[:PORT][LEAF][#CALL], as in 'h.*:output[0]' or 'block#2'."
+    )

@@ -1,0 +1,163 @@
+"""What to say when a selector matches nothing: close matches, and what is there."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from hookline.display.text import plural
+from hookline.engine.pytree.describe import in_words
+from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
+from hookline.engine.selection.site import SiteText, path_text
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked for, of which there is nothing.
+
+    Args:
+        selector: the selector.
+        text: it, taken apart, where it is a text.
+        matched: the modules that it matches, none of which has one of the wanted ports.
+        wanted: the ports.
+        works: tell whether another selector would match; what would not is never proposed.
+    """
+
+    selector: Any
+    text: SiteText
+    matched: list[ModuleNode]
+    wanted: tuple[str, ...]
+    works: Callable[[Any], bool]
+
+    @property
+    def rest(self) -> str:
+        """Return what was written behind the path, as in `:grad`."""
+        written = self.selector if isinstance(self.selector, str) else ""
+        return written[len(self.text.path) :] if written.startswith(self.text.path) else ""
+
+    def working(self, *candidates: str) -> list[str]:
+        """Leave out the candidates that match nothing either."""
+        return [candidate for candidate in candidates if self.works(candidate)]
+
+
+def explain_no_match(layout: ModuleTree, asked: Asked) -> str:
+    """Word the message for a selector that matches nothing, or nothing with a wanted port."""
+    selector = asked.selector
+    if asked.matched:
+        return _without_port(asked)
+    if isinstance(selector, Tensor):
+        return (
+            f"a tensor as a selector must be a parameter of {layout.name}, got {in_words(selector)}"
+            f"{' (it was computed, as a parametrized weight is)' if selector.grad_fn else ''}."
+            "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
+            " module."
+        )
+    shown = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
+    is_grad = asked.wanted == ("grad",)
+    nodes: list[Any] = list(layout.tensors if is_grad else layout.nodes)
+    what = "parameter" if is_grad and layout.nodes else "module" if layout.nodes else "tensor"
+    message = f"{shown} matches no {what} of {layout.name}."
+    if isinstance(selector, str):
+        message += _suggestion(layout, asked, nodes)
+    elif isinstance(selector, type):
+        types = {type(node.module) for node in layout.nodes}
+        kinds = sorted(_full_name(k) if k.__name__ == shown else k.__name__ for k in types)
+        message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
+    return f"{message}\n{_inventory(asked, nodes, what)}"
+
+
+def _without_port(asked: Asked) -> str:
+    """Say why a module that is there has no value at a wanted port."""
+    node, kind = asked.matched[0], asked.matched[0].type_name
+    path = path_text(node.path)
+    if asked.wanted == ("grad",):
+        output = asked.working(f"{path}:grad_output")
+        advice = (
+            f"For the gradient of its output: {output[0]!r}."
+            if output
+            else "Select a parameter, or a module that has one."
+        )
+        return f"{kind} at {path!r} has no parameters.\n{advice}"
+    held = asked.working(*(f"{node.path}.{each}" if node.path else each for each in ("*", "**")))
+    advice = (
+        f"Select what it holds: {held[0]!r}."
+        if held
+        else "Select a module that has a forward: it holds none."
+    )
+    return (
+        f"nothing flows through {path!r}: {kind} only holds other modules and has no forward."
+        f"\n{advice}"
+    )
+
+
+def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
+    """List the first modules, parameters or tensors that there are."""
+    paths = [path for node in nodes for path in node.paths if path]
+    if not nodes and what == "parameter":
+        return "Select what flows, as in ':grad_output': it has no parameters."
+    if not nodes:
+        return "Give tensors by name, as in hl.attach({'x': x}): it has none."
+    if not paths:
+        advice = "select it with ''" if asked.works("") else "give a model with a forward"
+        return f"Its only module is the root, {nodes[0].type_name}: {advice}."
+    first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
+    return f"Its {plural(len(nodes), what)} begin{'s' if len(nodes) == 1 else ''}: {first}."
+
+
+def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
+    name, rest = asked.text.path, asked.rest
+    paths = [path for node in nodes for path in node.paths if path]
+    if asked.working(f"**.{name}{rest}"):
+        return f" Did you mean {f'**.{name}{rest}'!r}, at any depth?"
+    kind = next((type(node.module) for node in layout.nodes if node.type_name == name), None)
+    if kind is not None and asked.works(kind):
+        there = f"nn.{name}" if getattr(nn, name, None) is kind else name
+        port = f", ports={asked.text.port!r}" if asked.text.port else ""
+        return f" For every {name}, give the type itself: {there}{port}, not its name."
+    if any(name in node.paths for node in layout.tensors):
+        return f" It is a parameter; its gradient is {name + ':grad'!r}."
+    computed = _computed(layout, name)
+    if computed:
+        return computed
+    near = difflib.get_close_matches(name, paths, n=8, cutoff=0.5)
+    close = asked.working(*(f"{path}{rest}" for path in near))[:4]
+    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def _computed(layout: ModuleTree, asked: str) -> str | None:
+    """What to ask for instead of a weight that its module computes from parameters of its own."""
+    above, _, name = asked.rpartition(".")
+    node = next((node for node in layout.nodes if above in node.paths), None)
+    if node is None or not name:
+        return None
+    prefix = f"{above}." if above else ""
+    if is_parametrized(node.module, name):
+        value = f"{prefix}parametrizations.{name}"
+        own = [one.path for one in layout.tensors if one.path.startswith(f"{value}.")]
+        return (
+            f" It is computed by a parametrization: select {value!r} for what it computes,"
+            f" {f'{value}:grad_output'!r} for the gradient of that, or its parameters:"
+            f" {', '.join(map(repr, own))}."
+        )
+    if isinstance(node.module.__dict__.get(name), Tensor):  # by a hook, as in pruning
+        own = [one.path for one in layout.tensors if one.path.startswith(f"{asked}_")]
+        if own:
+            return f" It is computed before each call, from {', '.join(map(repr, own))}."
+    return None
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _name(selector: Any) -> str:
+    if isinstance(selector, nn.Module):
+        return f"this {type(selector).__name__}"
+    name = getattr(selector, "__name__", type(selector).__name__)
+    return f"the predicate {name}" if not isinstance(selector, type) else str(name)

@@ -1,0 +1,82 @@
+"""Fast paths: layers that torch runs as one operation, unless something in them has a hook.
+
+`nn.TransformerEncoderLayer` does so in eval mode without gradients. A hook in it turns that off,
+and the last bits of its output may then be others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.compile.guards import has_own_forward
+from hookline.engine.passes.passes import Passes
+from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order, RootTap, Tap, no_callback
+from hookline.engine.torch_private.fused_ops import runs_fused
+from hookline.engine.torch_private.hooks import hook_dict
+
+REMEDY = "torch.backends.mha.set_fastpath_enabled(False)"
+
+
+@final
+class FusedTap(Tap):
+    """Notes that a layer would have run as one operation, had the line no hooks in it.
+
+    Attributes:
+        ran: whether that was so.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, node: ModuleNode, passes: Passes) -> None:
+        site = Site(node.path, module_type=node.type_name)
+        super().__init__(site, passes, no_callback, Order.BEGIN)
+
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """The forward-pre hook on the layer."""
+        if kwargs is None or self.ran or is_dynamo_compiling():
+            return
+        if self.lane.current is None and not self.passes.is_here():
+            self._outside(module)  # takes it off, if it came along with a copy
+        elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
+            self.ran = True
+
+
+def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether torch runs a layer as one operation, if nothing in it has a hook."""
+    return runs_fused(layer, args, kwargs) and not has_own_forward(layer)
+
+
+def layer_above(node: ModuleNode | None) -> ModuleNode | None:
+    """The layer with a fast path that a module is in, or is."""
+    while node is not None and not isinstance(node.module, nn.TransformerEncoderLayer):
+        node = node.parent
+    return node
+
+
+def fast_path_warning(name: str, taps: list[FusedTap]) -> str | None:
+    """What a person should know of the fast paths that a line turned off."""
+    paths = [str(tap.site) or "the model" for tap in taps if tap.ran]
+    if not paths:
+        return None
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return (
+        f"hl.{name} turned off torch's fast path of {', '.join(paths[:3])}{more}"
+        f" ({taps[0].site.module_type}), as any hook does: the last bits of what it returns may"
+        f" differ from a run without the line.\nFor the same bits in both: {REMEDY} before both."
+    )
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    return any(
+        not isinstance(getattr(hook, "__self__", None), Tap | RootTap)
+        for inner in module.modules()
+        for kind in ("forward_pre", "forward")
+        for hook in hook_dict(inner, kind).values()
+    )

@@ -1,0 +1,114 @@
+"""Every private name of torch.utils.checkpoint that hookline touches.
+
+There are two kinds. A reentrant checkpoint runs a function without gradients, and in backward once
+more with them, and a backward of its own over that. The other runs it with gradients, and throws
+away what autograd saves; in backward it runs it once more up to where all of that is there again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hookline.engine.torch_private.autograd import OUTER, at_end_of_backward, backward_number
+
+checkpointing: Any = checkpoint  # untyped, and written to
+
+# How a checkpoint is told of: given the function that computes it again and whether that is
+# reentrant, gives the function to take in its place, and one to call when the first run is over.
+Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[[], None]]]
+
+
+class Telling:
+    """Has `begin` called whenever torch checkpoints, from `start` to `stop`."""
+
+    def __init__(self, begin: Begin) -> None:
+        function = checkpointing.CheckpointFunction
+        self._before = checkpointing._checkpoint_hook, function.__dict__["backward"]
+        self._told = _told(begin)
+
+    def start(self) -> None:
+        """Begin to tell. Whatever interrupts it, `stop` puts all back."""
+        function = checkpointing.CheckpointFunction
+        checkpointing._checkpoint_hook, function.apply, function.backward = self._told
+
+    def stop(self) -> None:
+        """Put all back."""
+        function = checkpointing.CheckpointFunction
+        checkpointing._checkpoint_hook, function.backward = self._before
+        if "apply" in vars(function):
+            del function.apply
+
+
+@functools.cache
+def _told(begin: Begin) -> tuple[Any, Any, Any]:
+    # Made once: to make a class takes longer than to attach a line.
+    function, hooks = checkpointing.CheckpointFunction, checkpointing._checkpoint_hook
+    original_apply, original_backward = function.apply, function.backward
+
+    class Told(hooks):  # type: ignore[misc, valid-type]
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            frame.recompute_fn, self._end = begin(frame.recompute_fn, False)
+
+        def __exit__(self, *error: object) -> None:
+            self._end()
+            super().__exit__(*error)
+
+    def apply(run: Callable[..., Any], *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original_apply(run, *args)
+        again, end = begin(run, True)
+        runs = iter((run,))
+        try:
+            return original_apply(lambda *inputs: next(runs, again)(*inputs), *args)  # noqa: PLW0108
+        finally:
+            end()
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if OUTER.number is not None:
+            return original_backward(ctx, *grads)
+        OUTER.number = backward_number()
+        try:
+            return original_backward(ctx, *grads)
+        finally:
+            OUTER.number, at_end, OUTER.at_end = None, OUTER.at_end, ()
+            for one in at_end:
+                at_end_of_backward(one)
+
+    return Told, apply, staticmethod(backward)
+
+
+def is_recomputing() -> bool:
+    """Whether torch is computing a checkpointed stretch again, from within a hook."""
+    if backward_number() == -1:
+        return False
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _RECOMPUTES and code.co_filename == checkpointing.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_RECOMPUTES = frozenset({"recompute_fn", "backward"})
+
+
+def aside(stretch: Any) -> AbstractContextManager[Any]:
+    """Do something in a checkpointed stretch, or None, that its second run will not do.
+
+    A selective checkpoint knows the operations of the second run by their number.
+    """
+    is_counted = stretch is not None and torch._C._len_torch_dispatch_stack() > 0
+    return _disable_current_modes() if is_counted else _NOTHING
+
+
+_NOTHING = nullcontext()

@@ -1,0 +1,156 @@
+"""Every private name of torch.distributed that hookline touches.
+
+Beside `torch_internals`. Nothing here loads DTensor or FSDP: as long as nobody has, there are none.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is one rank's part of a larger one, and knows how the parts lie."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(loaded, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, as a plain tensor; no rank talks to another for it.
+
+    A tensor that a collective is still on its way to is waited for.
+    """
+    if type(tensor) is Tensor:
+        return tensor
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        arrived: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+        return arrived
+    return tensor
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, on every rank of its mesh: a collective."""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    # One that was kept elsewhere (device="cpu") has to go back to where its mesh can talk.
+    whole: Tensor = tensor.to(mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return local_part(whole)
+
+
+def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
+    """The parameters that FSDP2 shards at this module: as sharded, and as unsharded, if they were.
+
+    Between forward and backward, and after a forward without one, a module holds the unsharded.
+    """
+    return [
+        (one.sharded_param, getattr(one, "_unsharded_param", None))
+        for group in _groups(module)
+        for one in group.fsdp_params
+    ]
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 shards at this module; before torch 2.12 one at most."""
+    if not hasattr(type(module), "_get_fsdp_state"):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 hold shards again, in a model whose forward was left half-way."""
+    if not is_grouped():
+        return
+    for module in model.modules():
+        for group in _groups(module):
+            group._training_state = type(group._training_state).IDLE  # as behind a forward
+            group.reshard()
+
+
+def default_store() -> Any:
+    """The store over which the ranks found each other: keys and values that all of them see."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_shared_job(model: nn.Module | None) -> bool:
+    """Whether this process is one of several ranks, or its model's weights are sharded."""
+    if not is_grouped():
+        return False
+    if dist.get_world_size() > 1:
+        return True
+    return model is not None and any(_is_sharded(module) for module in model.modules())
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return hasattr(type(module), "_get_fsdp_state") or "FullyShardedDataParallel" in names
+
+
+def is_grouped() -> bool:
+    """Whether this process is one of a group: `init_process_group` was called."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
+    """Find the process groups over whose ranks the gradient of a plain tensor is split.
+
+    A plain tensor that was computed from a DTensor's shards (tensor parallelism with
+    `use_local_output=True`) is one rank's part, and torch knows the placement where it was made.
+
+    Returns:
+        The groups by name, and why they cannot be told, or "".
+    """
+    groups: dict[str, Any] = {}
+    unknown = ""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ != "_ToTorchTensorBackward":
+            waiting += [before for before, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            if variable is not None and not isinstance(variable, nn.Parameter):
+                unknown = unknown or "leaf"
+            continue
+        placements = node.grad_placements or node.dtensor_spec.placements
+        if node.grad_placements and any(one.is_partial() for one in placements):
+            unknown = "partial"
+        for dim, placement in enumerate(placements):
+            if not (placement.is_replicate() or placement.is_partial()):
+                group = node.dtensor_spec.mesh.get_group(dim)
+                groups[group.group_name] = group
+    return groups, unknown
+
+
+def split_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that tensor parallelism splits: DTensors, but for those of FSDP2 alone."""
+    by_fsdp = {
+        id(part)
+        for module in model.modules()
+        for pair in sharded_parameters(module)
+        for part in pair
+    }
+    return [
+        parameter
+        for parameter in model.parameters()
+        if is_dtensor(parameter)
+        and (id(parameter) not in by_fsdp or parameter.device_mesh.ndim > 1)  # type: ignore[attr-defined]
+    ]
+
+
+def gathered(tensor: Tensor, group: Any) -> Tensor:
+    """Stack what each rank of a group gives: a collective."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)

@@ -1,0 +1,89 @@
+"""Every private name by which torch says what the present code runs in.
+
+Tracing, and the transforms of torch.func.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Bound once: these are asked in every pass.
+_is_exporting = torch.compiler.is_exporting
+_is_jit_tracing = torch._C._is_tracing
+_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def tracer() -> str | None:
+    """What is making a graph of the code that runs now, by its public name; None if nothing is.
+
+    `torch.compile` is none of them: it knows of lines.
+    """
+    if _is_exporting():
+        return "torch.export"
+    if _is_jit_tracing():
+        return "torch.jit.trace"
+    if _dispatch_mode(_PROXY) is not None:
+        return "make_fx"
+    symbolic = sys.modules.get("torch.fx._symbolic_trace")
+    if symbolic is not None and _may_trace(symbolic) and _traces_here(symbolic):
+        return "torch.fx.symbolic_trace"
+    return None
+
+
+def _may_trace(symbolic: Any) -> bool:
+    """Whether torch.fx says that it traces, in torch up to 2.13 or from 2.14; if it has another
+    word for it by now, it may."""
+    if hasattr(symbolic, "_is_fx_tracing_flag"):
+        return bool(symbolic._is_fx_tracing_flag)
+    asked = getattr(symbolic, "_get_is_fx_tracing", None)
+    return asked is None or bool(asked())
+
+
+def _traces_here(symbolic: object) -> bool:
+    """Whether torch.fx traces in this thread. Up to torch 2.13 its flag is one for all threads, and
+    up while another one compiles; so is what it does to calls of modules."""
+    file = getattr(symbolic, "__file__", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "trace" and frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# What wraps the tensors of torch.func: grad, jvp, vmap, functionalize.
+_functorch = torch._C._functorch
+
+
+def transform() -> str | None:
+    """The innermost transform of torch.func that runs now: "Vmap", "Grad", "Jvp"; None if none."""
+    innermost = _functorch.peek_interpreter_stack()
+    return None if innermost is None else innermost.key().name
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one inside a transform of torch.func, past or present."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor is one example's under vmap, which stands for the whole batch."""
+    return _functorch.is_batchedtensor(tensor)
+
+
+def is_of_running_transform(tensor: Tensor) -> bool:
+    """Whether the transform that wrapped a tensor is still running."""
+    level = _functorch.maybe_get_level(tensor)
+    return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
+
+
+def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:
+    """What a transform has wrapped, and under vmap the dimension in which its examples lie."""
+    dimension = _functorch.maybe_get_bdim(tensor) if is_mapped(tensor) else None
+    return _functorch.get_unwrapped(tensor), dimension

@@ -1,0 +1,45 @@
+"""Operations that torch fuses: encoder layers, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The CPU's fused attention, for which torch's FLOP counter has no formula.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch runs this encoder layer as one operation, if nothing in it has a hook.
+
+    The conditions are those that `nn.TransformerEncoderLayer.forward` goes through.
+    """
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        return False
+    attention: Any = layer.self_attn
+    given = dict(zip(("src", "src_mask", "src_key_padding_mask"), args, strict=False)) | kwargs
+    src = given.get("src")
+    is_masked = any(given.get(name) is not None for name in ("src_mask", "src_key_padding_mask"))
+    if (
+        layer.training
+        or type(layer).forward is not nn.TransformerEncoderLayer.forward
+        or not torch.backends.mha.get_fastpath_enabled()
+        or not isinstance(src, Tensor)
+        or src.dim() != 3
+        or (src.is_nested and is_masked)
+        or torch.is_autocast_enabled()
+    ):
+        return False
+    tensors = [src, *layer.parameters()]
+    return bool(
+        attention.batch_first
+        and attention.in_proj_bias is not None
+        and attention._qkv_same_embed_dim
+        and attention.num_heads % 2 == 0
+        and layer.activation_relu_or_gelu
+        and layer.norm1.eps == layer.norm2.eps
+        and not torch.overrides.has_torch_function(tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )

@@ -1,0 +1,123 @@
+"""The dictionaries in which torch keeps hooks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+HookDict = OrderedDict[Any, Callable[..., Any]]
+
+
+# kind of hook -> the dictionary on a module that holds it
+HOOK_DICTS: dict[str, str] = {
+    "forward_pre": "_forward_pre_hooks",
+    "forward": "_forward_hooks",
+    "backward_pre": "_backward_pre_hooks",
+    "backward": "_backward_hooks",
+    "state_dict_pre": "_state_dict_pre_hooks",
+    "state_dict": "_state_dict_hooks",
+    "load_state_dict_pre": "_load_state_dict_pre_hooks",
+    "load_state_dict": "_load_state_dict_post_hooks",
+}
+
+
+_own_ids: list[int] = []
+
+
+def own_hook_id(index: int) -> int:
+    """The numbers under which hookline's hooks stand, which no hook of torch has or will have.
+
+    Torch's own counter hands them out, each once; one serves in many dictionaries.
+    """
+    while len(_own_ids) <= index:
+        _own_ids.append(new_hook_id())
+    return _own_ids[index]
+
+
+def new_hook_id() -> int:
+    """A number for a hook that no other has."""
+    number: int = RemovableHandle(OrderedDict()).id
+    return number
+
+
+def has_own_hooks(table: dict[Any, Any]) -> bool:
+    """Whether a dictionary of hooks, or of marks on them, has some of hookline's."""
+    return bool(table) and not table.keys().isdisjoint(_own_ids)
+
+
+def hook_dict(module: nn.Module, kind: str) -> HookDict:
+    """The ordered dictionary of hooks of this kind on this module.
+
+    Writing to it directly costs a tenth of `register_forward_hook`, and is the only way to put a
+    hook before or after particular others.
+    """
+    hooks: HookDict = module.__dict__[HOOK_DICTS[kind]]
+    return hooks
+
+
+def hook_flags(
+    module: nn.Module, kind: str, *, with_kwargs: bool, always_call: bool
+) -> list[dict[int, bool]]:
+    """The dictionaries in which torch marks hooks that want kwargs or must always be called."""
+    flags: list[dict[int, bool]] = []
+    if with_kwargs:
+        flags.append(module.__dict__[f"_{kind}_hooks_with_kwargs"])
+    if always_call:
+        flags.append(module.__dict__[f"_{kind}_hooks_always_called"])
+    return flags
+
+
+def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[object], bool]) -> None:
+    """Take every hook of `owner` off this module, from within one of them.
+
+    Of the hooks on state dicts torch walks over the living dictionary: they go when the last one
+    is called, and then all that are alike.
+    """
+    for kind in HOOK_DICTS:
+        hooks = hook_dict(module, kind)
+        unwanted = [key for key, hook in hooks.items() if _owner(hook) is owner]
+        if "state_dict" in kind and unwanted:
+            is_last = unwanted[-1] == next(reversed(hooks))
+            alike = [key for key, hook in hooks.items() if is_alike(_owner(hook))]
+            unwanted = alike if is_last else []
+        for key in unwanted:
+            del hooks[key]
+            for flag in ("with_kwargs", "always_called"):
+                module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
+
+
+def _owner(hook: Callable[..., Any]) -> object:
+    # Load-state-dict pre-hooks come wrapped by torch.
+    return getattr(getattr(hook, "hook", hook), "__self__", None)
+
+
+def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every process-wide module hook, as (kind, hook)."""
+    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
+        table: HookDict = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+        for hook in table.values():
+            yield kind, hook
+
+
+def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every hook on a tensor's gradient, as (kind, hook)."""
+    for kind in ("grad", "accumulated"):
+        for hook in (tensor_hook_dict(tensor, kind) or {}).values():
+            yield kind, hook
+
+
+def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:
+    """The dictionary of a tensor's hooks of this kind; None if there never was one."""
+    name = "_backward_hooks" if kind == "grad" else "_post_accumulate_grad_hooks"
+    hooks: HookDict | None = getattr(tensor, name, None)
+    return hooks
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    found = module.__dict__.get(name)
+    return getattr(module, name) if found is None else found  # a traced module holds another

@@ -1,0 +1,97 @@
+"""Private names of `nn.Module`: children, parameters, buffers, wrappers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hookline.engine.torch_private.hooks import _own
+
+# Wrappers that add a segment to every path below them, by where they are defined: compared by name,
+# because importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
+_WRAPPERS: dict[tuple[str, str], str] = {
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.optim.swa_utils", "AveragedModel"): "module",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
+        "_fsdp_wrapped_module"
+    ),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "CheckpointWrapper",
+    ): "_checkpoint_wrapped_module",
+}
+_WRAPPER_NAMES = frozenset(name for _, name in _WRAPPERS)
+
+
+class _Last(tuple[int, int]):
+    """The key of a hook that stays behind those of its owner that come later."""
+
+    __slots__ = ()
+
+
+# The class of nodes whose backward is written in Python: that of compiled code is one of them.
+PYTHON_NODE = torch.autograd.function.BackwardCFunction
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Direct children by name; `named_children` would drop an object's second name."""
+    # As `_own`, written out: a walk over a model asks it of each module.
+    found: dict[str, nn.Module | None] | None = module.__dict__.get("_modules")
+    return module._modules if found is None else found
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Tell whether a module has no children and does not hold its compiled call."""
+    attributes = module.__dict__
+    return not attributes.get("_modules", True) and "_compiled_call_impl" not in attributes
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
+    found: dict[str, nn.Parameter | None] = _own(module, "_parameters")
+    return found
+
+
+def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers by name; assigning to it replaces one."""
+    found: dict[str, torch.Tensor | None] = _own(module, "_buffers")
+    return found
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside torch's wrappers: compiled, parallel, averaged, checkpointed, sharded."""
+    return unwrapping(module)[-1]
+
+
+def unwrapping(module: nn.Module) -> list[nn.Module]:
+    """List torch's wrappers around a module, the outermost first, and the module itself."""
+    found = [module]
+    while True:
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPER_NAMES:
+                attribute = _WRAPPERS.get((kind.__module__, kind.__name__))
+                if attribute is not None:
+                    break
+        else:
+            return found
+        inner = children(module).get(attribute)
+        if inner is None:
+            return found
+        found.append(module := inner)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether torch would take hooks on this module and never call them."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called at all: `ModuleList` and other mere holders can not."""
+    return not is_holder(type(module)) or "forward" in module.__dict__
+
+
+def is_holder(kind: type) -> bool:
+    """Tell whether a class has no forward. A scripted module's belongs to its instances."""
+    return getattr(kind, "forward", None) is nn.Module.forward

@@ -1,0 +1,134 @@
+"""load_model: a NAME, as a person types it, to a model."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hookline.errors import ModelError
+from hookline.models.checkpoints import fit_state_dict, read_state_dict
+from hookline.models.demo import load_digits_net, preprocess_digit
+from hookline.models.from_factory import load_file_factory, load_module_factory
+from hookline.models.from_timm import load_timm
+from hookline.models.from_torchvision import load_torchvision
+from hookline.models.from_transformers import load_transformers
+from hookline.models.loaded import LoadedModel
+from hookline.models.places import is_file, printable
+
+_FORMS = (
+    "torchvision:NAME, timm:NAME, hf:NAME, hf:FOLDER, path/to/file.py:FACTORY, "
+    "package.module:FACTORY, demo:digits"
+)
+
+
+def load_model(name: str, *, weights: str | os.PathLike[str] = "default") -> LoadedModel:
+    """Turn a name into a model, with what its library publishes about it.
+
+        >>> loaded = load_model("demo:digits")
+        >>> loaded.model(load_demo_digits()[0]).shape
+        torch.Size([8, 10])
+
+    Random weights are drawn from a fixed seed, so that two runs agree, and the caller's own
+    randomness is not consumed; a factory is called as it is.
+
+    Args:
+        name: `torchvision:NAME`, `timm:NAME`, `hf:NAME` or `hf:FOLDER`, `path/to/file.py:FACTORY`,
+            `package.module:FACTORY`, or `demo:digits`. A factory is a function without arguments
+            that returns an `nn.Module`; its pictures are prepared by a guess (the short side to
+            256, the middle 224x224, ImageNet's mean and standard deviation).
+        weights: "default", the library's default pretrained weights, or what a factory made;
+            "none", random weights and no download; or a checkpoint file (`.pt`, `.pth`, `.bin`,
+            `.ckpt`, `.safetensors`) with a state dict, alone or under `state_dict` or `model`.
+
+    Returns:
+        The model in eval mode, on the CPU.
+
+    Raises:
+        ModelError: the name is malformed or unknown, a package is not installed, the weights
+            cannot be fetched or do not fit, or a factory fails. The message says what to do.
+    """
+    builder = _find_builder(name)
+    # The file is read first: a mistake in its name should not cost the building of a model.
+    state = None if weights in ("default", "none") else read_state_dict(weights)
+    loaded = builder(default_weights=weights == "default")
+    if state is not None:
+        fit_state_dict(loaded.model, state, name, os.fspath(weights))
+    loaded.model.eval()
+    return replace(loaded, name=name)
+
+
+def _find_builder(name: str) -> Callable[..., LoadedModel]:
+    scheme, colon, rest = name.partition(":")
+    place, _, factory = name.rpartition(":")
+    if not name.strip():
+        raise _malformed(name, "")
+    if rest and scheme in _LIBRARIES:
+        return partial(_seeded, _LIBRARIES[scheme], rest)
+    if name == "demo:digits":
+        return partial(_seeded, _load_demo, name)
+    if scheme in (*_LIBRARIES, "demo"):
+        expected = "demo:digits" if scheme == "demo" else f"{scheme}:NAME"
+        raise _malformed(name, f"{expected} was expected.")
+    if place.endswith(".py") and factory.isidentifier():
+        return partial(_from_file, place, factory)
+    if place and re.fullmatch(r"\w+(\.\w+)*", place) and factory.isidentifier():
+        close = difflib.get_close_matches(scheme, [*_LIBRARIES, "demo"], n=1, cutoff=0.7)
+        if close:
+            raise _malformed(name, f"did you mean {close[0]}:{rest}?")
+        return partial(_from_module, place, factory)
+    if name.endswith(".py") or place.endswith(".py"):
+        raise _malformed(name, f"which function makes the model? {place or name}:FACTORY")
+    if is_file(Path(name) / "config.json"):
+        raise _malformed(name, f"did you mean hf:{name}?")
+    raise _malformed(name, "" if colon else f"did you mean torchvision:{name} or timm:{name}?")
+
+
+def _malformed(name: str, hint: str) -> ModelError:
+    return ModelError(
+        f"'{printable(name)}' does not name a model{f': {hint}' if hint else '.'}\n"
+        f"The forms are {_FORMS}."
+    )
+
+
+def _load_demo(name: str, *, default_weights: bool) -> LoadedModel:
+    labels = tuple(str(digit) for digit in range(10))
+    net = load_digits_net(default_weights=default_weights)
+    return LoadedModel(name, net, preprocess_digit, None, labels)
+
+
+def _from_file(place: str, factory: str, *, default_weights: bool) -> LoadedModel:
+    del default_weights  # there are none to load: the model is as the factory made it
+    return load_file_factory(place, factory)
+
+
+def _from_module(place: str, factory: str, *, default_weights: bool) -> LoadedModel:
+    del default_weights  # as above
+    return load_module_factory(place, factory)
+
+
+def _seeded(load: Callable[..., LoadedModel], rest: str, *, default_weights: bool) -> LoadedModel:
+    with _own_randomness():
+        return load(rest, default_weights=default_weights)
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    # torch.manual_seed would reseed the accelerators too, and nothing here draws on them.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+_LIBRARIES: dict[str, Callable[..., LoadedModel]] = {
+    "torchvision": load_torchvision,
+    "timm": load_timm,
+    "hf": load_transformers,
+}

@@ -1,0 +1,1 @@
+"""Raw hooks, with torch's signatures."""

@@ -1,0 +1,400 @@
+"""Raw backward hooks on modules, torch's signatures.
+
+`fn(module, grad_output)` before a module's backward, `fn(module, grad_input, grad_output)` after
+it. Gradients are tuples, as torch gives them: a lone output makes a tuple of one; an output that is
+a dict, a `ModelOutput` or a dataclass, for which torch calls nothing, keeps its own form. Inputs
+are the positional arguments, then the keyword ones in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.autograd import module_backward
+from hookline.engine.autograd.aliases import off_leaves
+from hookline.engine.autograd.module_backward import CallGradients, off_saved
+from hookline.engine.autograd.written_views import GradHook, hook_value
+from hookline.engine.gradients.tap import GradientCallback, GradientTap, guarded
+from hookline.engine.passes.calls import call_frame
+from hookline.engine.passes.passes import Pass, Passes
+from hookline.engine.pytree import outlines, tree
+from hookline.engine.selection.site import Site, path_text
+from hookline.engine.taps.base import Order, no_callback
+from hookline.engine.torch_private.autograd import at_end_of_backward, backward_number
+from hookline.engine.torch_private.checkpoint import aside
+from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.errors import AttachError, StructureError
+from hookline.verbs.attach.returns import check_backward
+
+Hook = Callable[..., Any]
+Grads = list[Tensor | None]
+
+
+@final
+class _Call:
+    """One call of a module, whose backward is to come.
+
+    Args:
+        module: gives the module, as it is handed to the user's function.
+        frame: says which call of it.
+
+    Attributes:
+        flow: that of the inputs, if one of them needs a gradient, until the call ends.
+        has_inputs: whether one of them needs a gradient.
+        inputs: the outline of the inputs.
+        outputs: the outline of the outputs.
+        waits: whether gradients of the outputs are to come.
+        grad_output: those that came, by the run of autograd.
+    """
+
+    __slots__ = (
+        "flow", "frame", "grad_output", "has_inputs", "inputs", "module", "outputs", "waits",
+    )  # fmt: skip
+
+    def __init__(self, module: Callable[[], nn.Module | None], frame: int = 0) -> None:
+        self.module = module
+        self.frame = frame
+        self.flow: CallGradients | None = None
+        self.has_inputs = False
+        self.inputs: Any = ()
+        self.outputs: Any = None
+        self.waits = False
+        self.grad_output: dict[int, dict[int, Tensor | None]] = {}
+
+
+class _RawBackwardTap(GradientTap):
+    """What both kinds share: calling the user's function, and checking what it returns."""
+
+    __slots__ = ("function", "is_everywhere")
+    # By method: those that are placed elsewhere than the tap as a whole.
+    ranks: ClassVar[Mapping[str, Order]] = {}
+
+    def __init__(
+        self, site: Site, passes: Passes, function: Hook, *, is_everywhere: bool = False
+    ) -> None:
+        super().__init__(site, passes, GradientCallback(), Order.GRAD_HOOK)
+        self.function = function
+        self.is_everywhere = is_everywhere
+
+    @property
+    def _name(self) -> str:
+        return path_text(self.site.path)
+
+    @while_tracing
+    def refuse_graphs(self) -> None:
+        """Code is being compiled that calls this tap.
+
+        Raises:
+            AttachError: always; a graph holds no such hook.
+        """
+        raise AttachError(
+            f"{self._name}: raw backward hooks cannot run inside compiled code."
+            "\nUse hl.record or hl.edit at ':grad_output' or ':grad_input', which can; or put"
+            " torch.compiler.set_stance('force_eager') around the block."
+        )
+
+    def retire(self) -> None:
+        """Fire no more, and let the user's function go."""
+        super().retire()
+        self.function = no_callback
+
+    def _rank(self, rank: Order) -> Order:
+        return Order.EVERYWHERE if self.is_everywhere else rank
+
+    def _hook(
+        self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
+    ) -> None:
+        lost = GradHook(module_backward.refuse, self._name)
+        # torch calls process-wide hooks first; what reads comes after the module's own that change.
+        is_last = reads and self.is_everywhere
+        with aside(current.stretch):
+            view = hook_value(tensor, hook, lost, id(module), is_last=is_last)
+        if view is not None:
+            self.note_view(current, view)
+
+    def _begin(self, module: nn.Module, frame: int = 0) -> _Call:
+        # Weakly: a module that keeps its output would be held by that output's graph, for ever.
+        # The line holds its own modules as long as it lasts; of those met anywhere, nobody does.
+        return _Call((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
+
+    def _ask(self, call: _Call, old: Any, *rest: Any) -> Any:
+        """What the user's function makes of the gradients; None if they stay as they are."""
+        module = call.module()
+        if self.passes.closed or module is None:
+            return None
+        self.fired += 1
+        try:
+            result = guarded(
+                lambda given: self.function(module, *given), (old, *rest), str(self.site)
+            )
+            return None if result is None else check_backward(result, old)
+        except Exception as error:
+            self._note_backward(error)
+            raise
+
+
+@final
+class BackwardPreTap(_RawBackwardTap):
+    """`fn(module, grad_output)`: before the gradients of a module's outputs enter it."""
+
+    __slots__ = ()
+    ranks: ClassVar[Mapping[str, Order]] = {"join": Order.JOIN}
+
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook that stands early: several outputs' gradients are made to meet."""
+        if is_dynamo_compiling():
+            self.refuse_graphs()
+        return self.join_at(module, output, id(sys._getframe(1)))
+
+    def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `join` does, of the call that the key says."""
+        current = self.lane.current or self._outside(module)
+        if current is None or not torch.is_grad_enabled():
+            return None
+        with aside(current.stretch):
+            output, meeting = module_backward.leave(key, self._name, off_saved(key, output))
+        if meeting is None:
+            return output
+        call = self._begin(module)
+        call.outputs = _form(output, meeting.index)
+
+        def hook(grads: Grads) -> Grads | None:
+            old = outlines.fill(call.outputs, dict(enumerate(grads)))
+            new = self._ask(call, old)
+            return None if new is None else _numbered(call.outputs, new, grads)
+
+        self.placed += 1
+        meeting.subscribe(self._rank(Order.GRAD_HOOK), hook)
+        return output
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook in its own place: a lone output's gradient is hooked as it is."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        with aside(current.stretch):
+            value = off_leaves(output)
+        self._count(current, value)
+        found = _needing(value)
+        if len(found) != 1 or not torch.is_grad_enabled():
+            return None
+        call = self._begin(module)
+        call.outputs = _form(value, lambda tensor: 0 if tensor is found[0] else None)
+        self._hook(current, found[0], GradHook(self._lone, call), module, reads=False)
+        return None if value is output else value
+
+    def _lone(self, call: _Call, grad: Tensor) -> Tensor | None:
+        new = self._ask(call, outlines.fill(call.outputs, {0: grad}))
+        return None if new is None else _numbered(call.outputs, new, [grad])[0]
+
+    def _count(self, current: Pass, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._comes_later(current)
+        elif _needing(output):
+            self.placed += 1
+        else:
+            self.count_needless(output)
+
+
+@final
+class BackwardTap(_RawBackwardTap):
+    """`fn(module, grad_input, grad_output)`: when the gradients of a module's inputs are there."""
+
+    __slots__ = ()
+    ranks: ClassVar[Mapping[str, Order]] = {
+        "enter": Order.JOIN, "join": Order.JOIN, "read": Order.GRAD_READ, "close": Order.CLOSE,
+    }  # fmt: skip
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The forward-pre hook: the module gets aliases of its inputs."""
+        if is_dynamo_compiling():
+            self.refuse_graphs()
+        if kwargs is None:
+            return None  # another thread is taking it off, and has the mark that it wants them
+        return self.enter_at(module, args, kwargs, sys._getframe(1))
+
+    def enter_at(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """What `enter` does, seen from the frame that calls the hooks."""
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return None
+        call = self._begin(module, id(call_frame(frame)))
+        current.opened.setdefault(self, []).append(call)
+        if not torch.is_grad_enabled():
+            self._comes_later(current)
+            return None
+        with aside(current.stretch):
+            args, kwargs, call.flow = module_backward.enter(id(frame), self._name, args, kwargs)
+        entered = call.flow
+        call.has_inputs = entered is not None
+        for view in () if entered is None else entered.views():
+            self.note_view(current, view)
+        number = (lambda tensor: None) if entered is None else entered.index
+        call.inputs = tuple(outlines.outline(value, number) for value in (*args, *kwargs.values()))
+        if entered is None:
+            return None
+
+        def hook(grads: Grads) -> Grads | None:
+            if call.waits and backward_number() not in call.grad_output:
+                return None  # it came past the outputs, as in a second derivative
+            new = self._answer(call, dict(enumerate(grads)))
+            return None if new is None else _numbered(call.inputs, new, grads)
+
+        entered.subscribe(self._rank(Order.GRAD_HOOK), hook)
+        return args, kwargs
+
+    def join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook that stands early: where no input needs a gradient, outputs' must meet."""
+        return self.join_at(module, output, id(sys._getframe(1)))
+
+    def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `join` does, of the call that the key says."""
+        call = self._open_call()
+        if call is None or not torch.is_grad_enabled():
+            return None
+        with aside(call):
+            output, meeting = off_saved(key, output), None
+            if call.flow is None:
+                output, meeting = module_backward.leave(key, self._name, output)
+        if meeting is None:
+            return output
+        call.outputs = _form(output, meeting.index)
+
+        def hook(grads: Grads) -> None:
+            call.grad_output[backward_number()] = dict(enumerate(grads))
+            self._answer(call, {})
+
+        meeting.subscribe(Order.GRAD_READ, hook)
+        return output
+
+    def read(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook behind all that change gradients: the outputs' are noted."""
+        return self.read_at(module, output, id(sys._getframe(1)))
+
+    def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
+        """What `read` does, of the call that the key says."""
+        call = self._open_call()
+        current = self.lane.current or self.lane.outside
+        if call is None or current is None or not torch.is_grad_enabled():
+            return None
+        with aside(current.stretch):
+            value = off_leaves(output)
+        found = _needing(value)
+        if found:
+            self.placed += 1
+        else:
+            self.count_needless(value)
+        if call.outputs is not None:
+            return None
+        call.waits = bool(found)
+        numbers = {id(tensor): slot for slot, tensor in enumerate(found)}
+        call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
+        meeting = module_backward.left(key)
+        for slot, tensor in enumerate(found):
+            hook = GradHook(self._noted, call, slot)
+            index = None if meeting is None else meeting.index(tensor)
+            if meeting is None or index is None:
+                self._hook(current, tensor, hook, module, reads=True)
+            else:
+                meeting.subscribe(Order.GRAD_READ, hook, index)
+        return None if value is output else value
+
+    def _noted(self, call: _Call, slot: int, grad: Tensor) -> None:
+        run = backward_number()
+        if run not in call.grad_output:
+            call.grad_output[run] = {}
+            # Where no gradient of an input is wanted, nobody else takes them out.
+            at_end_of_backward(partial(_forget, call, run))
+        call.grad_output[run][slot] = grad
+        if not call.has_inputs:  # none of them needs a gradient, and this is the only output
+            self._answer(call, {})
+
+    def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
+        grad_output = call.grad_output.pop(backward_number(), {})
+        given = outlines.fill(call.inputs, grads)
+        return self._ask(call, given, outlines.fill(call.outputs, grad_output))
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The last forward hook, always called."""
+        self.close_at(output, sys._getframe(1))
+
+    def close_at(self, output: Any, frame: FrameType) -> None:
+        """What `close` does, seen from the frame that calls the hooks."""
+        current = self.lane.current or self.lane.outside
+        opened = None if current is None else current.opened.get(self)
+        ours = id(call_frame(frame))
+        # A call whose pre-hooks failed never began; a call that Ctrl-C ended never closed.
+        if current is None or not opened or all(call.frame != ours for call in opened):
+            return
+        while (call := opened.pop()).frame != ours:
+            pass
+        if call.flow is not None:
+            call.flow.close(output)
+            call.flow = None  # its hooks hold the call
+        if not opened and not current.roots:
+            current.close()
+
+    def _open_call(self) -> _Call | None:
+        current = self.lane.current or self.lane.outside
+        opened = None if current is None else current.opened.get(self)
+        return opened[-1] if opened else None
+
+
+def _forget(call: _Call, run: int) -> None:
+    call.grad_output.pop(run, None)
+
+
+def _needing(output: Any) -> list[Tensor]:
+    """The outputs that need gradients, each once."""
+    found = {id(t): t for _, t in tree.tensors(output) if t.requires_grad and t.grad_fn is not None}
+    return list(found.values())
+
+
+def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
+    """The outline of an output, in a tuple, as torch has it, unless it has a form of its own."""
+    if isinstance(output, Tensor):
+        return (outlines.outline(output, number),)
+    form = outlines.outline(output, number)
+    return tuple(form) if isinstance(output, list) else form
+
+
+def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
+    """New gradients by the slots of a form; what was not replaced stays."""
+    grads = list(old)
+    found: dict[int, Any] = {}
+    for slot, grad in _slots(form, new):
+        if slot in found and not _are_same(found[slot], grad):
+            raise StructureError(
+                "the hook returned several gradients for one tensor, which the module took or"
+                " returned more than once; it has one gradient, the sum."
+                "\nReturn the same one in each of its places."
+            )
+        grads[slot] = found[slot] = grad
+    return grads
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return one is other or (both and torch.equal(one, other))
+
+
+def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:
+    """Each slot of a form, with what stands there in a value of the same structure."""
+    if isinstance(form, outlines.Slot):
+        yield form, value
+        return
+    for (_, inner), (_, part) in zip(tree.items(form) or (), tree.items(value) or (), strict=True):
+        yield from _slots(inner, part)

@@ -1,0 +1,338 @@
+"""EVERYWHERE: the modules of any model, but only in this context.
+
+torch's process-wide hooks see every thread. So there is one dispatcher, on torch only while some
+line needs it, and it asks the lines' passes which of them are to be told. Backward needs no such
+hook: what a line puts on the values of its context in forward belongs to it in backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
+
+from torch import nn
+
+from hookline.engine.line.attachment import Attachment, surely
+from hookline.engine.line.handle import HookHandle
+from hookline.engine.line.line import Line
+from hookline.engine.line.registration import Registrations
+from hookline.engine.passes.passes import Passes
+from hookline.engine.selection.selectors import Selector
+from hookline.engine.taps.fast_path import REMEDY, is_fused
+from hookline.engine.torch_private.dynamo import has_compiled
+from hookline.engine.torch_private.hooks import hook_dict
+from hookline.errors import SelectionError
+from hookline.util.locks import fork_safe_lock
+from hookline.verbs.attach.backward_taps import BackwardPreTap, BackwardTap
+from hookline.verbs.attach.raw_taps import EventTap, RawTap
+
+Matcher = Callable[[nn.Module], bool]
+
+
+class _GlobalHook(NamedTuple):
+    """One hook on what a line cannot name beforehand, with what it matches."""
+
+    kind: str
+    matches: Matcher
+    tap: Any  # RawTap | BackwardPreTap | BackwardTap | EventTap
+    with_kwargs: bool
+
+
+@final
+class GlobalHooks(Attachment):
+    """The hooks of one line on modules, registrations and optimizers everywhere.
+
+    Args:
+        passes: the line's; they say whether it sees the present thread and task.
+        is_all: whether the line has no model, and these are all its hooks.
+    """
+
+    __slots__ = ("groups", "hidden", "is_all", "passes", "taps")
+
+    def __init__(self, passes: Passes, *, is_all: bool) -> None:
+        self.passes = passes
+        self.is_all = is_all
+        self.hidden = False  # whether some of it ran inside an operation that torch fused
+        self.taps: list[_GlobalHook] = []
+        self.groups: set[str] = set()
+
+    def add(
+        self,
+        kind: str,
+        matches: Matcher,
+        tap: RawTap | BackwardPreTap | BackwardTap | EventTap,
+        *,
+        with_kwargs: bool = False,
+        prepend: bool = False,
+    ) -> None:
+        """Add a hook of a kind, on what it matches."""
+        self.taps.insert(
+            0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap, with_kwargs)
+        )
+        self.groups |= _groups(kind)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether any is in place."""
+        return bool(self.groups)
+
+    def end(self) -> None:
+        """Take off all of them."""
+        if self.groups:
+            DISPATCHER.discard(self)
+
+    def drop(self, taps: Iterable[Any]) -> None:
+        """Drop some taps, and the kinds of hooks that no other needs."""
+        gone = set(map(id, taps))
+        self.taps[:] = [one for one in self.taps if id(one.tap) not in gone]
+        self.groups = {group for one in self.taps for group in _groups(one.kind)}
+        DISPATCHER.shrink(self)
+
+    def note(self) -> str | None:
+        """Say that torch ran layers as one operation, if that hid any from these hooks."""
+        return _HIDDEN if self.hidden else None
+
+    def why_silent(self) -> str | None:
+        """Say what no hook everywhere reaches, if there may have been any."""
+        return _BESIDE if self.is_all and has_compiled() else None
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Add what the block adds, or if it raises, nothing of it."""
+        before = list(self.taps)
+        try:
+            yield
+        except BaseException:
+            self.taps[:] = before
+            raise
+
+
+# Which of torch's process-wide hooks come and go together; "after" stands behind "modules".
+_GROUPS = {
+    "modules": ("forward_pre", "forward"),
+    "after": ("after",),
+    "registration": ("parameter", "buffer", "module"),
+    "optimizers": ("step_pre", "step_post"),
+}
+
+
+def _groups(kind: str) -> set[str]:
+    """Which of torch's process-wide hooks a kind needs."""
+    if kind in ("parameter", "buffer", "module"):
+        return {"registration"}
+    if kind.startswith("step"):
+        return {"optimizers"}
+    return {"modules", "after"} if kind == "backward" else {"modules"}
+
+
+def everywhere_matcher(selector: Selector) -> Matcher:
+    """A selector that needs no paths, since a module met anywhere has none."""
+    if selector is None or selector == "**":
+        return lambda module: True
+    if isinstance(selector, nn.Module):
+        return lambda module: module is selector
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return lambda module: isinstance(module, selector)
+    if isinstance(selector, list | tuple) and selector:
+        parts = [everywhere_matcher(part) for part in selector]
+        return lambda module: any(part(module) for part in parts)
+    if callable(selector) and not isinstance(selector, type):
+        return lambda module: bool(selector("", module))
+    raise SelectionError(
+        f"{selector!r} cannot select with hl.EVERYWHERE, where modules have no paths."
+        "\nGive a module type, a module, a predicate (path, module) -> bool, or None for all."
+    )
+
+
+@final
+class _Dispatcher:
+    """Torch's process-wide hooks, there only while some line needs them; each asks who is here."""
+
+    def __init__(self) -> None:
+        # One that its own thread may take again: a handler of a signal may attach a line, too.
+        self._lock = fork_safe_lock()
+        self._lines: tuple[GlobalHooks, ...] = ()
+        self._placed: dict[str, Registrations] = {}
+
+    def here(self) -> list[GlobalHooks]:
+        """The lines that see the present thread and task."""
+        return [line for line in self._lines if line.passes.is_here()]
+
+    def add(self, line: GlobalHooks) -> None:
+        """Let a line be told of what it has caught for by now."""
+        with self._lock:
+            if line not in self._lines:
+                self._lines = (*self._lines, line)
+            for group in _GROUPS:  # in their order
+                if group not in line.groups or group in self._placed:
+                    continue
+                try:
+                    placements = self._placed[group] = Registrations()
+                    for name, hook in self._hooks(group).items():
+                        placements.place_everywhere(name, hook)
+                except BaseException:  # Ctrl-C
+                    self._take_off(group)
+                    raise
+
+    def discard(self, line: GlobalHooks) -> None:
+        """A line has ended; with the last one of its group, torch's hooks go."""
+        with self._lock:
+            self._lines = tuple(other for other in self._lines if other is not line)
+            self._take_off_unwanted()
+
+    def shrink(self, line: GlobalHooks) -> None:
+        """A line has dropped some taps; it keeps its place among the lines for what is left."""
+        with self._lock:
+            if not line.groups:
+                self._lines = tuple(other for other in self._lines if other is not line)
+            self._take_off_unwanted()
+
+    def _take_off_unwanted(self) -> None:
+        wanted = {group for other in self._lines for group in other.groups}
+        for group in self._placed.keys() - wanted:
+            surely(partial(self._take_off, group))
+
+    def _take_off(self, group: str) -> None:
+        if group in self._placed:
+            self._placed[group].take_off()
+            self._placed.pop(group)
+
+    def _hooks(self, group: str) -> dict[str, Callable[..., Any]]:
+        names = _GROUPS[group]
+        own: dict[str, Callable[..., Any]] = {
+            "forward_pre": self._forward_pre, "forward": self._forward, "after": self._after,
+        }  # fmt: skip
+        return {name: own.get(name) or _Event(name) for name in names}
+
+    @staticmethod
+    def _forward_pre(module: nn.Module, args: Any) -> Any:
+        changed = None
+        for line in DISPATCHER.here():
+            for kind, matches, tap, _ in tuple(line.taps):
+                if kind == "forward_pre" and matches(module):
+                    new = tap.fire(module, args)
+                elif kind == "backward" and matches(module):
+                    new = tap.enter_at(module, args, {}, sys._getframe(1))
+                    new = None if new is None else new[0]
+                else:
+                    continue
+                if new is not None:
+                    changed = args = new
+        return changed
+
+    @staticmethod
+    def _forward(module: nn.Module, args: Any, *rest: Any) -> Any:
+        if len(rest) < 2:
+            return None  # another thread puts it on or off: its mark for kwargs is not there
+        kwargs, output = rest
+        if isinstance(module, nn.TransformerEncoderLayer):
+            _note_hidden(module, args, kwargs)
+        changed = None
+        for see in _on_output(module, args, kwargs, id(sys._getframe(1))):
+            new = see(output)
+            if new is not None:
+                changed = output = new
+        return changed
+
+    @staticmethod
+    def _after(module: nn.Module, args: Any, output: Any) -> None:
+        frame = sys._getframe(1)
+        for line in DISPATCHER.here():
+            for kind, matches, tap, _ in tuple(line.taps):
+                if kind == "backward" and matches(module):
+                    tap.close_at(output, frame)
+
+
+def _on_output(
+    module: nn.Module, args: Any, kwargs: Any, key: int
+) -> Iterator[Callable[[Any], Any]]:
+    """What sees an output, of all lines, in torch's order: forward hooks, then those that backward
+    hooks need; of these, the hooks before backward come before those that read what they left."""
+    found: dict[str, list[_GlobalHook]] = {kind: [] for kind in _AFTER}
+    for line in DISPATCHER.here():
+        for one in tuple(line.taps):
+            if one.kind in _AFTER and one.matches(module):
+                found[one.kind].append(one)
+    for one in found["forward"]:
+        given = (args, kwargs) if one.with_kwargs else (args,)
+        yield partial(one.tap.fire, module, *given)
+    before, around = found["backward_pre"], found["backward"]
+    for one in (*before, *around):
+        yield partial(one.tap.join_at, module, key=key)
+    for one in before:
+        yield partial(one.tap.fire, module, ())
+    for one in around:
+        yield partial(one.tap.read_at, module, key=key)
+
+
+def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    """An encoder layer has run: did torch run it as one operation, and whom did that hide?"""
+    inner = [module for module in layer.modules() if module is not layer]
+    has_hooks = any(
+        hook_dict(module, kind) for module in layer.modules() for kind in ("forward_pre", "forward")
+    )
+    if has_hooks or not is_fused(layer, args, kwargs):
+        return
+    for line in DISPATCHER.here():
+        caught = [one.matches for one in line.taps if one.kind in ("forward_pre", *_AFTER)]
+        if any(matches(module) for matches in caught for module in inner):
+            line.hidden = True
+
+
+_AFTER = ("forward", "backward_pre", "backward")
+
+
+@final
+class _Event:
+    """A process-wide hook on registrations or on optimizers."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(self, owner: Any, *values: Any) -> Any:
+        changed = None
+        for line in DISPATCHER.here():
+            for kind, matches, tap, _ in tuple(line.taps):
+                if kind == self._kind and matches(owner):
+                    new = tap.fire(owner, *values)
+                    if new is None:
+                        continue
+                    changed = new
+                    # The next hook gets what this one made: (name, value), or (args, kwargs).
+                    values = new if isinstance(new, tuple) else (*values[:-1], new)
+        return changed
+
+
+DISPATCHER = _Dispatcher()
+
+
+class EverywhereHooks(Line):
+    """The part of a raw line that hooks what it meets, wherever that is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._catch = GlobalHooks(self.passes, is_all=self.is_everywhere)
+        self.attached.append(self._catch)
+
+    def _caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> HookHandle:
+        """Let a tap fire wherever in this context something of a kind matches."""
+        with self.hooking(tap.site.port) as (_, handle), self._catch.all_or_nothing():
+            self._catch.add(kind, matches, tap, **options)
+            DISPATCHER.add(self._catch)
+            self.keep(tap)
+            return handle
+
+
+_HIDDEN = (
+    "torch ran encoder layers as one operation each, so that hl.EVERYWHERE did not see the modules"
+    f" in them.\nTo see them: {REMEDY} before."
+)
+_BESIDE = (
+    "nothing it matches ran here, unless in compiled code, which hl.EVERYWHERE does not reach:"
+    " attach to the model itself"
+)

@@ -1,0 +1,193 @@
+"""Raw hooks on what happens beside the passes: registrations, steps of optimizers, state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookline.engine.line.handle import HookHandle
+from hookline.engine.selection.selectors import Selector
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order
+from hookline.errors import AttachError
+from hookline.verbs.attach import returns
+from hookline.verbs.attach.on_modules import ModuleHooks, check_callable
+from hookline.verbs.attach.raw_taps import EventTap
+
+Hook = Callable[..., Any]
+
+
+class EventHooks(ModuleHooks):
+    """The part of a raw line that hooks registrations, optimizers and state dicts."""
+
+    def registered(self, kind: str, hook: Hook) -> HookHandle:
+        """Call `hook(module, name, value)` when a parameter, buffer or module is registered.
+
+        On a line of a model: in that model. With `hl.EVERYWHERE`: in any, in this context.
+
+            >>> with hl.attach(hl.EVERYWHERE) as line:
+            ...     _ = line.registered("parameter", lambda module, name, value: print(name))
+            ...     _ = nn.Linear(2, 2)
+            weight
+            bias
+
+        Args:
+            kind: "parameter", "buffer" or "module".
+            hook: the function; what it returns, unless None, is registered instead.
+
+        Raises:
+            AttachError: there is no such kind.
+            StructureError: (when it fires) the hook returned what cannot be registered.
+        """
+        check_callable("registered", hook)
+        kinds = {"parameter": nn.Parameter, "buffer": Tensor, "module": nn.Module}
+        if kind not in kinds:
+            raise AttachError(
+                f"what is registered must be one of {', '.join(map(repr, kinds))}, got {kind!r}."
+            )
+        root = self.root
+        if root is None and not self.is_everywhere:
+            raise AttachError(
+                "registrations happen in a model: hl.attach(model), or hl.attach(hl.EVERYWHERE)"
+                " while one is being built."
+            )
+        site = Site("any module", f"registered {kind}", module_type=self.layout.name)
+        tap = EventTap(site, self.passes, hook, returns.check_registered(kind, kinds[kind]))
+
+        def matches(module: nn.Module) -> bool:
+            return root is None or any(module is one for one in root.modules())
+
+        return self._caught(kind, matches, tap)
+
+    def step_pre(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
+        """Call `hook(optimizer, args, kwargs)` before each step of an optimizer.
+
+            >>> model = nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with hl.attach(model) as line:
+            ...     _ = line.step_pre(optimizer, lambda optimizer, args, kwargs: print("step"))
+            ...     optimizer.step()
+            step
+
+        Args:
+            optimizer: the optimizer; with `hl.EVERYWHERE` None, for every one in this context.
+            hook: the function; returns None, or the `(args, kwargs)` of the step.
+
+        Raises:
+            AttachError: it is no optimizer, or holds none of the model's parameters.
+            StructureError: (at the step) the hook returned something else.
+        """
+        return self._optimizer("step_pre", optimizer, hook, returns.check_step)
+
+    def step_post(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
+        """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
+
+        Args:
+            optimizer: the optimizer; with `hl.EVERYWHERE` None, for every one in this context.
+            hook: the function. It returns nothing.
+
+        Raises:
+            AttachError: it is no optimizer, or holds none of the model's parameters.
+        """
+        check = returns.check_nothing("line.step_post", "change the parameters")
+        return self._optimizer("step_post", optimizer, hook, check)
+
+    def state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
+        """Call `hook(module, prefix, keep_vars)`, or `hook(optimizer)`, before one is made.
+
+        Args:
+            where: which modules, as in `hl.select`; or an optimizer.
+            hook: the function. It returns nothing.
+        """
+        check = returns.check_nothing("line.state_dict_pre", "change the module")
+        return self._state("state_dict_pre", "state_dict_pre", where, hook, check)
+
+    def state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
+        """Call `hook(module, state_dict, prefix, local_metadata)` when its state dict is made.
+
+        Args:
+            where: which modules, as in `hl.select`; or an optimizer: `hook(optimizer, state_dict)`.
+            hook: the function. A module's changes the state dict in place and returns nothing; an
+                optimizer's may return another one.
+        """
+        check = returns.check_nothing("line.state_dict", "change the state_dict")
+        return self._state("state_dict", "state_dict_post", where, hook, check)
+
+    def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
+        """Call `hook(module, state_dict, prefix, local_metadata, strict, missing_keys,
+        unexpected_keys, error_msgs)` before a state dict is loaded.
+
+        Args:
+            where: which modules, as in `hl.select`; or an optimizer: `hook(optimizer, state_dict)`.
+            hook: the function. A module's changes the state dict in place and returns nothing; an
+                optimizer's may return another one.
+        """
+        check = returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
+        return self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
+
+    def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
+        """Call `hook(module, incompatible_keys)`, or `hook(optimizer)`, when one is loaded.
+
+        Args:
+            where: which modules, as in `hl.select`; or an optimizer.
+            hook: the function. It returns nothing; `incompatible_keys` may be changed in place.
+        """
+        check = returns.check_nothing("line.load_state_dict", "change incompatible_keys")
+        return self._state("load_state_dict", "load_state_dict_post", where, hook, check)
+
+    def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> HookHandle:
+        check_callable(kind, hook)
+        if optimizer is None and self.is_everywhere:
+            tap = EventTap(
+                Site("any optimizer", kind, module_type="Optimizer"), self.passes, hook, check
+            )
+            return self._caught(kind, lambda owner: True, tap)
+        if not isinstance(optimizer, Optimizer):
+            raise AttachError(
+                f"line.{kind} needs an optimizer, got {type(optimizer).__name__}."
+                f"\nWrite line.{kind}(optimizer, fn); with hl.EVERYWHERE, None is every optimizer."
+            )
+        self._check_owns(optimizer)
+        name = type(optimizer).__name__
+        tap = EventTap(Site(name, kind, module_type="Optimizer"), self.passes, hook, check)
+        with self.hooking(kind) as (placements, handle):
+            placements.place_on_optimizer(optimizer, kind, tap.fire)
+            self.keep(tap)
+            return handle
+
+    def _check_owns(self, optimizer: Optimizer) -> None:
+        mine = {id(node.tensor) for node in self.layout.tensors}
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if mine and not any(id(tensor) in mine for tensor in held):
+            raise AttachError(
+                f"this {type(optimizer).__name__} holds none of the {len(mine)} parameters of"
+                f" {self.layout.name}; was it made before the model was built or copied?"
+                "\nMake it from model.parameters(), or use hl.attach() for an optimizer alone."
+            )
+
+    def _state(
+        self, kind: str, torch_kind: str, where: Any, hook: Hook, check: Hook
+    ) -> HookHandle:  # fmt: skip
+        if isinstance(where, Optimizer):
+            may_replace = torch_kind in ("state_dict_post", "load_state_dict_pre")
+            check = returns.check_optimizer_state if may_replace else check
+            return self._optimizer(torch_kind, where, hook, check)
+        check_callable(kind, hook)
+        if self.is_everywhere:
+            raise AttachError(
+                f"line.{kind} needs a model or an optimizer: torch has no process-wide hooks on"
+                f" state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
+            )
+        with self.hooking(kind) as (placements, handle):
+            # Of every module: a ModuleList has a state dict, though nothing flows through it.
+            for site, node in self._each_module(kind, where, port=kind):
+                tap = EventTap(site, self.passes, hook, check)
+                if kind == "load_state_dict_pre":
+                    placements.place_before_loading(node.module, tap.fire)
+                else:
+                    placements.place(node.module, kind, tap.fire, Order.HOOK)
+                self.keep(tap, node)
+            return handle

@@ -1,0 +1,156 @@
+"""Raw hooks on parameters and tensors: their gradients, and the accumulation of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch import Tensor
+
+from hookline.engine.gradients.ports import ParameterTap
+from hookline.engine.gradients.tap import GradientCallback, PendingGradient, guarded
+from hookline.engine.line.handle import HookHandle
+from hookline.engine.line.line import Line
+from hookline.engine.passes.passes import Pass
+from hookline.engine.selection.module_tree import ParameterNode
+from hookline.engine.selection.selectors import Selector
+from hookline.engine.selection.site import Site, path_text
+from hookline.engine.taps.base import Order
+from hookline.errors import AttachError, SelectionError
+from hookline.verbs.attach import returns
+from hookline.verbs.attach.on_modules import check_callable
+from hookline.verbs.attach.raw_taps import EventTap
+
+Hook = Callable[..., Any]
+
+
+class TensorHooks(Line):
+    """The part of a raw line that hooks parameters and tensors."""
+
+    def grad(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
+        """Call `hook(grad)` when the gradient of a parameter, or of any tensor, is there.
+
+            >>> a = torch.ones(2, requires_grad=True)
+            >>> b = 2 * a
+            >>> with hl.attach() as line:
+            ...     _ = line.grad(b, print)
+            ...     b.mean().backward()
+            tensor([0.5000, 0.5000])
+
+        Args:
+            selector: which parameters, by their paths (`"fc*.bias"`) or by the modules that hold
+                them; or a tensor, of the model or not.
+            hook: the function; what it returns, unless None, takes the gradient's place. It may not
+                change the gradient in place.
+            prepend: before the hooks that are there, not after them.
+
+        Raises:
+            SelectionError: the selector matches no parameter.
+            AttachError: the tensor needs no gradient and has no graph.
+            StructureError: (in backward) what the hook returned is no such gradient.
+        """
+        check_callable("grad", hook)
+        with self.hooking("grad") as (placements, handle):
+            for site, node in self._each_tensor("grad", selector):
+                tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Order.GRAD_HOOK)
+                kind, fire = "grad", tap.hook_for(node.tensor)
+                if node.is_sharded:
+                    tap.wait_for_reduced(node.tensor)
+                    kind, fire = "accumulated", tap.fire_reduced
+                placements.place_on_tensor(
+                    node.tensor, kind, fire, Order.GRAD_HOOK, prepend=prepend, name=node.path
+                )
+                self.keep(tap, node)
+            return handle
+
+    def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
+        """Call `hook(parameter)` when a gradient has been accumulated in its `.grad`.
+
+        The place to change `.grad` itself, or to step an optimizer while backward still runs.
+
+            >>> model = nn.Linear(2, 1)
+            >>> with hl.attach(model) as line:
+            ...     _ = line.accumulated("bias", lambda p: print(tuple(p.grad.shape)))
+            ...     model(torch.ones(1, 2)).sum().backward()
+            (1,)
+
+        Args:
+            selector: which parameters, as for `line.grad`; or a leaf tensor.
+            hook: the function. It returns nothing.
+            prepend: before the hooks that are there, not after them.
+
+        Raises:
+            SelectionError: the selector matches no parameter.
+            AttachError: the tensor accumulates no gradient.
+            StructureError: (in backward) the hook returned something, which torch would ignore.
+        """
+        check_callable("accumulated", hook)
+        with self.hooking("accumulated") as (placements, handle):
+            for site, node in self._each_tensor("accumulated", selector):
+                check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
+                tap = EventTap(site, self.passes, hook, check)
+                # After what changes and reads the gradient itself, of a sharded parameter.
+                tap.rank = Order.RECORD
+                placements.place_on_tensor(
+                    node.tensor,
+                    "accumulated",
+                    tap.fire,
+                    Order.RECORD,
+                    prepend=prepend,
+                    name=node.path,
+                )
+                self.keep(tap, node)
+            return handle
+
+    def _each_tensor(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
+        """The parameters that a selector matches; a tensor is itself, of the model or not."""
+        if isinstance(selector, Tensor) and not any(
+            node.tensor is selector for node in self.layout.tensors
+        ):
+            name = f"tensor{list(selector.shape)}"
+            node = ParameterNode(name, selector, (0, 0), "Tensor")
+            yield Site(name, "grad", module_type="Tensor"), node
+            return
+        if self.is_everywhere:
+            raise AttachError(
+                f"line.{kind} with hl.EVERYWHERE takes a tensor: parameters met anywhere have no"
+                f" paths.\nUse hl.attach(model), or line.{kind}(model.fc.weight, fn)."
+            )
+        places = list(self.select(selector, ("grad",)).places())
+        trained = [node for _, node in places if _is_trained(node)]
+        if places and not trained and all(site.port == "grad" for site, _ in places):
+            raise AttachError(
+                f"{places[0][0]}: the parameter is frozen (requires_grad is False), so no hook on"
+                " its gradient would be called.\nCall requires_grad_() on it first."
+            )
+        for site, found in places:
+            if site.port != "grad" or not isinstance(found, ParameterNode):
+                raise SelectionError(
+                    f"line.{kind} hooks parameters and tensors, and {site} is a module's."
+                    f"\nUse line.backward({path_text(site.path)!r}, fn), or"
+                    f" hl.edit(model, {str(site)!r}, fn)."
+                )
+            if found.tensor.requires_grad:
+                yield site, found
+
+
+def _is_trained(node: Any) -> bool:
+    return not isinstance(node, ParameterNode) or node.tensor.requires_grad
+
+
+@final
+class _Ask(GradientCallback):
+    """A user's function on a gradient."""
+
+    __slots__ = ("_function", "_where")
+    changes = True
+
+    def __init__(self, function: Hook, where: str) -> None:
+        self._function = function
+        self._where = where
+
+    def arrived(
+        self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor
+    ) -> Tensor | None:
+        new = guarded(self._function, grad, self._where)
+        return None if new is None else returns.check_gradient(new, grad, self._where)

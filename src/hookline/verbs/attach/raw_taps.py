@@ -1,0 +1,118 @@
+"""Taps that pass torch's own arguments to a user's function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order, Tap, is_inert, no_callback
+from hookline.engine.torch_private.hooks import discard_hooks_of
+
+
+class EventTap(Tap):
+    """Passes torch's arguments to a user's function, at what is no value and belongs to no pass.
+
+    A step of an optimizer, a state dict, a registration, a parameter whose gradient is complete.
+    """
+
+    __slots__ = ("check", "function", "is_elsewhere")
+    is_on_calls: ClassVar[bool] = False
+
+    def __init__(
+        self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]
+    ) -> None:
+        super().__init__(site, passes, no_callback, Order.HOOK)
+        self.is_elsewhere = False  # whether it happened where the line does not see
+        self.function = function
+        self.check = check
+
+    def fire(self, *values: Any) -> Any:
+        """The hook itself."""
+        if is_inert(self):
+            if isinstance(values[0], nn.Module):
+                discard_hooks_of(values[0], self, is_inert)
+            return None
+        if not self.passes.is_ours():
+            self.is_elsewhere = self.is_elsewhere or not self.passes.closed
+            return None
+        self.fired += 1
+        try:
+            result = self.function(*values)
+            return None if result is None else self.check(result, values)
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def retire(self) -> None:
+        """Fire no more, and let the user's function go."""
+        super().retire()
+        self.function = no_callback
+
+    def why_silent(self) -> str:
+        """What did not happen."""
+        if self.is_elsewhere:
+            return f"it happened {ELSEWHERE}"
+        return _NEVER.get(self.site.port.partition(" ")[0], "nothing of the kind happened")
+
+
+_NEVER = {
+    "grad": (
+        "no gradient was accumulated while the line lasted; call backward() inside the block, on a"
+        " loss that depends on it (autograd.grad accumulates none, nor backward(inputs=...) for"
+        " others, nor torch.func.functional_call)"
+    ),
+    "registered": "nothing of the kind was registered while the line lasted",
+    "step_pre": "the optimizer made no step while the line lasted",
+    "step_post": "the optimizer made no step while the line lasted",
+}
+
+
+class RawTap(Tap):
+    """Passes torch's own arguments to a user's function and checks what comes back."""
+
+    __slots__ = ("check", "function")
+
+    def __init__(
+        self,
+        site: Site,
+        passes: Passes,
+        function: Callable[..., Any],
+        check: Callable[..., Any],
+    ) -> None:
+        self.function = function
+        self.check = check
+        super().__init__(site, passes, self._call, Order.HOOK)
+
+    def fire(self, module: nn.Module, *values: Any) -> Any:
+        """The hook itself."""
+        if is_dynamo_compiling():
+            return self.trace((module, *values))
+        current = self.lane.current
+        if current is None:
+            current = self._outside(module)
+            if current is None:
+                return None
+        self.fired += 1
+        try:
+            return self.see(current, (module, *values))
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def retire(self) -> None:
+        """Fire no more, and let the user's function go."""
+        super().retire()
+        self.function = no_callback
+
+    def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
+        result = self.function(*values)
+        if result is None:
+            return None
+        if current.stretch is not None:
+            current.stretch.changed(str(self.site), values[1:], result)
+        return self.check(result, values)

@@ -1,0 +1,154 @@
+"""Packing what autograd saves for backward, while a module runs.
+
+torch's own switch is a stack in each thread: it is pushed when the module begins and popped when it
+ends, also by an exception; what Ctrl-C left pushed is popped by the next call, or by the end of the
+line.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast, final
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine.passes.calls import Calls, call_frame
+from hookline.engine.passes.passes import Pass, Passes
+from hookline.engine.pytree.describe import in_full, in_words
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order, Tap, no_callback
+from hookline.engine.torch_private.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.errors import AttachError, StructureError
+from hookline.util.locks import fork_safe_lock
+
+_lock = fork_safe_lock()
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+class _Lane(threading.local):
+    def __init__(self) -> None:
+        self.calls = Calls()
+
+
+@final
+class SavedTap(Tap):
+    """Packs what is saved for backward in a module, and unpacks it there, by a user's functions."""
+
+    __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
+    ranks: ClassVar[Mapping[str, Order]] = {"begin": Order.END, "end": Order.BEGIN}
+
+    def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
+        super().__init__(site, passes, no_callback, Order.HOOK)
+        self._pack = pack
+        self._unpack = unpack
+        self._pushed = _Lane()
+        self._n_open = 0  # in all threads
+        self._closed: Callable[[], None] | None = None
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """The last forward-pre hook."""
+        if is_dynamo_compiling():
+            self.refuse_graphs()
+        current = self.lane.current or self._outside(module)
+        if current is None:
+            return
+        if current.stretch is not None:
+            current.stretch.changed(str(self.site), None, None)
+        calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
+        self._pop(calls.drop_dead(frame.f_back))
+        is_for_nothing = current.again is not None and not current.again.has_gradients
+        push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
+        calls.begin(frame, module)
+        with _lock:
+            self._n_open += 1
+
+    def _pop(self, n_calls: int) -> None:
+        for _ in range(n_calls):
+            pop_saved_tensors_hooks()
+        with _lock:
+            self._n_open -= n_calls
+
+    @while_tracing
+    def refuse_graphs(self) -> None:
+        """Code is being compiled that calls this tap.
+
+        Raises:
+            AttachError: always; what a graph saves is the compiler's choice.
+        """
+        raise AttachError(
+            f"{self.site}: what is saved for backward cannot be packed inside compiled code.\nPut"
+            " torch.compiler.set_stance('force_eager') around the block."
+        )
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The first forward hook, always called."""
+        if is_dynamo_compiling():
+            return
+        if not hasattr(self, "_pushed"):
+            return  # an inert copy, which never began: a pre-hook failed before
+        self._pop(self._pushed.calls.end(call_frame(sys._getframe(1))))
+        if self._closed is not None and not self._n_open:
+            self._closed()
+            self._closed = None
+
+    def _again(self, current: Pass) -> Pass:
+        # Where torch packs itself what is saved in the second run, it counts on the same as before.
+        return current
+
+    def release(self) -> None:
+        """The line ends: undo, in this thread, what is still pushed."""
+        self._pop(len(self._pushed.calls))
+        self._pushed.calls.clear()
+        self._closed = None
+
+    def closer(self) -> str | None:
+        """Name the hook that pops what a call under way, in any thread, has pushed."""
+        self._pop(self._pushed.calls.drop_dead(sys._getframe(1)))  # what Ctrl-C left
+        return "end" if self._n_open else None
+
+    def when_closed(self, then: Callable[[], None]) -> None:
+        """Call a function when the calls under way have ended."""
+        self._closed = then
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is kept in place of a tensor, and what it has to become again."""
+        if self.is_removed:  # in the midst of a call
+            return tensor.detach(), None
+        self.fired += 1
+        return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
+        try:
+            return self._pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def _unpacked(self, kept: tuple[Any, Any]) -> Tensor:
+        # Also after the line's end: what was packed has to be unpacked.
+        packed, form = kept
+        if form is None:
+            return cast(Tensor, packed)
+        try:
+            tensor = self._unpack(packed)
+        except Exception as error:
+            self._note(error)
+            raise
+        if not isinstance(tensor, Tensor):
+            raise StructureError(
+                f"unpack at {self.site} returned {in_words(tensor)}; backward needs the tensor that"
+                " was packed.\nReturn a tensor of its shape, dtype and device."
+            )
+        if (tensor.shape, tensor.dtype, tensor.device) != form:
+            shape, dtype, device = form
+            raise StructureError(
+                f"unpack at {self.site} returned {in_full(tensor)} for what was packed, a tensor of"
+                f" shape {list(shape)}, {dtype}, on {device}.\nReturn one of the same form."
+            )
+        return tensor

@@ -1,0 +1,1 @@
+"""Class maps: where in a picture a model sees a class."""

@@ -1,0 +1,386 @@
+"""cam: which places of an image speak for a class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from hookline.display.text import plural
+from hookline.engine import Selector, Site
+from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine.pytree import describe, leaves, tree
+from hookline.engine.torch_private.modules import is_scripted, unwrap
+from hookline.errors import AttachError, InputError, SelectionError, warn
+from hookline.recordings import Recording
+from hookline.verbs.cam.class_maps import ClassMaps
+from hookline.verbs.cam.layers import (
+    Layer,
+    Reshape,
+    gradient,
+    last_spatial,
+    layer_at,
+    recorder,
+    select_outputs,
+)
+from hookline.verbs.cam.methods import Method, method_named, scaled
+from hookline.verbs.cam.targets import Goal, Target, goal
+from hookline.verbs.shared.run_model import call, eval_without_side_effects
+
+
+def cam(
+    model: nn.Module,
+    inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    layer: Selector = None,
+    target: Target = None,
+    *,
+    method: str = "gradcam",
+    reshape: Reshape | None = None,
+    batch_size: int = 32,
+) -> ClassMaps:
+    """Map which places of each image speak for a class, from 0, its map's least, to 1, its largest.
+
+        >>> images, labels = load_demo_digits()
+        >>> found = hl.cam(loaded.model, images)
+        >>> found.layers, found.targets, found.maps.shape
+        (('block3',), (0, 1, 2, 3, 4, 5, 6, 7), torch.Size([8, 8, 8]))
+
+    The model runs in eval mode, whatever mode it is in: dropout would make the maps random, and
+    batch norm would mix the images of a batch. Its mode, buffers, gradients and hooks, and torch's
+    random state, are as before afterwards, and gradients need not be enabled, nor parameters be
+    trainable.
+
+    Each layer's map is cut at zero, scaled from its least value, 0, to its largest, 1, and enlarged
+    to the image; those of several layers are averaged, and scaled again. So a 0 need not be
+    nothing, and maps of two images are not on one scale: `raw` of the result holds the numbers.
+
+    Args:
+        model: a classifier of images, convolutional or a vision transformer.
+        inputs: the images as the model wants them, floating, shape `(batch, channels, height,
+            width)`; or its arguments as a tuple, or by name in a dict: the first such tensor in
+            them is the images.
+        layer: whose output; as in `hl.select`, several are averaged. None is the last one that
+            returns maps; `layers` of the result says which. Where after the last attention of a
+            transformer only its class token counts, it is the last layer through whose patches the
+            score flows.
+        target: a class's number; one for each image; None, each image's highest class; or a
+            function of the model's output that gives one number an image, or one number.
+        method: "gradcam", "gradcam++", "layercam", "hirescam"; "eigencam", which takes no gradient
+            and knows of no class; or "scorecam", which takes none but runs the model once for each
+            channel of the layer, image by image: of 512 some 60 to 100 times as slow.
+        reshape: from a layer's output to its maps, shape `(batch, channels, height, width)`, where
+            that cannot be found: channels last and tokens of square patches, after a class token
+            and registers, are.
+        batch_size: how many masked images scorecam runs at once.
+
+    Returns:
+        The maps, with the layers, classes and scores that they are of. `overlay()` lays them over
+        the images, `save(path)` writes that.
+
+    Raises:
+        InputError: there are no images in the inputs; there is no such method or class; the
+            function gives no score for each image; or the score has no gradient.
+        SelectionError: the selector matches nothing, or a layer that returns no maps.
+        NotRecordedError: the layer did not run.
+        AmbiguousError: the layer ran several times; name a call (`"relu#1"`).
+        AttachError: this is no model, or one that is scripted.
+
+    Source: see each formula in `hookline/verbs/cam_methods.py`; the scaling and the averaging are
+    those of the package grad-cam (pytorch-grad-cam).
+    """
+    way = method_named(method)
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"cam needs a model (an nn.Module), got {type(model).__name__}."
+            "\nGive the model itself: hl.cam(model, images)."
+        )
+    if any(is_scripted(module) for module in model.modules()):
+        raise AttachError(
+            f"{type(model).__name__} is scripted or traced, in whole or in part: torch calls no"
+            " hooks there.\nGive the model from which that was made."
+        )
+    if reshape is not None and not callable(reshape):
+        raise InputError(
+            f"reshape= must be a function, got {reshape!r}.\nGive one from a layer's output to maps"
+            " of shape (batch, channels, height, width)."
+        )
+    # A compiled model's own module runs eagerly: to compile it anew for one map would cost more.
+    model = unwrap(model) if is_compiled(model) else model
+    with (
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(way.needs == "gradients"),
+        eval_without_side_effects(model),
+    ):
+        return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)
+
+
+class _Forward(NamedTuple):
+    """What one run of the model left: the layers, their activations, what the formula weighs by."""
+
+    layers: list[Layer]
+    activations: list[Tensor]
+    weights: list[Tensor]
+    goal: Goal | None
+    scores: Tensor | None
+
+
+@final
+class _CamRunner:
+    """A model and its inputs, with all that does not depend on the layer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        target: Target,
+        method: Method,
+        reshape: Reshape | None,
+    ) -> None:
+        self._model = model
+        self._images = _images_in(inputs)
+        self._inputs = inputs
+        self._target = target
+        self._method = method
+        self._reshape = reshape
+        self._n = len(self._images)
+        self._size: tuple[int, int] = (self._images.shape[2], self._images.shape[3])
+
+    def maps(self, layer: Selector, batch_size: int) -> ClassMaps:
+        """The class maps of the layers that a selector names, or of the last one that has maps."""
+        sites = [self._last()] if layer is None else select_outputs(self._model, layer)
+        shot = self._shoot(sites)
+        if self._method.needs == "scores":
+            shot = shot._replace(weights=self._scores_of_masks(shot, batch_size))
+        raw = {
+            str(one.site): self._method.formula(activations, weights).detach()
+            for one, activations, weights in zip(
+                shot.layers, shot.activations, shot.weights, strict=True
+            )
+        }
+        for name, maps in raw.items():
+            _check(name, maps, self._method.name)
+        whole = [
+            self._enlarged(scaled(maps.relu())[:, None])[:, 0].to(self._images.device)
+            for maps in raw.values()
+        ]
+        classes = None if shot.goal is None else shot.goal.classes
+        return ClassMaps(
+            maps=scaled(torch.stack(whole).mean(0)).float(),
+            layers=tuple(raw),
+            method=self._method.name,
+            targets=(None,) * self._n if classes is None else tuple(classes.tolist()),
+            scores=shot.scores,
+            raw=raw,
+            images=self._images.detach().clone(),
+        )
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _run(self, images: Tensor, rows: slice | None = None) -> Any:
+        """Run the model on other images; of tensors that go with them, on those rows alone."""
+
+        def replaced(tensor: Tensor) -> Tensor:
+            if tensor is self._images:
+                return images
+            if rows is None or tensor.dim() == 0 or len(tensor) != self._n:
+                return tensor
+            return tensor[rows].expand(len(images), *tensor.shape[1:])
+
+        return call(self._model, tree.map_tensors(replaced, self._inputs))
+
+    def _last(self) -> Site:
+        needs_gradients = self._method.needs == "gradients"
+        if not needs_gradients:
+            images = self._images
+            return last_spatial(self._model, lambda: self._run(images), None, self._n, self._size)
+        with torch.enable_grad():
+            images = self._leaf()
+            return last_spatial(
+                self._model,
+                lambda: self._run(images.clone()),
+                lambda output: self._flow_back(self._goal(output), output, images),
+                self._n,
+                self._size,
+            )
+
+    def _shoot(self, sites: list[Site]) -> _Forward:
+        if self._method.needs != "gradients":
+            with recorder(self._model, sites, ("output",)) as run:
+                output = self._run(self._images)
+            aim = self._goal(output)
+            found = None if aim is None else self._scores(aim, output)
+            layers, activations = self._read(run, sites)
+            return _Forward(layers, activations, activations, aim, found)
+        with torch.enable_grad(), recorder(self._model, sites, ("output", "grad_output")) as run:
+            leaf = self._leaf()
+            output = self._run(leaf.clone())  # a model may write to its input; not to a leaf
+            layers, activations = self._read(run, sites)
+            aim = self._goal(output)
+            found = self._flow_back(aim, output, leaf)
+        gradients = []
+        for one in layers:
+            flowed = gradient(run, one.site)
+            if flowed is None or leaves.get(flowed, one.leaf, str(one.site)) is None:
+                raise InputError(
+                    f"no gradient of the score came back to {one.site}: the score does not depend"
+                    " on it, or a detach() or no_grad() in the model cuts them apart."
+                    "\nName another layer, or method='eigencam' or 'scorecam', which take none."
+                )
+            gradients.append(one.maps(flowed))
+        return _Forward(layers, activations, gradients, aim, found)
+
+    def _leaf(self) -> Tensor:
+        return self._images.detach().clone().requires_grad_()
+
+    def _flow_back(self, aim: Goal | None, output: Any, leaf: Tensor) -> Tensor:
+        assert aim is not None
+        scores = self._scores(aim, output)
+        if not scores.requires_grad:
+            raise InputError(
+                "the score has no gradient: the model, or target=, runs under no_grad() or"
+                " detaches it.\nUse method='eigencam' or 'scorecam', which take none."
+            )
+        # Towards the images alone, without touching any parameter's .grad. A stem that ends in
+        # detach() cuts them off, but not the layers above it, whose parameters need gradients.
+        total = scores.sum()
+        above = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        try:
+            (arrived,) = torch.autograd.grad(total, leaf, allow_unused=True, retain_graph=True)
+            if arrived is None and above:
+                torch.autograd.grad(total, above, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                error.add_note(
+                    "hookline: no gradient can be asked for through a part of the model that is"
+                    " checkpointed so. Give checkpoint(..., use_reentrant=False); of a transformers"
+                    " model, gradient_checkpointing_disable(); or use method='eigencam' or"
+                    " 'scorecam', which take none."
+                )
+            raise
+        return scores.detach()
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _goal(self, output: Any) -> Goal | None:
+        try:
+            return goal(self._target, output, self._n)
+        except InputError:
+            if self._method.needs == "nothing" and self._target is None:
+                return None  # it needs no class, so the model need not have any
+            raise
+
+    def _scores(self, aim: Goal, output: Any) -> Tensor:
+        scores = aim.scores(output, self._n)
+        if not bool(scores.isfinite().all()):
+            raise InputError(
+                "the score is not finite: the model's output holds inf or NaN."
+                "\nFind where they begin: with hl.record(model, copy=True) as run: model(x), then"
+                " go through run.passes[0].order; or run the model in float32."
+            )
+        return scores
+
+    def _read(self, run: Recording, sites: list[Site]) -> tuple[list[Layer], list[Tensor]]:
+        layers, activations = [], []
+        for site in sites:
+            value = run[site]
+            found = layer_at(site, value, self._n, self._size, self._reshape)
+            if found is None:
+                raise SelectionError(
+                    f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"
+                    f" {self._size[0]} x {self._size[1]}, got {describe.in_words(value)}."
+                    "\nName a layer that returns (batch, channels, height, width), or give"
+                    " reshape=, from its output to that; without layer= the last one is found."
+                )
+            layers.append(found)
+            activations.append(found.maps(value).detach())
+        return layers, activations
+
+    # -- masks -----------------------------------------------------------------------------------
+
+    def _scores_of_masks(self, shot: _Forward, batch_size: int) -> list[Tensor]:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise InputError(
+                f"batch_size must be a positive integer, got {batch_size!r}.\nGive batch_size=64."
+            )
+        assert shot.goal is not None
+        found = []
+        for activations in shot.activations:
+            rows = [
+                self._scores_of_one(shot.goal, image, activations[image], batch_size)
+                for image in range(self._n)
+            ]
+            found.append(torch.stack(rows).to(activations))
+        return found
+
+    def _scores_of_one(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
+        """The score of one image, masked by each channel: shape `(channels,)`."""
+        scores = []
+        for some in torch.split(channels, batch_size):
+            masks = scaled(self._enlarged(some[:, None])[:, 0])[:, None].to(self._images)
+            output = self._run(self._images[image] * masks, slice(image, image + 1))
+            one = aim.scores(output, len(masks), image)
+            if one.dim() == 0 and len(masks) > 1:
+                raise InputError(
+                    "scorecam needs the score of each masked image, and target= returned one"
+                    f" number for {len(masks)} of them.\nReturn one for each image, or give"
+                    " batch_size=1."
+                )
+            scores.append(one.reshape(-1))
+        return torch.cat(scores)
+
+    def _enlarged(self, maps: Tensor) -> Tensor:
+        return interpolate(maps, self._size, mode="bilinear", align_corners=False)
+
+
+def _images_in(inputs: Any) -> Tensor:
+    """The first tensor in a model's inputs that holds images.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = [tensor for _, tensor in tree.tensors(inputs)]
+    for tensor in found:
+        if tensor.dim() == 4 and tensor.is_floating_point() and tensor.numel():
+            return tensor
+    given = describe.in_full(found[0]) if isinstance(inputs, Tensor) else describe.in_words(inputs)
+    remedy = "Give the images as the model wants them: prepared, stacked, on its device."
+    if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
+        remedy = "Of an array make a tensor: torch.from_numpy(images)."
+    elif found and found[0].dim() == 3:
+        remedy = "Of a single image make a batch: x[None]."
+    elif found and found[0].dim() == 4 and found[0].numel():
+        remedy = "Prepare the images as in training: x.float() / 255, then as the model wants them."
+    raise InputError(
+        "cam needs images, a floating tensor of shape (batch, channels, height, width); got"
+        f" {given}.\n{remedy}"
+    )
+
+
+def _check(name: str, maps: Tensor, method: str) -> None:
+    """Refuse maps that are no numbers, and say of which images there is nothing to see.
+
+    Raises:
+        InputError: one is not finite.
+    """
+    if not bool(maps.isfinite().all()):
+        raise InputError(
+            f"the map at {name} is not finite: its activations or gradients hold inf or NaN, or"
+            " overflow in half precision.\nRun the model in float32 or bfloat16."
+        )
+    empty = [image for image, one in enumerate(maps) if not bool((one > 0).any())]
+    if empty:
+        is_zero = not bool(maps[empty].any())
+        why = (
+            "nothing of it reaches the score, or it is dead. After a vision transformer's last"
+            " attention patches may count for nothing, and half precision may round gradients to 0"
+            if is_zero
+            else "all that is there speaks against it"
+        )
+        which = ", ".join(map(str, empty[:8])) + (", …" if len(empty) > 8 else "")
+        warn(
+            f"{method} at {name} finds nothing that speaks for the class of image {which}, so the"
+            f" map is 0 all over: {why}.\nName another layer= or target=."
+        )

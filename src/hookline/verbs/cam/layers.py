@@ -1,0 +1,249 @@
+"""Where in a model there are maps, and how a layer's value is read as maps.
+
+A map's shape is `(batch, channels, height, width)`; a value may have it, or hold channels last, as
+Swin does, or be the tokens of a vision transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Selection, Selector, Site, path_text, select
+from hookline.engine.pytree import describe, leaves, tree
+from hookline.engine.selection.module_tree import layout
+from hookline.errors import InputError, NotRecordedError, SelectionError
+from hookline.recordings import Recording
+from hookline.verbs.record.record import RecordLine, start_recording
+
+MAX_PREFIX_TOKENS = 9  # a class token or two, and up to eight registers
+
+Reshape = Callable[[Tensor], Tensor]
+Size = tuple[int, int]
+Run = Callable[[], Any]
+FlowBack = Callable[[Any], object]
+
+
+class Grid(NamedTuple):
+    """How a value is read as maps.
+
+    Args:
+        form: "channels first", "channels last" or "tokens".
+        height: of a map.
+        width: of a map.
+        n_prefix: how many tokens stand before those of the picture.
+    """
+
+    form: str
+    height: int
+    width: int
+    n_prefix: int = 0
+
+    def read(self, value: Tensor) -> Tensor:
+        """The value as `(batch, channels, height, width)`."""
+        if self.form == "channels first":
+            return value
+        if self.form == "tokens":
+            shape = len(value), self.height, self.width, -1
+            value = value[:, self.n_prefix :].reshape(shape)
+        return value.permute(0, 3, 1, 2)
+
+
+def grid_of(value: Tensor, n_images: int, size: Size, *, is_named: bool) -> Grid | None:
+    """How a value is read as maps of images of that size; None if it holds none.
+
+    Args:
+        value: any tensor.
+        n_images: how many images the model was given.
+        size: their height and width.
+        is_named: whether a person says that there are maps: they may then be of another shape than
+            the images.
+    """
+    shape = tuple(value.shape) if value.layout is torch.strided and not value.is_nested else ()
+    if not shape or shape[0] != n_images or not value.is_floating_point():
+        return None
+    if len(shape) == 3:
+        return _tokens(shape[1], size) if shape[2] > 1 else None  # pooled channels are no tokens
+    if len(shape) != 4:
+        return None
+    first, last = Grid("channels first", *shape[2:]), Grid("channels last", *shape[1:3])
+    best = first if _misfit(first, size) <= _misfit(last, size) else last
+    # A row or column more or less, as padding has it, on either side.
+    fits = _misfit(best, size) <= 2 * sum(size)
+    if not fits:
+        best = first
+    return best if best.height * best.width > 1 and (fits or is_named) else None
+
+
+def _misfit(grid: Grid, size: Size) -> int:
+    return abs(grid.height * size[1] - grid.width * size[0])
+
+
+def _tokens(n_tokens: int, size: Size) -> Grid | None:
+    """The grid of a picture's tokens: patches that are square and cover it, after a few others."""
+    height, width = size
+    grids = {(height // side, width // side) for side in range(1, min(size) + 1)}
+    grids |= {(-(-height // side), -(-width // side)) for side in range(1, min(size) + 1)}
+    for n_prefix in range(min(MAX_PREFIX_TOKENS, n_tokens - 2) + 1):
+        fitting = [grid for grid in grids if grid[0] * grid[1] == n_tokens - n_prefix]
+        if fitting:
+            best = min(fitting, key=lambda grid: abs(grid[0] * width - grid[1] * height))
+            return Grid("tokens", *best, n_prefix)
+    return None
+
+
+class Layer(NamedTuple):
+    """One layer of a class map: what is recorded there, and where in it the maps are."""
+
+    site: Site
+    leaf: tree.Leaf
+    read: Reshape
+
+    def maps(self, value: Any) -> Tensor:
+        """The maps in a value (or in its gradient), in at least float32."""
+        maps = self.read(leaves.get(value, self.leaf, str(self.site)))
+        return maps if maps.dtype is torch.float64 else maps.float()
+
+
+def select_outputs(model: nn.Module, layer: Selector) -> list[Site]:
+    """The outputs that a selector names.
+
+    Raises:
+        SelectionError: it matches nothing, or names another port.
+    """
+    sites = list(select(model, layer, "output"))
+    for site in sites:
+        if site.port != "output":
+            raise SelectionError(
+                f"a class map is made of what a layer returns, and {site} is its {site.port}."
+                f"\nName the layer alone: {path_text(site.path)!r}."
+            )
+    return sites
+
+
+def recorder(
+    model: nn.Module,
+    sites: list[Site],
+    ports: tuple[str, ...],
+    keep: Callable[[Any], Any] | None = None,
+) -> RecordLine:
+    """A line that records these sites at these ports, and leaves it to its caller to complain."""
+    whole = layout(model)
+    nodes = {node.path: node for node in whole.nodes}
+    places = [(replace(site, port=port), nodes[site.path]) for site in sites for port in ports]
+    recorder, line = start_recording(
+        model, Selection(whole, places), "cam", ports, {"copy": True, "keep": keep}
+    )
+    line.quiet = True
+    return recorder
+
+
+def layer_at(
+    site: Site, value: Any, n_images: int, size: Size, reshape: Reshape | None
+) -> Layer | None:
+    """How the maps in a layer's value are read; None if it holds none.
+
+    Raises:
+        InputError: what `reshape` returned are no maps.
+    """
+    for leaf, tensor in tree.tensors(value):
+        if reshape is not None:
+            _check_reshaped(site, tensor, reshape(tensor), n_images)
+            return Layer(site, leaf, reshape)
+        grid = grid_of(tensor, n_images, size, is_named=True)
+        if grid is not None:
+            return Layer(site, leaf, grid.read)
+    return None
+
+
+def _check_reshaped(site: Site, given: Tensor, maps: Any, n_images: int) -> None:
+    if not isinstance(maps, Tensor) or maps.dim() != 4 or maps.shape[0] != n_images:
+        raise InputError(
+            f"reshape= must return maps of {describe.in_words(given)} from {site}, got"
+            f" {describe.in_words(maps)}."
+            f"\nReturn a tensor of shape ({n_images}, channels, height, width)."
+        )
+
+
+class _Seen(NamedTuple):
+    """A layer that returned maps, at one call."""
+
+    site: Site
+    grid: Grid
+
+
+def last_spatial(
+    model: nn.Module, run: Run, flow_back: FlowBack | None, n_images: int, size: Size
+) -> Site:
+    """The last layer, in the order in which they run, that returns maps.
+
+    After the last attention of a vision transformer a class token alone may count: no gradient
+    comes back to the patches there. Then it is the last layer through whose patches the score
+    flows; of an attention's projections, which hold parts of tokens, none.
+
+    Args:
+        model: the model.
+        run: runs it, and gives its output.
+        flow_back: sends the gradient of an output's score back; None if no gradients are wanted.
+        n_images: how many images it is run on.
+        size: their height and width.
+
+    Raises:
+        SelectionError: there is none.
+    """
+    with recorder(model, list(select(model)), ("output",), keep=_shape_alone) as found:
+        run()
+    seen = _spatial(found, n_images, size)
+    if not seen:
+        raise SelectionError(
+            f"no layer of {type(model).__name__} returns maps of its {size[0]} x {size[1]} images:"
+            " (batch, channels, height, width), channels last, or tokens of square patches."
+            "\nName one with layer=, and with reshape= a function from its output to such maps."
+        )
+    last = seen[-1]
+    if last.grid.form != "tokens" or flow_back is None:
+        return last.site
+    tokens = [
+        one.site for one in seen if one.grid == last.grid and one.site.module_type != "Linear"
+    ]
+    n_prefix = last.grid.n_prefix
+    with recorder(
+        model, tokens, ("grad_output",), keep=lambda grad: grad[:, n_prefix:].any()
+    ) as back:
+        flow_back(run())
+    reached = (site for site in reversed(tokens) if gradient(back, site) is not None)
+    return next((site for site in reached if gradient(back, site)), last.site)
+
+
+def gradient(run: Recording, site: Site) -> Any:
+    """The gradient that came back to the output at a site; None if none did."""
+    try:
+        return run[replace(site, port="grad_output")]
+    except NotRecordedError:
+        return None
+
+
+def _shape_alone(value: Any) -> Any:
+    """An empty tensor on no device, of the shape of a lone tensor; nothing for other values."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return None
+
+
+def _spatial(found: Recording, n_images: int, size: Size) -> list[_Seen]:
+    seen: list[_Seen] = []
+    for current in found.passes:
+        for site, call in current.fired():
+            values = current.calls(site)
+            # The model's own output is its answer, not a layer's map.
+            if not site.path or not isinstance(values[call], Tensor):
+                continue
+            grid = grid_of(values[call], n_images, size, is_named=False)
+            if grid is not None:
+                one = replace(site, call=call) if len(values) > 1 else site
+                seen.append(_Seen(one, grid))
+    return seen

@@ -1,0 +1,127 @@
+"""What a class map is of: a class's score, or any number made of the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.display.text import plural
+from hookline.engine.pytree import describe
+from hookline.errors import InputError
+
+Target = int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None
+
+_WRITE = (
+    "\nGive a function of its output that returns one number for each image: target=lambda out: ..."
+)
+
+
+class Goal(NamedTuple):
+    """Whose gradient is taken: one class an image, or a function of the model's output.
+
+    Args:
+        classes: the class of each image, int64, shape `(batch,)`; None with a function.
+        function: from the model's output to one number an image, or one number.
+    """
+
+    classes: Tensor | None
+    function: Callable[[Any], Tensor] | None
+
+    def scores(self, output: Any, n_rows: int, image: int | None = None) -> Tensor:
+        """The score of each row of an output, shape `(n_rows,)`; () if the function sums them.
+
+        Args:
+            output: what the model returned.
+            n_rows: how many images it was given.
+            image: the image whose class is meant, if all of them are versions of one.
+
+        Raises:
+            InputError: the function returned something else.
+        """
+        if self.classes is not None:
+            rows = self.classes if image is None else self.classes[image].expand(n_rows)
+            return logits(output).gather(1, rows[:, None])[:, 0]
+        assert self.function is not None
+        found = self.function(output)
+        is_number = isinstance(found, Tensor) and found.is_floating_point()
+        if not is_number or tuple(found.shape) not in ((), (n_rows,)):
+            raise InputError(
+                f"target= got the model's output, {describe.in_words(output)}, and returned"
+                f" {describe.in_words(found)}.\nReturn one floating number for each image, shape"
+                f" ({n_rows},), or a single one, shape ()."
+            )
+        return found
+
+
+def goal(target: Target, output: Any, n_images: int) -> Goal:
+    """What a target means, now that the model's output is known.
+
+    Raises:
+        InputError: it is no class of the model, or not one for each image, or the model's output
+            has no classes.
+    """
+    if callable(target) and not isinstance(target, Tensor):
+        return Goal(None, target)
+    found = logits(output)
+    if len(found) != n_images:
+        raise InputError(
+            f"the model returned {plural(len(found), 'row')} of scores for"
+            f" {plural(n_images, 'image')}.{_WRITE}"
+        )
+    if target is None:
+        return Goal(found.argmax(1), None)
+    classes = _integers(target, n_images)
+    if len(classes) != n_images:
+        raise InputError(
+            f"target= names {plural(len(classes), 'class', 'classes')} for"
+            f" {plural(n_images, 'image')}."
+            "\nGive one class for each image, or a single number for all."
+        )
+    n_classes = found.shape[1]
+    for one in classes:
+        if not 0 <= one < n_classes:
+            raise InputError(
+                f"target must be one of the model's {n_classes} classes, 0 to {n_classes - 1}, got"
+                f" {one}.\nGive one of these, or None for each image's highest."
+            )
+    return Goal(torch.tensor(classes, device=found.device), None)
+
+
+def _integers(target: Any, n_images: int) -> list[int]:
+    """The classes that are named; a single number is for all images."""
+    whole = target.tolist() if hasattr(target, "tolist") else target  # a tensor, an array
+    is_one = not isinstance(whole, Sequence) or isinstance(whole, str)
+    parts = [whole] * n_images if is_one else list(whole)
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in parts):
+        raise InputError(
+            f"target must be the number of a class, got {target!r}.\nGive a class's number, one"
+            " number for each image, a function of the model's output, or None for each image's"
+            " highest class."
+        )
+    return parts
+
+
+def logits(output: Any) -> Tensor:
+    """The class scores in a model's output, shape `(batch, classes)`.
+
+    They are the output itself, its `logits`, or the first part of a tuple or list.
+
+    Raises:
+        InputError: there are none.
+    """
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("logits")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", None)
+        if found is None and isinstance(output, tuple | list) and output:
+            found = output[0]
+    if not isinstance(found, Tensor) or found.dim() != 2 or not found.is_floating_point():
+        raise InputError(
+            f"the model must return class scores of shape (batch, classes), got"
+            f" {describe.in_words(output)}.{_WRITE}"
+        )
+    return found

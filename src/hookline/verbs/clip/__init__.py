@@ -1,0 +1,1 @@
+"""Bound values, gradients and gradients of parameters, each at its site."""

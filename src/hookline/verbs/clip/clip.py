@@ -1,0 +1,299 @@
+"""clip: hold gradients down as they flow, and say how often that was needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Never, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_
+
+from hookline.engine import (
+    GradientCallback,
+    Order,
+    Pass,
+    PendingGradient,
+    Selection,
+    Selector,
+    Site,
+    check_ports,
+    hides,
+    is_dtensor,
+    is_grouped,
+    local_part,
+    path_text,
+    split_over,
+    split_parameters,
+)
+from hookline.errors import AttachError, warn
+from hookline.verbs.attach.raw_line import RawLine
+from hookline.verbs.clip.limit import Limit, largest
+from hookline.verbs.clip.parameters import (
+    ClipAfterBackward,
+    ClipOnAccumulate,
+    clip_norm,
+    dense,
+    meet_for_norms,
+)
+from hookline.verbs.clip.report import ClipReport, Tally
+from hookline.verbs.shared.verb_line import VerbLine
+
+
+@final
+@hides("start")
+class ClipLine(VerbLine[RawLine]):
+    """A line that clips: a context manager, or ended by `remove()`. `report()` says how much."""
+
+    def __init__(self, line: RawLine, limit: Limit) -> None:
+        super().__init__(line)
+        self._limit = limit
+        self._tallies: list[Tally] = []
+        self._told = False
+
+    def __enter__(self) -> Self:
+        self._line.__enter__()
+        return self
+
+    def report(self) -> ClipReport:
+        """How often, and how much, gradients were clipped at each site."""
+        rows = tuple(tally.row(self._limit.bound) for tally in self._tallies)
+        return ClipReport(self._line.report(), rows)
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            return
+        bad = [row for row in self.report().rows if row.nonfinite]
+        if bad and not self._told:
+            self._told = True
+            warn(
+                f"hl.clip: {sum(row.nonfinite for row in bad)} gradients were inf or NaN, which"
+                f" clipping cannot mend: {', '.join(row.site for row in bad[:4])}."
+                "\nFind where they begin: hl.record(model, ports=('output', 'grad_output'))."
+            )
+
+    # -- attaching ------------------------------------------------------------------------------
+
+    def start(self, selection: Selection) -> None:
+        """Put the hooks on the selected sites."""
+        places = list(selection.places())
+        ours = [place for place in places if place[0].port == "grad"]
+        between = [place for place in places if place[0].port != "grad"]
+        is_total = self._limit.kind == "total_norm"
+        if is_total and between:
+            raise AttachError(
+                "total_norm needs all gradients before it can change one; those that flow"
+                f" between modules ({between[0][0]}) are gone by then."
+                "\nUse norm= for them, each by itself, or total_norm= for parameters."
+            )
+        if ours and self._limit.kind != "value":
+            meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
+        if between and self._limit.kind == "norm" and isinstance(self._line.root, nn.Module):
+            split = split_parameters(self._line.root)
+            self._limit.is_split = bool(split)
+            meet_for_norms([site for site, _ in between], split)
+        with self._line.all_or_nothing():
+            if is_total:
+                self._tallies.append(Tally("total"))
+                self._clip_total(selection)
+            elif ours:
+                self._clip_parameters(Selection(self._line.layout, ours))
+            if between:
+                self._line.tap(
+                    Selection(self._line.layout, between),
+                    lambda site: _ClipGradient(site, self._tally(site), self._limit),
+                    Order.EDIT,
+                )
+
+    def _tally(self, site: Site) -> Tally:
+        self._tallies.append(Tally(str(site)))
+        return self._tallies[-1]
+
+    def _clip_parameters(self, selection: Selection) -> None:
+        tallies = {id(node.tensor): self._tally(site) for site, node in selection.places()}  # type: ignore[union-attr]
+        limit = self._limit
+
+        def clip_one(parameter: Tensor) -> None:
+            holder = dense(parameter)
+            if limit.kind == "value":
+                tallies[id(parameter)].add(largest(holder.grad), limit.bound)
+                clip_grad_value_([holder], limit.bound)
+            else:
+                norm = clip_norm([holder], limit.bound, limit.norm_type)
+                tallies[id(parameter)].add(norm, limit.bound)
+
+        def clip_each(parameters: list[Tensor]) -> None:
+            # Each norm is a collective: in the same order on all ranks.
+            for parameter in sorted(parameters, key=lambda one: numbers[id(one)]):
+                clip_one(parameter)
+
+        numbers = {key: number for number, key in enumerate(tallies)}
+        at_end = ClipAfterBackward(clip_each)
+
+        when_whole = ClipOnAccumulate(clip_one)
+
+        def accumulated(parameter: Tensor) -> None:
+            if is_grouped():  # what DDP reduces is in .grad at the end of backward
+                at_end.accumulated(parameter)
+            else:
+                when_whole.accumulated(parameter)
+
+        self._line.accumulated(selection, accumulated)
+
+    def _clip_total(self, selection: Selection) -> None:
+        parameters = [node.tensor for _, node in selection.places()]  # type: ignore[union-attr]
+        limit, tally = self._limit, self._tallies[0]
+
+        def clip_all(_: list[Tensor]) -> None:
+            held = [dense(parameter) for parameter in parameters if parameter.grad is not None]
+            tally.add(clip_norm(held, limit.bound, limit.norm_type), limit.bound)
+
+        self._line.accumulated(selection, ClipAfterBackward(clip_all).accumulated)
+
+
+@final
+class _ClipGradient(GradientCallback):
+    """Clips what flows back between modules."""
+
+    __slots__ = ("_limit", "_site", "_tally", "awaits", "before_inside", "inside")
+    changes = True
+
+    def __init__(self, site: Site, tally: Tally, limit: Limit) -> None:
+        self._site = site
+        self._tally = tally
+        self._limit = limit
+        self.inside = limit.inside
+        self.before_inside = self._count
+        self.awaits = self._look_at if limit.is_split else None
+
+    def _look_at(self, current: Pass, crossing: PendingGradient, slot: int, tensor: Tensor) -> None:
+        if is_dtensor(tensor):  # torch computes the norm of the whole
+            return
+        groups, unknown = split_over(tensor)
+        if unknown == "partial" or (unknown and current.again is not None):
+            why = "is a sum in parts" if unknown == "partial" else "is in a reentrant checkpoint"
+            raise AttachError(
+                f"{self._site} must have a gradient whose norm can be told, got one that {why}."
+                "\nGive value=, which needs no norm; or checkpoint with use_reentrant=False."
+            )
+        crossing.gathered["groups", slot] = list(groups.values())
+
+    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> Tensor:
+        """Clip the gradient of one tensor."""
+        if grad.is_nested and grad.layout is torch.strided:
+            return grad  # refused by the tap: torch takes none that was changed
+        if grad.is_sparse:
+            sums = grad.coalesce()
+            new = self.arrived(current, crossing, slot, sums.values())
+            return torch.sparse_coo_tensor(
+                sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
+            )
+        groups = crossing.gathered.get(("groups", slot), ())
+        return self._limit.clip(grad, self._count(grad, groups))
+
+    def _count(self, grad: Tensor, groups: Sequence[Any] = ()) -> Tensor:
+        size = self._limit.size(local_part(grad) if groups else grad)
+        size = self._limit.size_of_all(size, groups)
+        self._tally.add(size, self._limit.bound)
+        return size
+
+
+def _misnamed(name: str) -> str:
+    if name == "max_norm":
+        here = "norm= (each gradient by itself), or total_norm= (all together, as clip_grad_norm_)"
+    elif name == "clip_value":
+        here = "value= (each element)"
+    else:
+        here = "norm=, total_norm= or value=, with norm_type=, ports= and every_thread="
+    return f"hl.clip has no {name}=.\nGive {here}."
+
+
+def clip(
+    model: nn.Module,
+    selector: Selector = None,
+    *,
+    norm: float | None = None,
+    value: float | None = None,
+    total_norm: float | None = None,
+    norm_type: float = 2.0,
+    ports: str | Sequence[str] = "grad",
+    every_thread: bool = False,
+    **others: Never,
+) -> ClipLine:
+    """Clip gradients while the block lasts: of parameters, or as they flow between modules.
+
+        >>> model = nn.Linear(2, 1)
+        >>> loss = model(torch.full((1, 2), 100.0)).sum()
+        >>> with clip(model, norm=1.0) as line:
+        ...     loss.backward()
+        >>> float(model.weight.grad.norm())
+        1.0
+        >>> line.report().clipped
+        1
+
+    A parameter's `.grad` is clipped when it has been accumulated, as `clip_grad_value_` and
+    `clip_grad_norm_` would do after `backward()`, so gradients that were there before count, too.
+    To accumulate over several backward passes and clip the sum, put the block around the last one.
+    In a distributed job it is clipped at the end of backward, when DDP and FSDP2 have reduced it;
+    a norm of what is split over ranks (sharded parameters, and under tensor parallelism gradients
+    between modules) is over all ranks, and all of them have to clip.
+
+    What flows between modules is clipped on its way, and everything before it in the model gets
+    what is left (Pascanu et al., 2013, "On the difficulty of training recurrent neural networks").
+
+    Args:
+        model: the model.
+        selector: which parameters, by their paths or by the modules that hold them; with module
+            ports, which modules. None is all.
+        norm: the largest norm of each gradient by itself; larger ones are scaled down.
+        value: the largest absolute value of an element; larger ones are cut.
+        total_norm: the largest norm over all selected parameters together.
+            A bound of `float("inf")` measures and clips nothing.
+        norm_type: the p of the norm; `float("inf")` is the largest element.
+        ports: "grad" (parameters), "grad_output", "grad_input", for selectors that name none.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
+        **others: none; what torch calls these bounds is answered with what they are here.
+
+    Returns:
+        A line: a context manager, or ended by `remove()`. `line.report()` says how often and how
+        much it clipped. Gradients that are not finite are counted, and warned of at the end.
+
+    Raises:
+        AttachError: not exactly one of the three bounds is given, or it is no number from 0 up;
+            `total_norm` with module ports; or all selected parameters are frozen.
+        SelectionError: the selector matches nothing, or a port is no gradient's.
+        RanksError: parameters are sharded, and another rank does not clip at the same sites.
+    """
+    if others:
+        raise TypeError(_misnamed(next(iter(others))))
+    bounds = {"norm": norm, "value": value, "total_norm": total_norm}
+    given = {kind: bound for kind, bound in bounds.items() if bound is not None}
+    if len(given) != 1:
+        raise AttachError(
+            f"hl.clip takes one bound, got {', '.join(given) or 'none'}."
+            "\nGive norm= (each gradient), total_norm= (all together) or value= (each element)."
+        )
+    ((kind, bound),) = given.items()
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
+        raise AttachError(
+            f"{kind} must be a number >= 0, got {bound!r}."
+            f"\nGive {kind}=1.0, for instance; float('inf') measures, and clips nothing."
+        )
+    if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):
+        raise AttachError(
+            f"norm_type must be a number, got {norm_type!r}.\nGive norm_type=2.0, or float('inf')."
+        )
+    line = RawLine(model, name="clip", every_thread=every_thread)
+    line.lenient = selector is None
+    selection = line.select(selector, check_ports(ports))
+    for site in selection:
+        if not site.is_gradient:
+            raise AttachError(
+                f"hl.clip must be given gradients, got {str(site)!r}."
+                f"\nWrite '{path_text(site.path)}:grad_output', or hl.edit(model, selector,"
+                " hl.edits.clamp(...)) for values."
+            )
+    clipping = ClipLine(line, Limit(kind, float(bound), float(norm_type)))
+    clipping.start(selection)
+    return clipping

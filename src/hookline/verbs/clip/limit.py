@@ -1,0 +1,116 @@
+"""clip_limit: a bound on gradients, to measure one and to clip it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import full_value, gathered, is_dtensor, local_part, while_tracing
+from hookline.errors import AttachError
+
+_EPSILON = 1e-6  # what clip_grad_norm_ adds to a norm before it divides by it
+
+
+@final
+class Limit:
+    """A bound on a gradient.
+
+    Args:
+        kind: "value", "norm" or "total_norm".
+        bound: the largest absolute element, or the largest norm.
+        norm_type: the p of the norm.
+
+    Attributes:
+        is_split: whether gradients may be split over ranks, so that a norm is a collective.
+    """
+
+    __slots__ = ("_tensor", "bound", "is_split", "kind", "norm_type")
+
+    def __init__(self, kind: str, bound: float, norm_type: float) -> None:
+        self.kind = kind
+        self.bound = bound
+        self.norm_type = norm_type
+        self.is_split = False
+        # For compiled code, which would be compiled anew for each Python number.
+        self._tensor = torch.tensor(bound, dtype=torch.float64, device="cpu")
+
+    def size(self, grad: Tensor) -> Tensor:
+        """Compute what the bound is compared with: the largest element, or the norm in float32."""
+        if grad.is_nested:
+            grad = _elements(grad)
+        if self.kind == "value":
+            return largest(grad)
+        wide = grad.abs() if grad.is_complex() else grad
+        wide = wide if wide.dtype is torch.float64 else wide.float()
+        if abs(self.norm_type) == math.inf and not wide.numel():
+            return wide.new_zeros(())
+        norm: Tensor = torch.linalg.vector_norm(wide, self.norm_type)
+        return full_value(norm) if is_dtensor(norm) else norm
+
+    def size_of_all(self, part: Tensor, groups: Iterable[Any]) -> Tensor:
+        """Compute the size of a gradient from that of this rank's part: a collective."""
+        if self.kind == "value":
+            return part
+        for group in groups:
+            norms = gathered(part, group)
+            part = norms.sum() if not self.norm_type else norms.norm(self.norm_type)
+        return part
+
+    def clip(self, grad: Tensor, size: Tensor) -> Tensor:
+        """Clip a gradient of this size."""
+        if self.kind == "value":
+            return grad.clamp(-self.bound, self.bound)
+        return _scaled(grad, self.bound, size)
+
+    def inside(self, grad: Tensor) -> Tensor:
+        """Clip a gradient in compiled code."""
+        if self.is_split:
+            refuse_split()
+        if self.kind == "value" and grad.is_nested:  # torch takes numbers only for these
+            return self.clip(grad, grad)
+        if self.kind == "value":
+            bound = self._tensor.to(grad.device, grad.dtype)
+            return grad.clamp(-bound, bound)
+        norm = self.size(grad)
+        return _scaled(grad, self._tensor.to(norm.device, norm.dtype), norm)
+
+
+@while_tracing
+def refuse_split() -> None:
+    """Code is being compiled that clips what ranks may have split.
+
+    Raises:
+        AttachError: always.
+    """
+    raise AttachError(
+        "hl.clip by a norm between modules must run outside of compiled code in a model that"
+        " tensor parallelism splits, got a compiled one.\nRun it without: with"
+        " torch.compiler.set_stance('force_eager'): ..."
+    )
+
+
+def largest(grad: Any) -> Tensor:
+    """Compute the largest absolute element of what of a gradient lies on this rank."""
+    sizes: Tensor = local_part(grad.detach()).abs()
+    found: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+    return found
+
+
+def _scaled(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
+    factor = (bound / (norm + _EPSILON)).clamp(max=1.0)
+    if grad.dtype.itemsize < 4:  # a small factor would be 0 there
+        return (grad.float() * factor).to(grad.dtype)
+    clipped: Tensor = grad * factor.to(grad.dtype)
+    return clipped
+
+
+def _elements(grad: Any) -> Tensor:
+    """Return the elements of a nested tensor, without what may lie between its parts."""
+    if grad.lengths() is None:
+        values: Tensor = grad.values()
+        return values
+    return torch.cat([part.reshape(-1) for part in grad.unbind()])

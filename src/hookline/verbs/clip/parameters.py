@@ -1,0 +1,151 @@
+"""Clipping of parameters' gradients: when, and over which ranks.
+
+A norm of what lies in parts on many ranks is a collective: all of them have to clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from hookline.engine import (
+    TIMEOUT_S,
+    Site,
+    at_end_of_backward,
+    backward_number,
+    full_value,
+    gather_json,
+    is_dtensor,
+    outer_backward,
+    say_by_rank,
+)
+from hookline.errors import RanksError, warn
+
+
+@final
+class ClipAfterBackward:
+    """Calls a function with the parameters whose gradients came, when a run of autograd is over.
+
+    After what others do then: at the end of backward, and no sooner, DDP puts the gradients that
+    it has reduced into `.grad`.
+    """
+
+    def __init__(self, act: Callable[[list[Tensor]], None]) -> None:
+        self._act = act
+        self._run: int | None = None
+        self._came: dict[int, Tensor] = {}
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated."""
+        run = outer_backward()
+        if run != self._run:  # of a run that raised, torch never calls the end
+            self._run, self._came = run, {}
+            at_end_of_backward(self._behind_others)
+        self._came[id(parameter)] = parameter
+
+    def _behind_others(self) -> None:
+        at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        came, self._came, self._run = list(self._came.values()), {}, None
+        self._act(came)
+
+
+@final
+class ClipOnAccumulate:
+    """Calls a function with a parameter when its gradient has been accumulated.
+
+    Inside a reentrant checkpoint other parts of it may follow; there, when the whole backward is
+    over.
+    """
+
+    def __init__(self, act: Callable[[Tensor], None]) -> None:
+        self._act = act
+        # In which run of autograd each parameter was clipped, or is to be.
+        self._clipped: dict[int, int] = {}
+        self._queued: dict[int, int] = {}
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated."""
+        run, key = outer_backward(), id(parameter)
+        if self._queued.get(key) == run:
+            return
+        if run == backward_number():
+            self._clipped[key] = run
+            self._act(parameter)
+            return
+        if self._clipped.get(key) == run:
+            warn(
+                f"hl.clip: the gradient of a parameter of shape {list(parameter.shape)} came in"
+                " parts, since a reentrant checkpoint uses it and something outside of that; one"
+                " part was clipped before the sum was.\nCheckpoint with use_reentrant=False."
+            )
+        self._queued[key] = run
+        at_end_of_backward(partial(self._act, parameter))
+
+
+def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> Tensor:
+    """Clip gradients to a norm over all of them, on all ranks that hold a part.
+
+    Returns:
+        The norm before, as a plain tensor.
+    """
+    meshes: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.grad.device_mesh if is_dtensor(parameter.grad) else None  # type: ignore[arg-type, union-attr]
+        meshes.setdefault(mesh, []).append(parameter)
+    if len(meshes) < 2:
+        return _whole(clip_grad_norm_(parameters, bound, norm_type))
+    # torch's own function refuses what lies on several meshes, or on one and on none.
+    norms = [
+        _whole(get_total_norm([p.grad for p in some if p.grad is not None], norm_type))
+        for some in meshes.values()
+    ]
+    first = norms[0].device
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]), norm_type)
+    for some in meshes.values():
+        clip_grads_with_norm_(some, bound, norm)
+    return norm
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return full_value(norm) if is_dtensor(norm) else norm
+
+
+def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
+    """Make sure that all ranks which hold parts of these parameters clip at the same sites.
+
+    Raises:
+        RanksError: one of them does not; it would be waited for in the midst of backward.
+    """
+    ranks: set[int] = set()
+    for parameter in parameters:
+        if is_dtensor(parameter):
+            ranks.update(parameter.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+    if len(ranks) < 2:
+        return
+    question = "hl.clip(model, ...) by a norm of what is split over ranks"
+    said = gather_json(question, [str(site) for site in sites], sorted(ranks), TIMEOUT_S)
+    texts = [", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8) for names in said]
+    if any(names != said[0] for names in said):
+        raise RanksError(
+            f"{question}: the ranks clip different sites: {say_by_rank(sorted(ranks), texts)}."
+            "\nSelect the same on every rank: the norm is over all of them."
+        )
+
+
+def dense(parameter: Tensor) -> Tensor:
+    """What torch's functions clip in a parameter's place: where its gradient is sparse, as an
+    embedding's may be, one whose `.grad` is the values that the gradient holds."""
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    parameter.grad = parameter.grad.coalesce()  # several at one index are one number
+    values = parameter.grad.values()
+    holder = torch.empty_like(values)
+    holder.grad = values
+    return holder

@@ -1,0 +1,114 @@
+"""clip_report: what a clipping line has done at each site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Report, has_numbers, innermost
+
+
+@final
+@dataclass(frozen=True)
+class ClipRow:
+    """How the gradients at one site were clipped.
+
+    Args:
+        site: as written, or "total" for the norm over all sites.
+        seen: how many gradients came by.
+        clipped: how many of them were too large.
+        largest: the largest norm (with `value`: the largest absolute element) before clipping.
+        factor: the smallest factor by which a gradient was scaled; with `value`, the smallest
+            ratio of the bound to an element.
+        nonfinite: how many held inf or NaN, which no clipping mends.
+    """
+
+    site: str
+    seen: int
+    clipped: int
+    largest: float
+    factor: float
+    nonfinite: int
+
+
+@final
+@dataclass(frozen=True)
+class ClipReport:
+    """How often, and how much, a line clipped. Print it, or iterate over its rows."""
+
+    report: Report
+    rows: tuple[ClipRow, ...]
+
+    def __iter__(self) -> Iterator[ClipRow]:
+        return iter(self.rows)
+
+    @property
+    def clipped(self) -> int:
+        """How many gradients were too large, over all sites."""
+        return sum(row.clipped for row in self.rows)
+
+    @property
+    def seen(self) -> int:
+        """How many gradients came by, over all sites."""
+        return sum(row.seen for row in self.rows)
+
+    def __str__(self) -> str:
+        state = "ended" if self.report.ended else "attached"
+        head = (
+            f"hl.clip on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
+            f" {state}"
+        )
+        width = max((len(row.site) for row in self.rows), default=0)
+        return "\n".join([head, *(f"  {_text(row, width, self.report)}" for row in self.rows)])
+
+    __repr__ = __str__
+
+
+def _text(row: ClipRow, width: int, report: Report) -> str:
+    if not row.seen:
+        why = {str(site): reason for site, reason in report.why.items()}.get(row.site, "")
+        return f"{row.site:{width}}  never{': ' if why else ''}{why}"
+    if math.isnan(row.largest) and not row.nonfinite:
+        return f"{row.site:{width}}  {row.seen} without numbers: they are meta or fake tensors"
+    text = f"{row.site:{width}}  {row.clipped:>5} of {row.seen}  largest {row.largest:.4g}"
+    if row.clipped:
+        text += f", smallest factor {row.factor:.3g}"
+    return text + (f", {row.nonfinite} not finite" if row.nonfinite else "")
+
+
+@final
+class Tally:
+    """Counts on the gradients' own device: asking each time would make it wait."""
+
+    __slots__ = ("_clipped", "_largest", "_nonfinite", "seen", "site")
+
+    def __init__(self, site: str) -> None:
+        self.site = site
+        self.seen = 0
+        self._clipped: Tensor | int = 0
+        self._largest: Tensor | None = None
+        self._nonfinite: Tensor | int = 0
+
+    def add(self, size: Tensor, bound: float) -> None:
+        """A gradient came by: its norm, or its largest element."""
+        sizes = innermost(size.detach())  # under vmap, of all examples
+        self.seen += sizes.numel()
+        if not has_numbers(sizes):
+            self._largest = torch.tensor(float("nan"), device="cpu")
+            return
+        self._clipped = self._clipped + (sizes > bound).sum()
+        self._nonfinite = self._nonfinite + (~torch.isfinite(sizes)).sum()
+        largest = sizes.amax()
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+
+    def row(self, bound: float) -> ClipRow:
+        """The counts as numbers."""
+        largest = 0.0 if self._largest is None else float(self._largest)
+        factor = min(1.0, bound / largest) if largest else 1.0
+        n_clipped, n_nonfinite = int(self._clipped), int(self._nonfinite)
+        return ClipRow(self.site, self.seen, n_clipped, largest, factor, n_nonfinite)

@@ -1,0 +1,1 @@
+"""Say which sites would fire, and why the others would not."""

@@ -1,0 +1,369 @@
+"""Why a selected site does not fire, and what to do about it.
+
+Each cause has a function of its own, which gives None where it is not the cause; the first that
+answers is told. Nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from hookline.engine import Site, path_text
+from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
+from hookline.engine.torch_private.modules import is_scripted
+from hookline.verbs.doctor.diagnosis import Finding
+from hookline.verbs.doctor.observe import Look, Use
+from hookline.verbs.doctor.trial_run import Run, Seen, halves
+
+
+class Why(NamedTuple):
+    """A reason, and what to do about it."""
+
+    why: str
+    remedy: str
+
+
+NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs), or --input")
+SWITCHED_OFF = Why(
+    "gradients are switched off here (torch.no_grad or inference_mode)",
+    "call the model, and hl.doctor, outside of that block",
+)
+
+
+@final
+@dataclass
+class Facts:
+    """All that is known when the reasons are looked for.
+
+    Args:
+        nodes: the modules of the model.
+        look: what ran with nothing attached.
+        run: what ran with the sites hooked; None where no inputs were given.
+        other_mode: the modules that run if the model is switched between training and eval.
+        is_training: the model's own mode.
+        no_run: why nothing was run.
+    """
+
+    nodes: list[ModuleNode]
+    look: Look = field(default_factory=Look)
+    run: Run | None = None
+    other_mode: set[int] = field(default_factory=set)
+    is_training: bool = False
+    no_run: Why = NO_INPUTS
+
+
+def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Finding:
+    """What is to be said about one site."""
+    always = _before_any_run(site, node)
+    if always is not None:
+        return Finding(site, 0, *always)
+    run = facts.run
+    if run is None:
+        return Finding(site, None, *facts.no_run)
+    if site in run.refused:
+        return Finding(site, 0, *halves(run.refused[site]))
+    calls = run.fired.get(site, 0)
+    if calls:
+        return Finding(site, calls, *(_to_mind(site, run) or ("", "")))
+    causes = _OF_GRADIENTS if site.is_gradient else _OF_VALUES
+    for cause in causes:
+        found = cause(site, node, facts)
+        if found is not None:
+            return Finding(site, 0, *found)
+    why = run.why.get(site, "what it waits for did not happen")
+    blind = "ask the uncompiled model, and without a profiler, to be told more"
+    return Finding(site, 0, why, "" if facts.look.called else blind)
+
+
+# -- what is so whatever the model is given ------------------------------------------------------
+
+
+def _before_any_run(site: Site, node: ModuleNode | ParameterNode) -> Why | None:
+    if isinstance(node, ParameterNode):
+        return _frozen(node)
+    if is_scripted(node.module):
+        return Why(
+            "a ScriptModule: torch takes hooks on it and never calls them",
+            "hook the Python model, before torch.jit.script or torch.jit.trace",
+        )
+    parent = node.parent.module if node.parent is not None else None
+    if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
+        return Why(
+            "MultiheadAttention uses its weights without calling it",
+            "select the attention itself, its parent: what out_proj computes is its output[0]",
+        )
+    return None
+
+
+def _frozen(node: ParameterNode) -> Why | None:
+    tensor = node.tensor
+    if tensor.requires_grad:
+        return None
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return Why(f"it is {_name(tensor.dtype)}, which has no gradient", _FLOAT_MODEL)
+    return Why("it is frozen: requires_grad is False", "call requires_grad_() on it")
+
+
+_FLOAT_MODEL = "take the gradients of the float model, before it is quantised"
+_SHARDED = Why(
+    "it is sharded (a DTensor): torch calls no gradient hooks on it while it is gathered",
+    "hl.attach(model), line.accumulated(selector, fn): it is called when .grad is complete",
+)
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+def _no_such_call(site: Site, node: Any, facts: Facts) -> Why | None:
+    why = facts.run.why.get(site, "") if facts.run else ""
+    if site.call is None or "never came" not in why:
+        return None
+    first = Site(site.path, site.port, site.leaf, 0)
+    return Why(why, f"calls count from 0: '{first}' is the first")
+
+
+def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
+    if facts.run is None or facts.run.failure is None:
+        return None
+    if isinstance(node, ModuleNode) and id(node.module) in facts.look.called:
+        return Why("the forward raised before this had finished", "mend that first; see below")
+    return Why("the forward raised before it came here", "mend that first; see below")
+
+
+def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
+    if not isinstance(node, ModuleNode):
+        return None
+    use = facts.look.direct.get(id(node.module))
+    if use is None:
+        return None
+    if id(node.module) in facts.look.overridden:
+        kind = type(node.module).__name__
+        return Why(
+            f"{kind} has a __call__ of its own that calls forward directly, past its hooks",
+            f"have {kind}.__call__ end in super().__call__(...), or select what it calls",
+        )
+    return Why(
+        f"its .forward was called directly{_by(use)}; that passes hooks by",
+        "call the module itself there: module(x) instead of module.forward(x)",
+    )
+
+
+def _weights_used(site: Site, node: Any, facts: Facts) -> Why | None:
+    use = facts.look.used.get(id(node.module)) if isinstance(node, ModuleNode) else None
+    if use is None:
+        return None
+    return Why(
+        f"not called: its weights were used without it, by {use.by}{_by(use)}",
+        "call the module there: module(x); or select the module around it"
+        + (f", {use.within!r}" if use.within else ""),
+    )
+
+
+def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
+    """transformers' attention without its parts: what would see the pattern is not called."""
+    parent = node.parent if isinstance(node, ModuleNode) else None
+    if parent is None or id(parent.module) not in facts.look.called:
+        return None
+    kind = getattr(getattr(parent.module, "config", None), "_attn_implementation", None)
+    if kind in (None, "eager") or "att" not in parent.path.rpartition(".")[2].lower():
+        return None
+    return Why(
+        f"{kind} attention computes the pattern and its dropout inside one operation",
+        'model.set_attn_implementation("eager")',
+    )
+
+
+def _other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
+    if not isinstance(node, ModuleNode) or id(node.module) not in facts.other_mode:
+        return None
+    now, other = ("training", "eval") if facts.is_training else ("eval", "training")
+    call = "model.eval()" if facts.is_training else "model.train()"
+    return Why(f"only called in {other} mode, and the model is in {now} mode", call)
+
+
+def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
+    ran = facts.look.called | facts.look.direct.keys()
+    if not isinstance(node, ModuleNode) or not ran:
+        return None
+    highest, caller, above = node, node, node.parent
+    while above is not None:
+        if _is_called(above):
+            if id(above.module) in ran:
+                caller = above
+                break
+            highest = above
+        above = above.parent
+    if not highest.path:
+        return Why(
+            "the model did not run: the function that was given never called it",
+            "call this very model there; a copy or another instance is not seen",
+        )
+    if highest is not node:
+        return Why(
+            f"not reached: nothing called {highest.path} ({highest.type_name}), which holds it",
+            "give inputs that take the branch in which it is called; or nothing uses it any more",
+        )
+    return Why(
+        f"not reached: {path_text(caller.path)} ran and did not call it",
+        "give inputs that take the branch in which it is called; or nothing uses it any more",
+    )
+
+
+def _is_called(node: ModuleNode) -> bool:
+    """Whether it is a module that can be called, and no mere holder of others."""
+    return type(node.module).forward is not nn.Module.forward
+
+
+def _by(use: Use) -> str:
+    within = f" in {use.within}" if use.within else ""
+    return within + (f" ({use.where})" if use.where else "")
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def _switched_off(site: Site, node: Any, facts: Facts) -> Why | None:
+    return None if torch.is_grad_enabled() or facts.run is None else SWITCHED_OFF
+
+
+def _not_called(site: Site, node: Any, facts: Facts) -> Why | None:
+    """The module of the site, or of the parameter, did not run at all."""
+    if isinstance(node, ParameterNode):
+        return _unused_parameter(node, facts)
+    if _seen(site, facts) is not None:
+        return None
+    forward = Site(site.path, site.port.removeprefix("grad_"), (), site.call)
+    for cause in _OF_VALUES:
+        found = cause(forward, node, facts)
+        if found is not None:
+            return found
+    return None
+
+
+def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
+    run = facts.run
+    if type(tensor.tensor).__name__ == "DTensor":
+        return _SHARDED
+    owner = next((n for n in facts.nodes if n.path == tensor.path.rpartition(".")[0]), None)
+    if owner is None or run is None or run.failure or not run.backward:
+        return None
+    other = _other_mode(Site(owner.path), owner, facts)
+    if other is not None:
+        return other
+    idle = id(owner.module) not in facts.look.called and id(owner.module) not in facts.look.direct
+    if idle and id(owner.module) not in facts.look.used and facts.look.called:
+        return Why(
+            f"its module, {path_text(owner.path)}, did not run",
+            "give inputs that take the branch in which it does; or freeze it, if that is meant",
+        )
+    return Why(
+        f"unused: {run.backward} does not depend on it",
+        "look for a .detach(), .data, .item() or argmax between it and the loss; or take a loss"
+        " that depends on it: hl.doctor(model, lambda: loss(model(x)))",
+    )
+
+
+def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
+    """What flowed there can have no gradient."""
+    seen = _seen(site, facts)
+    if seen is None or seen.is_compiled:
+        return None
+    what = "what it is given" if site.port == "grad_input" else "what it returns"
+    if seen.is_quantised:
+        return Why(f"{what} is quantised, and has no gradient", _FLOAT_MODEL)
+    if not seen.dtype:
+        return Why(f"{what} holds no tensor ({seen.form})", "select a module that returns one")
+    if not seen.is_floating:
+        instead = (
+            f"'{path_text(site.path)}:grad_output'" if site.port == "grad_input" else "another site"
+        )
+        return Why(f"{what} is {seen.dtype}, and only floating tensors have gradients",
+                   f"select {instead}, whose value is floating")  # fmt: skip
+    if seen.grads_off:
+        return Why(
+            "the model itself switches gradients off around it: torch.no_grad() in a forward, or a"
+            " checkpoint with use_reentrant=True",
+            "take the no_grad away there, or checkpoint with use_reentrant=False",
+        )
+    return None if seen.needs_grad else _needs_none(site, node, what)
+
+
+def _needs_none(site: Site, node: Any, what: str) -> Why:
+    own = (
+        [p for p in node.module.parameters() if p.requires_grad]
+        if isinstance(node, ModuleNode)
+        else []
+    )
+    if site.port == "grad_output" and own:
+        return Why(
+            f"{what} needs no gradient although its parameters do: it is detached inside",
+            "take the .detach(), .data or .item() in its forward away",
+        )
+    return Why(
+        f"{what} needs no gradient: nothing that it is computed from requires one",
+        "give an input with x.requires_grad_(), or unfreeze what comes before it:"
+        " module.requires_grad_()",
+    )
+
+
+def _no_backward(site: Site, node: Any, facts: Facts) -> Why | None:
+    run = facts.run
+    if run is None or run.backward:
+        return None
+    if run.failure:
+        return Why("the run raised before a gradient came here", "mend that first; see below")
+    return Why(
+        f"no backward could be run: {run.no_backward}",
+        "give a function that returns the loss: hl.doctor(model, lambda: loss(model(x)))",
+    )
+
+
+def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
+    run, seen = facts.run, _seen(site, facts)
+    if run is None or not run.backward or seen is None or not seen.needs_grad:
+        return None
+    own = run.why.get(site, "")
+    if "view" in own:  # the line's own: it lost the gradient, and says how to keep it
+        what, _, remedy = own.partition("; ")
+        return Why(what, remedy)
+    return Why(
+        f"no gradient came back to it: {run.backward} does not depend on it",
+        "look for a .detach(), .data, .item() or argmax behind it; or take a loss that depends on"
+        " it: hl.doctor(model, lambda: loss(model(x)))",
+    )
+
+
+# -- of sites that fire --------------------------------------------------------------------------
+
+
+def _to_mind(site: Site, run: Run) -> Why | None:
+    """What a person is to mind at a site that fires."""
+    if site.is_gradient or (site.path, site.port) not in run.overwritten:
+        return None
+    return Why(
+        "overwritten in place later in the forward: the look-up of what was recorded will raise",
+        "record copies: hl.record(..., copy=True)",
+    )
+
+
+def _seen(site: Site, facts: Facts) -> Seen | None:
+    return facts.run.seen.get((site.path, site.port.removeprefix("grad_"))) if facts.run else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+Cause = Callable[[Site, Any, Facts], Why | None]
+_OF_VALUES: tuple[Cause, ...] = (
+    _no_such_call, _called_past, _weights_used, _raised_before, _other_mode,
+    _inside_attention, _not_reached,
+)  # fmt: skip
+_OF_GRADIENTS: tuple[Cause, ...] = (
+    _switched_off, _no_such_call, _not_called, _no_gradient_there, _no_backward, _not_in_the_loss,
+)  # fmt: skip

@@ -1,0 +1,178 @@
+"""doctor: whether the selected sites fire in the present regime, and why not.
+
+It runs the model as it is, not in eval mode and not under no_grad: what a person wants to know is
+what their own run will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hookline.engine import Line, Selector, Site, check_ports, path_text
+from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.selection.selectors import Place, Selection
+from hookline.engine.torch_private.modules import has_forward, is_scripted
+from hookline.errors import AttachError
+from hookline.verbs.doctor.causes import Facts, Why, finding
+from hookline.verbs.doctor.diagnosis import Diagnosis, Finding
+from hookline.verbs.doctor.notes import environment, notes
+from hookline.verbs.doctor.observe import Look, Uses, watching
+from hookline.verbs.doctor.trial_run import copied, hooked_run, untouched
+from hookline.verbs.shared.run_model import Inputs, call, lazy_name
+
+
+def doctor(
+    model: nn.Module,
+    inputs: Inputs | None = None,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] = "output",
+) -> Diagnosis:
+    """Tell, before a long run, whether the selected sites fire, how often, and if not, why.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> model[0].requires_grad_(False)
+        Linear(in_features=2, out_features=3, bias=True)
+        >>> found = doctor(model, torch.zeros(4, 2), "*", ports=("output", "grad_output"))
+        >>> found["0"].verdict, found["0:grad_output"].verdict
+        ('fires', 'never')
+        >>> found["0:grad_output"].remedy[:39]
+        'give an input with x.requires_grad_(), '
+
+    The model runs as it is now: its mode, the gradient mode, autocast, its compiled code. It runs
+    forward twice, by itself and hooked, and more often if a site stays silent; with gradient ports
+    there is a backward, too. Afterwards all is as before: modes, buffers, every `.grad`, random
+    states, and attributes that the forward sets on its modules. What it writes elsewhere (a list
+    that grows, a file) stays written.
+
+    Args:
+        model: the model. Of a DistributedDataParallel the model inside is run, without its peers.
+        inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
+            arguments that runs the model and returns the loss, for gradients of that loss. None
+            tells what can be told without a run.
+        selector: which sites; as in `hl.select`. None is every module.
+        ports: one or several of "output", "input", "grad_output", "grad_input" and "grad", for
+            selectors that name no port.
+
+    Returns:
+        A diagnosis: print it, or read `.sites`, `.notes`, `.failure` and `.ok`.
+
+    Raises:
+        SelectionError: the selector matches nothing, or a port is unknown.
+        AttachError: what was given is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"doctor needs a model (an nn.Module), got {type(model).__name__}."
+            "\nGive the model itself: hl.doctor(model, x)."
+        )
+    while isinstance(model, DistributedDataParallel):
+        model = model.module  # its own call would wait for the other processes
+    line = Line(model, name="doctor")
+    places, holders = _places(line, selector, check_ports(ports))
+    facts = Facts(line.nodes, is_training=model.training)
+    _gather(model, inputs, Selection(line.layout, places), facts)
+    findings = [
+        finding(site, node, facts) for site, node in Selection(line.layout, places).places()
+    ]
+    ran = "nothing"
+    if facts.run is not None:
+        ran = "forward and backward" if facts.run.backward else "forward"
+    return Diagnosis(
+        model_type=line.layout.name,
+        ran=ran,
+        sites=(*findings, *holders),
+        notes=tuple(notes(model, findings, facts)),
+        failure=None if facts.run is None else facts.run.failure,
+        environment=environment(model),
+    )
+
+
+def _places(
+    line: Line, selector: Selector, ports: tuple[str, ...]
+) -> tuple[list[Place], list[Finding]]:
+    """What is selected; and of what is named, the holders, which no verb would select."""
+    parts = selector if isinstance(selector, list | tuple) and selector else [selector]
+    places: list[Place] = []
+    holders: list[Finding] = []
+    for part in parts:
+        holder = _holder(line.nodes, part)
+        if holder is None:
+            places += line.select(part, ports).places()
+            continue
+        kind = holder.type_name
+        holds_modules = any(True for _ in holder.module.children())
+        inside = f"{holder.path}.*" if holder.path else "*"
+        inside = repr(inside if holds_modules else f"{path_text(holder.path)}:grad")
+        site = Site(holder.path, "output", (), None, holder.aliases, kind)
+        what = f"{kind} only holds others: it has no forward, and is never called"
+        holders.append(Finding(site, 0, what, f"select what it holds: {inside}"))
+    return places, holders
+
+
+def _holder(nodes: list[ModuleNode], part: Any) -> ModuleNode | None:
+    for node in nodes:
+        is_named = node.module is part or (isinstance(part, str) and part in node.paths)
+        if is_named and not has_forward(node.module):
+            return node
+    return None
+
+
+def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
+    """Run the model as far as there is something to be learnt from it."""
+    lazy = lazy_name(model)
+    if inputs is None or is_scripted(model) or not len(selection):
+        return
+    if lazy is not None:
+        facts.no_run = Why(
+            f"{lazy} is lazy: the first run of the model creates it for good",
+            "run the model once yourself, then ask again",
+        )
+        return
+    is_eager = not any(is_compiled(module) for module in model.modules())
+    can_look = is_eager and sys.getprofile() is None  # only one profiling function can be there
+    if can_look:
+        facts.look = _look(model, inputs, facts.nodes)
+    facts.run = hooked_run(model, selection, inputs)
+    if can_look and not facts.run.failure:
+        _look_closer(model, inputs, selection, facts)
+
+
+def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
+    """Of modules that were not called: are their weights used, or do they run in the other mode?"""
+    ran = facts.look.called | facts.look.direct.keys()
+    idle = {
+        id(node.module) for _, node in selection.places()
+        if isinstance(node, ModuleNode) and id(node.module) not in ran
+    }  # fmt: skip
+    if not idle:
+        return
+    with untouched(model), Uses(facts.nodes, facts.look):
+        _try(model, inputs)
+    if idle - facts.look.used.keys():
+        other = _look(model, inputs, facts.nodes, flip=True)
+        facts.other_mode = (other.called | other.direct.keys()) - ran
+
+
+def _look(model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool = False) -> Look:
+    with untouched(model):
+        if flip:
+            is_training = model.training
+            for module in model.modules():
+                module.training = not is_training
+        with watching(nodes) as look:
+            _try(model, inputs)
+    return look
+
+
+def _try(model: nn.Module, inputs: Any) -> None:
+    # What it raises, the hooked run meets, too, and tells.
+    with contextlib.suppress(Exception):
+        call(model, copied(inputs))

@@ -1,0 +1,44 @@
+"""What a model's own error means for the person who hooks it."""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+
+from torch import nn
+
+from hookline.engine import path_text
+from hookline.engine.selection.module_tree import walk
+from hookline.verbs.doctor.diagnosis import Note
+from hookline.verbs.doctor.observe import foreign_hooks
+from hookline.verbs.shared.failing_module import find_failing_module
+
+_VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
+
+
+def raised(model: nn.Module, error: Exception) -> Note:
+    """The module that raised, what it got, the error, and what to do."""
+    found = find_failing_module(model, error)
+    first = (str(error).strip().splitlines() or [""])[0]
+    what = f"{found or 'the call'}: {type(error).__name__}: {first}"
+    if _VIEW_OF_A_HOOK.search(str(error)):
+        return Note(
+            "failure",
+            f"{what}: a full backward hook stands before an operation in place",
+            "take that hook off and use hl.attach(model), line.backward(...), or a grad_output"
+            " site; or make the operation not in place",
+        )
+    codes = {code: (path, kind) for path, kind, code in foreign_hooks(walk(model))}
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if code in codes:
+            path, kind = codes[code]
+            place = f"{code.co_qualname} ({code.co_filename}:{step.tb_lineno})"
+            return Note(
+                "failure",
+                f"{what}: raised by the {kind} hook {place} on {path_text(path)}",
+                "mend that hook, or take it off; hl.inventory(model) lists all that are there",
+            )
+        step = step.tb_next
+    return Note("failure", what, "give it what it expects; sites behind it were not reached")

@@ -1,0 +1,319 @@
+"""Facts about a model and its regime that a person who hooks it should know.
+
+Each fact has a function of its own, which gives no note where there is nothing to say.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookline.display.text import plural
+from hookline.engine import path_text
+from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled
+from hookline.verbs.doctor.causes import Facts
+from hookline.verbs.doctor.diagnosis import Finding, Note
+from hookline.verbs.doctor.observe import foreign_hooks
+from hookline.verbs.inventory import inventory
+
+_OLDEST_TORCH = (2, 11)  # as pyproject.toml says; older ones are not tested
+_N_SHOWN = 3
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
+# Wrappers by the name of their class: to import them would take a second.
+_WRAPPED = {
+    "DataParallel": Note(
+        "DataParallel",
+        "on several devices its copies run in threads of their own, which a line sees only with"
+        " every_thread=True",
+        "hook model.module on one device, or use DistributedDataParallel",
+    ),
+    "FullyShardedDataParallel": Note(
+        "sharded",
+        "parameters and their gradients are flattened and sharded over processes; values of modules"
+        " are whole",
+        "for parameters: line.accumulated, or FSDP2's fully_shard",
+    ),
+    "CheckpointWrapper": Note(
+        "checkpointing",
+        "a CheckpointWrapper runs its module again in backward: a record holds the first run, an"
+        " edit is applied in both",
+        "call backward() inside the block",
+    ),
+}
+
+
+def environment(model: nn.Module) -> dict[str, str]:
+    """Versions and modes, by name."""
+    tensors = [*model.parameters(), *model.buffers()]
+    modes = {module.training for module in model.modules()}
+    grads = "inference mode" if torch.is_inference_mode_enabled() else "off (no_grad)"
+    dynamo = "not loaded" if dynamo_config() is None else "loaded"
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "mode": "mixed" if len(modes) > 1 else "training" if model.training else "eval",
+        "gradients": "on" if torch.is_grad_enabled() else grads,
+        "autocast": _autocast(tensors),
+        "parameters": ", ".join([*_names(t.device for t in tensors),
+                                 *_names(p.dtype for p in model.parameters())]) or "none",
+        "default device": str(torch.get_default_device()),
+        "default dtype": _plain(torch.get_default_dtype()),
+        "dynamo": "has compiled code" if has_compiled() else dynamo,
+    }  # fmt: skip
+
+
+def notes(model: nn.Module, findings: list[Finding], facts: Facts) -> Iterator[Note]:
+    """Everything worth saying."""
+    yield from _versions()
+    yield from _compiled(model)
+    yield from _wrappers(model)
+    yield from _checkpointing(model, facts)
+    yield from _fast_path(facts)
+    yield from _foreign(model, facts)
+    yield from _modes(model)
+    yield from _places(model)
+    yield from _aliases(findings)
+    yield from _inside_one_operation(facts.nodes)
+    yield from _structures(findings, facts)
+    yield from _the_run(facts)
+
+
+def _versions() -> Iterator[Note]:
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found and (int(found[1]), int(found[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        yield Note(
+            "torch",
+            f"{torch.__version__} is older than any that hookline is tested with",
+            f"pip install 'torch>={oldest}'",
+        )
+
+
+def _compiled(model: nn.Module) -> Iterator[Note]:
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    if compiled:
+        whole = is_compiled(model)
+        what = "the model is" if whole else f"{len(compiled)} of its modules are"
+        yield Note(
+            "compiled",
+            f"{what} compiled: lines work inside the graph, at the cost of one compilation for"
+            " each kind; raw backward hooks (line.backward, line.backward_pre) do not",
+            "for gradients record or edit the ports, 'fc:grad_output', 'fc:grad_input'",
+        )
+
+
+def _wrappers(model: nn.Module) -> Iterator[Note]:
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    yield from (note for name, note in _WRAPPED.items() if name in kinds)
+    sharded = sum(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if sharded:
+        yield Note(
+            "sharded",
+            f"{sharded} parameters are DTensors: what is computed of one may be of its local part",
+            "take .full_tensor() before .item(); for complete gradients: line.accumulated",
+        )
+
+
+def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
+    flagged = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if flagged and model.training:
+        yield Note(
+            "checkpointing",
+            f"gradient_checkpointing is on in {plural(len(flagged), 'module')}, which run again in"
+            " backward: a record holds the first run, an edit is applied in both",
+            "call backward() inside the block",
+        )
+    if facts.run is not None and facts.run.is_reentrant:
+        yield Note(
+            "checkpointing",
+            "a part of it is checkpointed with use_reentrant=True: its values need no gradient in"
+            " the first run, and its modules run a second time as a pass of their own",
+            "checkpoint(..., use_reentrant=False)",
+        )
+
+
+def _fast_path(facts: Facts) -> Iterator[Note]:
+    fast = [path_text(node.path) for node in facts.nodes if id(node.module) in facts.look.fast]
+    if fast:
+        yield Note(
+            "fast path",
+            f"torch runs each of {_list(fast)} as one operation; a line on anything inside switches"
+            " that off while it lasts, so the last bits of the numbers may differ",
+            "torch.backends.mha.set_fastpath_enabled(False) gives the same numbers with and without"
+            " a line",
+        )
+
+
+def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
+    found = [hook for hook in inventory(model) if hook.owner not in ("hookline", "torch")]
+    if found:
+        shown = [
+            f"{hook.kind} {hook.function} on {path_text(hook.path)}" + f" ({hook.owner})"
+            for hook in found
+        ]
+        yield Note(
+            "other hooks",
+            f"{plural(len(found), 'hook')} of others: {_list(shown)}",
+            "values are seen after them; hl.inventory(model) lists them with their lines",
+        )
+    replacing = [
+        f"{code.co_qualname} on {path_text(path)}"
+        for path, _, code in foreign_hooks(facts.nodes)
+        if code in facts.look.replacing
+    ]
+    if replacing:
+        yield Note(
+            "other hooks",
+            f"{_list(replacing)} returns something, which replaces what the module computed",
+            "if that is not meant, have it return None",
+        )
+    backward = [path_text(hook.path) for hook in found if hook.kind.startswith("backward")]
+    in_place = [node.path for node in facts.nodes if getattr(node.module, "inplace", False) is True]
+    if backward and in_place:
+        yield Note(
+            "other hooks",
+            f"full backward hooks are on {_list(backward)}: torch raises where an in-place module"
+            f" ({_list(in_place)}) gets such a module's output",
+            "use hl.attach(model), line.backward(...), or grad_output sites instead",
+        )
+
+
+def _modes(model: nn.Module) -> Iterator[Note]:
+    modules = list(model.modules())
+    training = [module for module in modules if module.training]
+    if training and len(training) < len(modules) and any(_is_by_mode(module) for module in modules):
+        yield Note(
+            "mode",
+            f"{len(training)} of {len(modules)} modules are in training mode, the others in eval",
+            "model.train() or model.eval() sets them all, unless it is meant",
+        )
+    drops = [m for m in training if isinstance(m, _DROPOUTS) and m.p]
+    norms = [m for m in training if isinstance(m, _BATCH_NORMS)]
+    parts = [f"{plural(len(drops), 'dropout')} at random"] * bool(drops)
+    parts += [f"{plural(len(norms), 'batch norm')} on the batch's own statistics"] * bool(norms)
+    if parts:
+        yield Note(
+            "training mode",
+            f"{' and '.join(parts)}: values differ from those of eval mode",
+            "model.eval() for features; leave it for what happens in training",
+        )
+
+
+def _is_by_mode(module: nn.Module) -> bool:
+    return isinstance(module, (*_DROPOUTS, *_BATCH_NORMS))
+
+
+def _places(model: nn.Module) -> Iterator[Note]:
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = Counter(str(tensor.device) for tensor in tensors)
+    if "meta" in devices:
+        yield Note(
+            "meta device",
+            f"{plural(devices['meta'], 'tensor')} hold shapes alone, and no numbers",
+            "load weights before you look at values: model.to_empty(device=...), load_state_dict",
+        )
+    elif len(devices) > 1:
+        yield Note(
+            "devices",
+            f"it is on several: {_list(list(devices))}",
+            "hl.record(..., device='cpu') brings what is kept to one",
+        )
+    dtypes = Counter(_plain(p.dtype) for p in model.parameters() if p.is_floating_point())
+    if len(dtypes) > 1:
+        yield Note(
+            "dtypes",
+            "parameters are " + ", ".join(f"{name} ({n})" for name, n in dtypes.items()),
+            "hl.record(..., dtype=torch.float32) keeps all in one",
+        )
+
+
+def _aliases(findings: list[Finding]) -> Iterator[Note]:
+    shared = {
+        finding.site.path: finding.site.aliases for finding in findings if finding.site.aliases
+    }
+    if shared:
+        shown = [f"{path} is also {', '.join(aliases[:2])}" for path, aliases in shared.items()]
+        yield Note(
+            "shared",
+            f"{_list(shown)}: one object, so one site; a gradient is the sum over all its uses",
+            "any of the names selects it; run.calls(path) tells the uses apart",
+        )
+
+
+def _inside_one_operation(nodes: list[ModuleNode]) -> Iterator[Note]:
+    found = [path_text(node.path) for node in nodes if isinstance(node.module, nn.RNNBase)]
+    if found:
+        yield Note(
+            "recurrent",
+            f"the steps and gates of {_list(found)} run inside one operation: only the inputs and"
+            " outputs of the whole can be seen",
+            "a loop over nn.LSTMCell, GRUCell or RNNCell shows each step",
+        )
+
+
+def _structures(findings: list[Finding], facts: Facts) -> Iterator[Note]:
+    seen = facts.run.seen if facts.run is not None else {}
+    shown, example = [], ""
+    for finding in findings:
+        site = finding.site
+        value = seen.get((site.path, site.port))
+        if site.port == "output" and value is not None and not (value.is_lone or site.leaf):
+            shown.append(f"{path_text(site.path)} gives {value.form}")
+            if value.dtype and "(Tensor" in value.form and not example:
+                example = f"{path_text(site.path)}:output[0]"
+    if shown:
+        yield Note(
+            "structures",
+            f"{_list(shown)}: hl.edits and functions of one tensor do not take that",
+            f"select a part, {example!r}" if example else "select a part of it, as its keys say",
+        )
+
+
+def _the_run(facts: Facts) -> Iterator[Note]:
+    run = facts.run
+    if run is None:
+        return
+    if run.backward == "the sum of its outputs":
+        yield Note(
+            "backward",
+            "was run from the sum of its outputs, as no loss was given",
+            "for those of your loss: hl.doctor(model, lambda: loss(model(x)), ...)",
+        )
+    if not facts.look.called and not run.failure and sys.getprofile() is not None:
+        yield Note("profiler", "one is at work, so direct calls of .forward could not be seen",
+                   "ask again without it")  # fmt: skip
+
+
+def _autocast(tensors: list[Any]) -> str:
+    kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)} - {"meta"})
+    on = [
+        f"{kind} {_plain(torch.get_autocast_dtype(kind))}"
+        for kind in kinds
+        if torch.is_autocast_enabled(kind)
+    ]
+    return ", ".join(on) or "off"
+
+
+def _names(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(_plain(value) for value in values))
+
+
+def _plain(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _list(texts: list[str]) -> str:
+    more = len(texts) - _N_SHOWN
+    return ", ".join(texts[:_N_SHOWN]) + (f" and {more} more" if more > 0 else "")

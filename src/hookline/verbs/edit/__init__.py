@@ -1,0 +1,1 @@
+"""Change values and gradients as they flow."""

@@ -1,0 +1,238 @@
+"""edits: ready-made functions for `hl.edit`. Each takes a tensor and returns a new one.
+
+Factors and values may be tensors that require gradients: they are trained through the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import same_draws
+from hookline.engine.pytree import describe, tree
+from hookline.errors import StructureError
+
+Edit = Callable[[Tensor], Tensor]
+
+__all__ = ["add", "clamp", "noise", "replace", "scale"]
+
+
+def __dir__() -> list[str]:
+    """What an editor completes: the edits, and none of what they are made with."""
+    return [*__all__]
+
+
+def scale(factor: float | Tensor) -> Edit:
+    """Multiply the value by a factor; 0 switches it off.
+
+        >>> scale(2.0)(torch.ones(2)).tolist()
+        [2.0, 2.0]
+
+    Args:
+        factor: a number, or a tensor that broadcasts to the value's shape.
+    """
+    given = _Given(factor, "scale")
+    return _edit("scale", lambda value: given.like(value) * value)
+
+
+def add(offset: float | Tensor) -> Edit:
+    """Add an offset: a steering vector, a bias.
+
+        >>> add(torch.tensor([0.0, 1.0]))(torch.zeros(2)).tolist()
+        [0.0, 1.0]
+
+    Args:
+        offset: a number, or a tensor that broadcasts to the value's shape.
+    """
+    given = _Given(offset, "add")
+    return _edit("add", lambda value: given.like(value) + value)
+
+
+def replace(new: float | Tensor) -> Edit:
+    """Put another value in its place: an activation recorded in another run, a constant.
+
+        >>> replace(3.0)(torch.zeros(2)).tolist()
+        [3.0, 3.0]
+
+    Args:
+        new: a number, or a tensor that broadcasts to the value's shape.
+    """
+    given = _Given(new, "replace")
+
+    def change(tensor: Tensor) -> Tensor:
+        other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
+        # A copy: an expanded tensor could not be written to by an in-place layer behind.
+        return other.expand_as(tensor).clone()
+
+    return _edit("replace", change)
+
+
+def noise(std: float, *, seed: int | None = None) -> Edit:
+    """Add Gaussian noise. It is drawn from a generator of its own: torch's stays untouched.
+
+        >>> change = noise(0.1, seed=0)
+        >>> bool((change(torch.zeros(4)) != 0).all())
+        True
+
+    Args:
+        std: the standard deviation, in the value's own units.
+        seed: makes the sequence of draws repeatable; None draws fresh ones.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    given = _Given(float(std), "noise")
+
+    def change(tensor: Tensor) -> Tensor:
+        given.like(tensor)
+        if tensor.is_meta:  # it has a shape, and no numbers to add to
+            return tensor + std
+        generator = generators.get(tensor.device)
+        if generator is None:
+            generator = generators[tensor.device] = torch.Generator(tensor.device)
+            generator.seed() if seed is None else generator.manual_seed(seed)
+        drawn = torch.randn(
+            tensor.shape, generator=same_draws(generator), dtype=tensor.dtype, device=tensor.device
+        )
+        return tensor + std * drawn
+
+    return _edit("noise", change)
+
+
+def clamp(min: float | None = None, max: float | None = None) -> Edit:
+    """Hold the value between two bounds, as `torch.clamp`.
+
+        >>> clamp(min=0)(torch.tensor([-1.0, 1.0])).tolist()
+        [0.0, 1.0]
+
+    Args:
+        min: the lower bound, or None.
+        max: the upper bound, or None.
+    """
+    return _edit("clamp", lambda value: value.clamp(min, max))
+
+
+def _edit(name: str, change: Edit) -> Edit:
+    """An edit that says so where torch cannot change a kind of tensor in this way."""
+
+    def edit(value: Tensor) -> Tensor:
+        tensor = _tensor(value, name)
+        if not _is_special(tensor):
+            return change(tensor)
+        try:
+            return change(tensor)
+        except StructureError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            kind = str(tensor.dtype if tensor.layout is torch.strided else tensor.layout)
+            first = str(error).strip().splitlines()[0][:80]
+            raise StructureError(
+                f"hl.edits.{name} cannot change {describe.in_full(tensor)}, which is"
+                f" {'nested' if tensor.is_nested else kind.removeprefix('torch.')}: {first}."
+                "\nGive hl.edit a function of your own; for an 8-bit float, say,"
+                " lambda t: (t.float() * 2).to(t.dtype)."
+            ) from error
+
+    return edit
+
+
+def _is_special(tensor: Tensor) -> bool:
+    """Whether it is of a kind for which torch has but some of its functions.
+
+    In compiled code that cannot be asked of a gradient, and the error is that of the compiler.
+    """
+    if is_dynamo_compiling():
+        return False
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return not is_plain or tensor.is_complex() or tensor.dtype.itemsize == 1
+
+
+def _tensor(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        leaves = [describe.leaf_text(leaf) for leaf, _ in tree.tensors(value)]
+        advice = (
+            f"Select a tensor: {', '.join(f'PATH:output{leaf}' for leaf in leaves[:4])}."
+            if leaves
+            else "Select a module that returns one, or give a function that returns a new value."
+        )
+        raise StructureError(
+            f"hl.edits.{name} changes a tensor; the value here is {describe.in_words(value)}."
+            f"\n{advice}"
+        )
+    return value
+
+
+@final
+class _Given:
+    """A number or tensor that a value meets.
+
+    Compiled code is guarded on the values of numbers, and would be compiled anew for each. A tensor
+    it takes as it comes, so that is what a number is there.
+    """
+
+    __slots__ = ("_is_tensor", "_kind", "_name", "_number", "_tensor")
+
+    def __init__(self, given: float | Tensor, name: str) -> None:
+        self._name = name
+        self._is_tensor = isinstance(given, Tensor)
+        self._number = given
+        if isinstance(given, Tensor):
+            self._tensor, self._kind = given, given.dtype
+            return
+        # Whatever torch's defaults are now: as exact as the number, where any value can meet it.
+        dtype = {float: torch.float64, complex: torch.complex128}.get(type(given))
+        self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
+        self._kind = self._tensor.dtype
+
+    def like(self, value: Tensor) -> float | Tensor:
+        """It, on the value's device and in its dtype, or the value's dtype would change.
+
+        Raises:
+            StructureError: the value's dtype cannot hold it, or its shape does not broadcast to
+                the value's.
+        """
+        if not is_dynamo_compiling() and value.is_quantized:
+            raise StructureError(
+                f"the value here is {describe.in_full(value)}, quantised, which hl.edits does not"
+                " change.\nEdit where it is dequantized, or give hl.edit a function that returns"
+                " torch.quantize_per_tensor(new, t.q_scale(), t.q_zero_point(), t.dtype)."
+            )
+        if _breadth(self._kind) > _breadth(value.dtype):
+            raise StructureError(
+                f"the value here is {describe.in_full(value)}, which cannot hold"
+                f" {_short(self._kind)}."
+                f"\nGive a number or tensor that {_short(value.dtype)} can hold."
+            )
+        if self._is_tensor:
+            if not is_dynamo_compiling() and not _broadcasts(self._tensor, value):
+                raise StructureError(
+                    f"the tensor given to hl.edits.{self._name} must broadcast to the value's shape"
+                    f" {describe.shape(value)}, got {describe.shape(self._tensor)}."
+                    "\nGive a number, or a tensor of the value's shape or with sizes of 1."
+                )
+            return self._tensor.to(value.device, value.dtype)
+        return self._tensor if is_dynamo_compiling() else self._number
+
+
+def _broadcasts(given: Tensor, value: Tensor) -> bool:
+    if given.is_nested or value.is_nested:
+        return True  # torch knows
+    missing = value.dim() - given.dim()
+    return missing >= 0 and all(
+        size in (1, wanted) for size, wanted in zip(given.shape, value.shape[missing:], strict=True)
+    )
+
+
+def _breadth(dtype: torch.dtype) -> int:
+    """Of two dtypes, the one of less breadth can be cast to the other."""
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return int(dtype is not torch.bool)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

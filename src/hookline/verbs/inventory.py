@@ -1,0 +1,152 @@
+"""Inventory: every hook now on a model, and whose it is."""
+
+from __future__ import annotations
+
+import inspect
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from hookline.display.terminal import Part, Table, Words, text_of
+from hookline.display.text import plural
+from hookline.engine.selection.module_tree import walk
+from hookline.engine.selection.site import path_text
+from hookline.engine.taps.base import RootTap, Tap, is_inert
+from hookline.engine.torch_private.hooks import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
+
+
+@final
+@dataclass(frozen=True)
+class HookEntry:
+    """One hook that is on a model now.
+
+    Args:
+        path: the module it is on (or module and parameter); "(every module)" for process-wide ones.
+        kind: "forward_pre", "forward", "backward", "grad", "state_dict", ...
+        owner: "hookline", "torch", the name of an installed package, or "yours".
+        function: the name of the function, as it was defined.
+        where: the file and line of its definition, where Python knows it.
+    """
+
+    path: str
+    kind: str
+    owner: str
+    function: str
+    where: str
+
+
+@final
+@dataclass(frozen=True)
+class Inventory:
+    """Every hook on a model, in registration order. Print it, iterate it, take its length."""
+
+    entries: tuple[HookEntry, ...]
+    modules: int
+
+    def __iter__(self) -> Iterator[HookEntry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __str__(self) -> str:
+        return text_of(inventory_parts(self), width=None)
+
+    __repr__ = __str__
+
+
+def inventory(model: nn.Module) -> Inventory:
+    """List every hook now on a model: hookline's, torch's, a library's, yours.
+
+        >>> model = nn.Linear(2, 2)
+        >>> handle = model.register_forward_hook(lambda module, args, output: None)
+        >>> [entry.kind for entry in inventory(model)]
+        ['forward']
+
+    Args:
+        model: any module. Nothing is run or changed.
+
+    Returns:
+        The hooks on its modules and parameters, and the process-wide ones.
+    """
+    nodes = walk(model)
+    return Inventory(tuple(_entries(nodes)), len(nodes))
+
+
+def inventory_parts(found: Inventory) -> list[Part]:
+    """Describe an inventory for the terminal: each hook, and whose it is."""
+    if not found.entries:
+        return [f"no hooks on {plural(found.modules, 'module')}"]
+    rows: list[list[Words]] = [
+        [
+            path_text(entry.path),
+            entry.kind,
+            [(entry.owner, "bold" if entry.owner == "yours" else "")],
+            entry.function,
+            [(entry.where, "dim")],
+        ]
+        for entry in found
+    ]
+    return [Table(["path", "kind", "owner", "function", "where"], rows)]
+
+
+def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
+    for kind, hook in global_hooks():
+        yield _entry("(every module)", kind, hook)
+    for node in nodes:
+        for kind in HOOK_DICTS:
+            for hook in hook_dict(node.module, kind).values():
+                yield _entry(node.path, kind, hook)
+        for name, parameter in node.module.named_parameters(recurse=False):
+            for kind, hook in tensor_hooks(parameter):
+                yield _entry(f"{node.path}.{name}".lstrip("."), kind, hook)
+
+
+def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
+    # Load-state-dict pre-hooks come wrapped by torch, and partials by anyone.
+    inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
+    owner = getattr(inner, "__self__", None)
+    if isinstance(owner, Tap | RootTap):
+        return HookEntry(path, kind, "hookline", _label(owner), "")
+    code: Any = inner
+    if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
+        code = type(inner)
+    module = getattr(code, "__module__", None) or ""
+    try:
+        file = inspect.getsourcefile(code) or ""
+        line = inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        file, line = "", 0
+    name = getattr(code, "__qualname__", type(inner).__name__)
+    where = f"{file}:{line}" if file else ""
+    return HookEntry(path, kind, _owner(module, file), name, where)
+
+
+def _label(owner: Tap | RootTap) -> str:
+    if is_inert(owner):
+        return "inert (of a copy): does nothing, goes when first called"
+    if isinstance(owner, RootTap):
+        return f"pass {owner.rank.name.lower()}s"
+    return f"{owner.rank.name.lower()} {owner.site}"
+
+
+def _owner(module: str, file: str) -> str:
+    top = module.partition(".")[0]
+    if top in ("torch", "hookline"):
+        return top
+    path = Path(file)
+    if file and any(path.is_relative_to(folder) for folder in _library_folders()):
+        return "python" if top in sys.stdlib_module_names else top
+    return "yours"
+
+
+def _library_folders() -> list[str]:
+    user = site.getusersitepackages()
+    paths = sysconfig.get_paths()
+    return [*site.getsitepackages(), user, paths["purelib"], paths["platlib"], paths["stdlib"]]

@@ -1,0 +1,1 @@
+"""Keep values and gradients as they flow."""

@@ -1,0 +1,66 @@
+"""Measuring: a user's function on values, as exact in 16 bits, and under autocast, as in 32.
+
+Sums, means and norms of float16 overflow, those of bfloat16 keep three digits, and under autocast a
+product of float32 matrices is computed in 16 bits, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hookline.engine import without_autocast
+from hookline.engine.pytree import tree
+
+# fmt: off
+_NARROW = frozenset({
+    torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+})
+# What autocast computes in float32 on an accelerator, and what it forgot, by name: a graph can
+# not be guarded on functions.
+_WIDE = frozenset({
+    "cdist", "corrcoef", "cosine_similarity", "cov", "cumprod", "cumsum", "dist", "exp", "l1_loss",
+    "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "logcumsumexp", "logsumexp", "mean",
+    "mse_loss", "nanmean", "nansum", "norm", "pow", "prod", "smooth_l1_loss", "special_logsumexp",
+    "square", "std", "std_mean", "sum", "trace", "var", "var_mean",
+})
+# fmt: on
+
+
+@final
+class _InFloat32(TorchFunctionMode):
+    """Has sums, means, norms and powers of narrow floats computed, and given, in float32."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function.__name__ in _WIDE:
+            args = tuple([_wide(one) for one in args])
+            kwargs = {name: _wide(one) for name, one in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
+
+
+def measured(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function makes of a value, computed without autocast, and reduced in float32."""
+    tensors = [tensor for _, tensor in tree.tensors(value)]
+    if not tensors:
+        return function(value)
+    with without_autocast(tensors[0].device.type):
+        if not any(tensor.dtype in _NARROW for tensor in tensors):
+            return function(value)
+        with _InFloat32():
+            return function(value)

@@ -1,0 +1,134 @@
+"""Keeping gradients: what `record` does at the ports that flow backward."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import (
+    PYTHON_NODE,
+    GradHook,
+    GradientCallback,
+    GradOutputTap,
+    Order,
+    Pass,
+    Passes,
+    PendingGradient,
+    Site,
+    backward_number,
+    has_numbers,
+    hook_value,
+    local_part,
+    outer_backward,
+)
+from hookline.engine.pytree import outlines
+from hookline.recordings import PartialGradients
+from hookline.verbs.record.keep import Keeper
+
+
+@final
+class KeepGradient(GradientCallback):
+    """Keeps the gradients at one site.
+
+    Args:
+        number: the site's, in the recording.
+        kept: makes what is kept of each.
+        parameter: the one whose gradient it is, for the norm that the gradient is compared with.
+        keeps_graph: whether what is kept holds the graph.
+    """
+
+    __slots__ = ("_kept", "_number", "_parameter", "keeps_graph")
+
+    def __init__(
+        self,
+        number: int,
+        kept: Keeper,
+        parameter: Tensor | None,
+        *,
+        keeps_graph: bool,
+    ) -> None:
+        self._number = number
+        self._kept = kept
+        self.keeps_graph = keeps_graph
+        # Not held: a hook that holds its own tensor is never freed.
+        self._parameter = None if parameter is None else weakref.ref(parameter)
+
+    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> None:
+        """Keep the gradient of one tensor."""
+        kept, was = self._kept(current, grad)
+        run = outer_backward()
+        if crossing.form is None:
+            current.note((self._number, kept, was, crossing.call, run, self._weight()))
+            return
+        known = crossing.gathered[run]
+        gathered = None if known is None else known()
+        if gathered is None:
+            gathered = PartialGradients(crossing.form)
+            # Held by the recording alone: what the graph's hooks hold must not hold the graph.
+            crossing.gathered[run] = weakref.ref(gathered)
+            current.note((self._number, gathered, None, crossing.call, run))
+        gathered.parts[slot] = kept, was
+
+    def missing(self, current: Pass, crossing: PendingGradient) -> None:
+        """Keep that there is none: None, in the value's structure."""
+        current.note((self._number, outlines.fill(crossing.form, {}), None, crossing.call))
+
+    def _weight(self) -> Tensor | None:
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None or not has_numbers(parameter):
+            return None
+        plain = local_part(parameter.detach())
+        if plain.layout is not torch.strided:
+            plain = plain.to_dense()
+        if plain.is_complex():
+            plain = plain.abs()
+        wide = plain if plain.dtype is torch.float64 else plain.float()
+        norm: Tensor = torch.linalg.vector_norm(wide)
+        return norm
+
+
+@final
+class PlainGradTap(GradOutputTap):
+    """Keeps the gradient of a lone output as it is: `GradOutputTap` and `KeepGradient` in one.
+
+    As few calls as can be between torch and the recording: there are two for each site and pass.
+    """
+
+    __slots__ = ("index",)
+
+    def __init__(self, site: Site, passes: Passes, on: KeepGradient, number: int) -> None:
+        super().__init__(site, passes, on, Order.GRAD_RECORD)
+        self.index = number
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook on the module."""
+        if is_dynamo_compiling():
+            return super().fire(module, args, output)
+        current = self.lane.current
+        node = output.grad_fn if type(output) is Tensor else None
+        # A function of Python's may be compiled code, which returned others as well: `look` knows.
+        is_plain = node is not None and not issubclass(type(node), PYTHON_NODE)
+        if current is None or not is_plain or current.stretch is not None:
+            return self.look(module, output, id(sys._getframe(1)))
+        calls = current.calls
+        call = calls.get(self, 0)
+        calls[self] = call + 1
+        self.placed += 1
+        view = hook_value(output, GradHook(self.keep, current, call), self.lose, id(module))
+        if view is not None:
+            self.note_view(current, view)
+        return None
+
+    def keep(self, current: Pass, call: int, grad: Tensor | None) -> None:
+        """The hook on the tensor."""
+        if self.passes.closed or grad is None:
+            return
+        self.fired += 1
+        if grad.requires_grad:
+            grad = grad.detach()
+        current.note((self.index, grad, grad._version, call, backward_number()))

@@ -1,0 +1,171 @@
+"""What of a value is kept, and where: the options that `record` and `features` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Pass, Untold, every_tensor, innermost, local_shards, tensor_holder
+from hookline.engine.pytree import describe, tree
+from hookline.errors import AttachError, SiteError
+from hookline.recordings import Beside, Unknowable, stamp
+from hookline.verbs.record.float32 import measured
+
+
+class Keep(TypedDict, total=False):
+    """What of a value is kept, and where.
+
+    Args:
+        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
+            for gradients with each tensor, as they arrive one by one. Sums, means, norms and
+            powers of 16-bit floats are computed, and kept, in float32; autocast is off.
+        device: where to keep tensors.
+        dtype: the dtype of floating tensors as kept; others stay as they are.
+        detach: False keeps the autograd graph, and with it the memory of the whole pass.
+        copy: True copies every tensor, False none. None, the default, copies where torch cannot
+            tell of later changes: what shares memory with a parameter or buffer, DTensors,
+            inference tensors, and in a process group of several ranks everything.
+    """
+
+    keep: Callable[[Any], Any] | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    detach: bool
+    copy: bool | None
+
+
+def check_options(verb: str, options: Keep) -> None:
+    """Refuse an option that a verb does not have, and a device, dtype or copy that is none.
+
+    Raises:
+        TypeError: there is no such option.
+        AttachError: one of them is none.
+    """
+    for name in options.keys() - Keep.__annotations__.keys():
+        raise TypeError(
+            f"hl.{verb}() got an unexpected keyword argument {name!r}."
+            f"\nGive some of {', '.join(f'{known}=' for known in Keep.__annotations__)}."
+        )
+    if options.get("copy") not in (None, True, False):
+        raise AttachError(
+            f"copy= must be True, False or None, got {options.get('copy')!r}."
+            "\nLeave it out to copy where torch cannot tell of changes."
+        )
+    device, dtype = options.get("device"), options.get("dtype")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise AttachError(
+            f"dtype must be a torch.dtype, got {dtype!r}.\nGive one such as dtype=torch.float16."
+        )
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise AttachError(
+            f"device must be a torch.device or its name, got {device!r}.\nGive one such as"
+            " device='cpu'."
+        ) from None
+
+
+def is_plain(options: Keep) -> bool:
+    """Whether values are kept as they are, detached: the fast way."""
+    return options.get("detach", True) and not any(
+        options.get(key) for key in ("keep", "device", "dtype", "copy")
+    )
+
+
+@final
+class Keeper:
+    """Makes of a value what is kept of it, and the stamp that tells whether that changes.
+
+    Args:
+        options: what is kept.
+        untold: tells where torch raises no version; None where nobody is to care.
+    """
+
+    __slots__ = ("_copy", "_detach", "_keep", "_move", "_untold")
+
+    def __init__(self, options: Keep, untold: Untold | None) -> None:
+        self._keep = options.get("keep")
+        self._move = options.get("device"), options.get("dtype")
+        self._detach = options.get("detach", True)
+        self._copy = options.get("copy")
+        self._untold = untold
+
+    def __call__(self, current: Pass, value: Any) -> tuple[Any, Any]:
+        """What is kept of a value that was seen in a pass, and its stamp.
+
+        Raises:
+            SiteError: it was to be copied, and cannot be.
+        """
+        beside: list[tuple[Tensor, Tensor]] = []
+        if self._keep is None:
+            found = tree.map_tensors(
+                lambda tensor: self._take(tensor, self._must_copy(current, tensor), beside), value
+            )
+        else:
+            found = self._kept(current, value, self._keep, beside)
+        return found, self._stamp(current, found, beside)
+
+    def _kept(
+        self,
+        current: Pass,
+        value: Any,
+        keep: Callable[[Any], Any],
+        beside: list[tuple[Tensor, Tensor]],
+    ) -> Any:
+        # What comes of a tensor may well be a view of it.
+        must = any(self._must_copy(current, tensor) for _, tensor in tree.tensors(value))
+        if self._detach:
+            value = tree.map_tensors(Tensor.detach, value)
+        try:
+            # Whatever keep= computes is of this rank's part, and talks to no other rank.
+            found = measured(keep, local_shards(value))
+        except Exception as error:
+            error.add_note(f"hookline: keep= was called with {describe.in_words(value)}")
+            raise
+
+        def take(tensor: Tensor) -> Tensor:
+            # A slice would keep the memory of the whole it was cut from.
+            copied = must or _is_part(tensor) or self._must_copy(current, tensor)
+            return self._take(tensor, copied, beside)
+
+        return tree.map_tensors(take, found)
+
+    def _must_copy(self, current: Pass, tensor: Tensor) -> bool:
+        if self._copy is not None or self._untold is None:
+            return bool(self._copy)
+        return tensor.is_inference() or self._untold.has(current, tensor)
+
+    def _take(self, tensor: Tensor, copied: bool, beside: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if self._detach and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):
+            tensor = tensor.detach()
+        device, dtype = self._move
+        if device is not None or dtype is not None:
+            moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            if moved is not tensor:
+                return moved
+        if not copied:
+            return tensor
+        if not tensor.requires_grad or self._copy or tensor.is_inference():
+            return tensor.clone()
+        # With its graph: gradients with respect to a copy would not be those of the value.
+        beside.append((tensor, tensor.detach().clone()))
+        return tensor
+
+    def _stamp(self, current: Pass, found: Any, beside: list[tuple[Tensor, Tensor]]) -> Any:
+        held = tensor_holder(found)
+        if held is not None and self._copy:
+            raise SiteError(
+                f"copy=True must copy every tensor, got one in a {type(held).__name__}, which"
+                " cannot be copied.\nRecord with keep=, a function that takes the tensors out."
+            )
+        if held is not None and any(self._must_copy(current, one) for one in every_tensor(held)):
+            return Unknowable(type(held).__name__)
+        return stamp(found) if not beside else Beside(stamp(found), beside)
+
+
+def _is_part(tensor: Tensor) -> bool:
+    held = innermost(tensor)
+    return held.layout is torch.strided and held.untyped_storage().nbytes() > held.nbytes

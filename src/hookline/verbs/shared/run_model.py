@@ -1,0 +1,115 @@
+"""Running a model on whatever a person gives as its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine.torch_private.modules import buffers
+from hookline.errors import InputError
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Run a model: a tuple is its arguments, a mapping its keyword arguments.
+
+    A function is called as it is: code that runs the model somewhere inside. Anything else is the
+    model's only argument.
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if callable(inputs) and not isinstance(inputs, Tensor | nn.Module):
+        return inputs()
+    return model(inputs)
+
+
+@contextmanager
+def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode without gradients, and leave it as it was.
+
+    Training flags, buffers and random states are put back afterwards.
+
+    Raises:
+        InputError: the model has lazy parameters, which its first run would create for good.
+    """
+    name = lazy_name(model)
+    if name is not None:
+        raise InputError(
+            f"the parameter {name} is lazy: the first run of the model would create it for"
+            " good.\nRun the model once yourself, then ask again."
+        )
+    with restore_state(model), torch.no_grad(), in_eval_mode(model.modules()):
+        yield
+
+
+@contextmanager
+def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules in eval mode for a while, and give each its own mode back."""
+    # A frozen ScriptModule has no such flag.
+    training = [module for module in modules if getattr(module, "training", False)]
+    try:
+        # The flags alone: `train()` and `eval()` may be overridden, and merge or unpack weights.
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def lazy_name(model: nn.Module) -> str | None:
+    """The first parameter or buffer that the model's first run will create; None if all exist."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in tensors if is_lazy(tensor)), None)
+
+
+@contextmanager
+def restore_state(model: nn.Module) -> Iterator[None]:
+    """Leave training flags, buffers and random states as they are, whatever runs in the block.
+
+    It runs on copies of the buffers. Compiled code is bound to the buffers themselves: there they
+    are written back.
+    """
+    modules = list(model.modules())
+    flags = [(module, module.training) for module in modules]
+    on_copies = not any(is_compiled(module) for module in modules)
+    copies: dict[int, Tensor] = {}  # a buffer may be held by several modules
+    kept = [
+        (table, name, buffer, copies.setdefault(id(buffer), _clone(buffer)), _version(buffer))
+        for table in map(buffers, modules)
+        for name, buffer in table.items()
+        if buffer is not None and not buffer.is_meta
+    ]
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=devices):
+        try:
+            if on_copies:
+                for table, name, _, copy, _ in kept:
+                    table[name] = copy
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+            for table, name, buffer, copy, version in kept:
+                table[name] = buffer
+                if not on_copies and (version is None or buffer._version != version):
+                    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                        buffer.copy_(copy)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # of the same kind
+        return tensor.clone()
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -1,0 +1,1 @@
+"""Print what flows while it flows, with times."""

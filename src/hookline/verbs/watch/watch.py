@@ -1,0 +1,295 @@
+"""watch: print each module as it runs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self, TextIO, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import (
+    GradientCallback,
+    Line,
+    Order,
+    Pass,
+    PendingGradient,
+    Report,
+    Selection,
+    Selector,
+    Site,
+    SplitCallback,
+    aside,
+    check_ports,
+    hides,
+    innermost,
+    local_shards,
+    path_text,
+    snapshot,
+)
+from hookline.engine.pytree import describe, tree
+from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.torch_private.modules import is_scripted
+from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.watch.stopwatch import Call, Running, time_calls
+
+_CHUNK = 2**16  # elements whose float64 copy, of 512 KiB, stays in a core's cache
+
+
+@final
+@hides("start")
+class Watch(VerbLine[Line]):
+    """A line that prints: a context manager, or ended by `remove()`."""
+
+    def __init__(self, line: Line, model: nn.Module, file: TextIO | None) -> None:
+        super().__init__(line)
+        self._model: nn.Module | None = model
+        self._printer = _Printer(file)
+        self._optional = False
+
+    def __enter__(self) -> Self:
+        self._line.__enter__()
+        return self
+
+    def _ending(self, error: BaseException | None) -> None:
+        if error is not None and self._model is not None:
+            found = find_failing_module(self._model, error)
+            if found is not None:
+                text = str(error).strip().splitlines() or [""]
+                self._printer.say(f"!! {found}, raised {type(error).__name__}: {text[0]}")
+
+    def _ended(self, error: BaseException | None) -> None:
+        self._model = None
+
+    def report(self) -> Report:
+        """What was matched and attached, and how often each site fired."""
+        full = self._line.report()
+        shown = tuple(
+            (site, count)
+            for site, count in full.fired
+            if site.port != "input" and not (self._optional and site.is_gradient and not count)
+        )
+        return replace(full, fired=shown, why={site: full.why[site] for site, n in shown if not n})
+
+    def start(self, selection: Selection, *, optional: bool) -> None:
+        """Attach: an input tap starts a module's clock, an output tap prints it.
+
+        With `optional`, it is no mistake if no backward comes.
+        """
+        self._optional = optional
+        places = list(selection.places())
+        starts = [
+            (replace(site, port="input", leaf=()), node)
+            for site, node in places
+            if site.port == "output" and isinstance(node, ModuleNode)
+        ]
+        depth = {site: site.path.count(".") for site, _ in places}
+        width = max((len(site.path) + 2 * depth[site] + 3 for site, _ in places), default=8)
+
+        printer = self._printer  # and not self: hooks that held the line would keep it on
+
+        def bind(site: Site) -> Any:
+            if site.is_gradient:
+                return _Back(printer, site, min(width, 44), optional)
+            if site.port == "input":
+                return SplitCallback(printer.enter, _nothing, _see_nothing)
+            shown = min(width, 44)
+            return SplitCallback(
+                printer.leave(site, shown), snapshot, printer.compiled(site, shown)
+            )
+
+        line = self._line
+        with line.all_or_nothing() as placements:
+            line.tap(Selection(line.layout, [*places, *starts]), bind, Order.RECORD)
+            for module in {id(node): node.module for _, node in starts}.values():
+                if not is_scripted(module):
+                    time_calls(module, placements, line.passes, printer.running)
+
+
+@final
+class _Printer:
+    """Prints what flows by."""
+
+    __slots__ = ("_file", "running")
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+        self.running = Running()
+
+    def enter(self, current: Pass, value: Any) -> None:
+        """Note the structure of the inputs of the call that has just begun."""
+        if self.running.calls:
+            self.running.calls[-1].got = describe.shape_or_structure(value)
+
+    def leave(self, site: Site, width: int) -> Any:
+        """Return what prints an output."""
+        name = path_text(site.path)
+
+        def see(current: Pass, value: Any) -> None:
+            calls = self.running.calls
+            call = calls[-1] if calls and calls[-1].has_run else None
+            label = "  " * (len(calls) - (call is not None)) + name
+            if _is_elsewhere(value):
+                for one in calls:
+                    one.launches = True
+            with aside(current.stretch):
+                shown = _shown(value)
+            got = "?" if call is None else call.got
+            took = "" if call is None else _took(call)
+            self.say(f"{label:{width}}  {site.module_type:18} {got} -> {shown}{took}")
+
+        return see
+
+    def compiled(self, site: Site, width: int) -> Any:
+        """Return what prints an output of compiled code, which tells no time and no order."""
+        label = "  " * (site.path.count(".") + bool(site.path)) + path_text(site.path)
+
+        def see(current: Pass, value: Any) -> None:
+            for call in self.running.calls:
+                call.has_compiled = True
+            self.say(f"{label:{width}}  {site.module_type:18} -> {_shown(value)}")
+
+        return see
+
+    def back(self, site: Site, width: int, value: Any) -> None:
+        """Print a gradient."""
+        name = path_text(site.path)
+        self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=self._file if self._file is not None else sys.stdout)
+
+
+@final
+class _Back(GradientCallback):
+    """Prints the gradients at one site."""
+
+    __slots__ = ("_printer", "_site", "_width", "optional")
+
+    def __init__(self, printer: _Printer, site: Site, width: int, optional: bool) -> None:
+        self._printer = printer
+        self._site = site
+        self._width = width
+        self.optional = optional
+
+    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> None:
+        """Print the gradient of one tensor."""
+        self._printer.back(self._site, self._width, grad)
+
+
+def watch(
+    model: nn.Module,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] | None = None,
+    file: TextIO | None = None,
+    every_thread: bool = False,
+) -> Watch:
+    """Print each module as it runs: depth, path, type, shapes, dtype, mean, std, time.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with watch(model, file=io.StringIO()):
+        ...     _ = model(torch.zeros(4, 2))
+
+    A module is printed when it has run, so a container comes after what it holds; the indentation
+    is the depth of the call. In backward, the gradient of each module's output is printed when it
+    arrives, marked `<`: the last module's first. Statistics are of the first floating tensor, in
+    float64 on the CPU, else in float32. Where a module raises, the last line names it and what it
+    got. Under `vmap` shapes are those of one example, and statistics are of all of them.
+
+    The time is that of the module without hookline: its hooks, the statistics and the printing are
+    left out, also those of other lines and of modules inside. Hooks that are not hookline's and
+    edits are counted. Hooks cool the caches, which adds up to 0.03 ms a call; a time that this
+    could change by more than a tenth is marked `~`. Of modules on an accelerator it is the time to
+    launch the work, not to do it, and the line says so. What runs in compiled code is printed when
+    that has run, in registration order, without inputs and times; what holds compiled code is
+    printed without a time.
+
+    Args:
+        model: the model.
+        selector: which modules; as in `hl.select`. None is every module.
+        ports: what is printed, of "output" (with the input's shape and the time), "grad_output",
+            "grad_input" and "grad"; None is outputs, and their gradients if a backward comes.
+        file: where to print; None is the standard output.
+        every_thread: see every thread and async task. False: see the one that calls this, and what
+            runs in a copy of its context.
+
+    Returns:
+        A line: a context manager, or ended by `remove()`.
+
+    Raises:
+        SelectionError: the selector matches nothing.
+    """
+    line = Line(model, name="watch", every_thread=every_thread)
+    line.lenient = selector is None
+    watching = Watch(line, model, file)
+    wanted = ("output", "grad_output") if ports is None else check_ports(ports)
+    watching.start(line.select(selector, wanted), optional=ports is None)
+    return watching
+
+
+def _nothing(value: Any) -> None:
+    """What compiled code keeps of an input."""
+
+
+def _see_nothing(current: Pass, value: Any) -> None:
+    """What is made of that."""
+
+
+def _shown(value: Any) -> str:
+    """A value's shape and dtype, and the mean and deviation of its first floating tensor."""
+    value = local_shards(value)  # nothing here talks to other ranks
+    text = describe.shape_or_structure(value)
+    for _, tensor in tree.tensors(value):
+        if not tensor.is_floating_point() or tensor.is_meta:
+            continue
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        try:
+            with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+                mean, std = _mean_and_std(innermost(tensor.detach()))
+                return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}"
+        except Exception:  # sparse, nested, fake: it has no numbers to show; the model must go on
+            return f"{text} {dtype}"
+    return text
+
+
+def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
+    """Compute the mean and the standard deviation of all elements, in float64 on the CPU.
+
+    `torch.std_mean` takes ten times as long there. That is not only slow: the longer a hook runs,
+    the more of the model's data leaves the caches, and the longer the model takes after it.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        both = torch.std_mean(tensor.float(), correction=0)
+        return both[1].item(), both[0].item()
+    count, total_mean, squares = 0, 0.0, 0.0
+    for part in torch.split(tensor.reshape(-1), _CHUNK):
+        deviations = part.double()
+        n, mean = len(part), deviations.mean().item()
+        deviations = deviations - mean
+        # Chan, Golub and LeVeque: two means, and two sums of squared deviations, merged.
+        apart = mean - total_mean
+        squares += torch.dot(deviations, deviations).item() + apart**2 * (count * n / (count + n))
+        count += n
+        total_mean += apart * (n / count)
+    if not math.isfinite(total_mean):
+        return tensor.double().mean().item(), math.nan  # of infinities of one sign
+    return total_mean, math.sqrt(squares / count)
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether a value is computed by a device that Python does not wait for."""
+    return any(tensor.device.type not in ("cpu", "meta") for _, tensor in tree.tensors(value))
+
+
+def _took(call: Call) -> str:
+    """Format the time of a call; empty where nobody can say."""
+    if call.seconds is None:
+        return ""
+    about = "" if call.is_exact else "~"
+    return f"  {about}{call.seconds * 1e3:.3f} ms{' to launch' if call.launches else ''}"

@@ -1,0 +1,29 @@
+"""Numbers with their nouns."""
+
+from __future__ import annotations
+
+import pytest
+
+from hookline.display.text import escape_invisible, plural
+
+
+def test_nouns_follow_their_number():
+    assert plural(1, "pass", "passes") == "1 pass"
+    assert plural(1200, "pass", "passes") == "1,200 passes"
+    assert [plural(n, "site") for n in (0, 1, 2)] == ["0 sites", "1 site", "2 sites"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("layer4.0", "layer4.0"),
+        ("Schicht ä 層 \u2003x", "Schicht ä 層 \u2003x"),
+        ("two\nlines\tand", "two\nlines\tand"),
+        ("layer\u202egnp.1", r"layer\u202egnp.1"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("zero\u200bwidth", r"zero\u200bwidth"),
+        ("half \ud800", r"half \ud800"),
+    ],
+)
+def test_marks_that_are_not_seen_are_written_out(text, shown):
+    assert escape_invisible(text) == shown

@@ -1,0 +1,89 @@
+"""The walk over a model's modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hookline.engine.selection.module_tree import layout, layout_of_tensors, walk
+
+
+def test_every_module_once_in_registration_order(net):
+    nodes = walk(net)
+    assert [node.path for node in nodes] == [path for path, _ in net.named_modules()]
+    assert [node.module for node in nodes] == list(net.modules())
+
+
+def test_a_shared_module_carries_all_its_paths_and_those_below_it():
+    shared = nn.Sequential(nn.Linear(2, 2))
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    by_path = {node.path: node.aliases for node in walk(model)}
+    assert by_path == {"": (), "a": ("b",), "a.0": ("b.0",)}
+    torchs = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    assert sorted([p for n in walk(model) for p in n.paths]) == sorted(torchs)
+
+
+def test_a_module_that_holds_itself_does_not_hang():
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.add_module("me", model)
+    assert [node.path for node in walk(model)] == ["", "0"]
+
+
+def test_wrapper_prefixes_are_left_out(net):
+    wrapped = nn.DataParallel(net)
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    compiled = torch.compile(net, backend="eager")
+    paths = [path for path, _ in net.named_modules()]
+    for wrapper in (wrapped, averaged, compiled, torch.compile(wrapped, backend="eager")):
+        assert [node.path for node in walk(wrapper)] == paths
+
+
+def test_a_child_that_is_merely_called_module_keeps_its_name():
+    model = nn.Module()
+    model.module = nn.Linear(1, 1)
+    assert [node.path for node in walk(model)] == ["", "module"]
+
+
+def test_modules_without_a_hash_are_walked():
+    class Equal(nn.Linear):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    assert len(walk(nn.Sequential(Equal(1, 1), Equal(1, 1)))) == 3
+
+
+def test_every_parameter_once_in_registration_order(net):
+    nodes = layout(net).tensors
+    assert [node.path for node in nodes] == [name for name, _ in net.named_parameters()]
+    assert all(node.tensor is p for node, p in zip(nodes, net.parameters(), strict=True))
+    assert nodes[0].type_name == "Conv2d.weight"
+
+
+def test_a_shared_modules_and_a_tied_parameter_carry_all_their_paths():
+    shared, head = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    head.weight = shared.weight
+    model = nn.ModuleDict({"a": shared, "b": shared, "head": head})
+    by_path = {node.path: node.aliases for node in layout(model).tensors}
+    assert by_path == {"a.weight": ("b.weight", "head.weight"), "a.bias": ("b.bias",)}
+    torchs = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = [path for node in layout(model).tensors for path in node.paths]
+    assert sorted(found) == sorted(torchs)
+
+
+def test_tensors_that_are_given_by_name_are_found_by_it():
+    a, b = torch.ones(1), torch.ones(2)
+    nodes = layout_of_tensors({"a": a, "b": b, "again": a}).tensors
+    assert [(node.path, node.aliases) for node in nodes] == [("a", ("again",)), ("b", ())]
+
+
+def test_the_layout_knows_what_holds_its_compiled_call_wrappers_too():
+    leaf, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(leaf, inner, nn.Tanh())
+    assert layout(model).compiled == []
+    leaf.compile(backend="eager")
+    inner.compile(backend="eager")
+    wrapper = nn.DataParallel(model)
+    wrapper.compile(backend="eager")
+    assert layout(wrapper).compiled == [wrapper, leaf, inner]

@@ -1,0 +1,67 @@
+"""Every private name of torch.distributed that hookline touches: when one moves, a test says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hookline.engine.torch_private import distributed as internals
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_is_known_and_has_a_part_and_a_whole(mesh):
+    """If DTensor moves, look-ups give DTensors, and what is computed from them may hang."""
+    plain = torch.arange(4.0)
+    tensor = distribute_tensor(plain, mesh, [Shard(0)])
+    assert internals.is_dtensor(tensor)
+    assert not internals.is_dtensor(plain)
+    assert type(internals.local_part(tensor)) is torch.Tensor
+    assert torch.equal(internals.local_part(tensor), plain)
+    assert internals.local_part(plain) is plain
+    assert torch.equal(internals.full_value(tensor), plain)
+
+
+def test_a_tensor_that_is_on_its_way_is_waited_for(mesh):
+    """If it is renamed, recordings under tensor parallelism cannot be saved."""
+    from torch.distributed import _functional_collectives as collectives
+
+    coming = collectives.all_reduce(torch.ones(2), "sum", mesh)
+    assert type(coming) is not torch.Tensor
+    assert type(internals.local_part(coming)) is torch.Tensor
+
+
+def test_the_parameters_that_are_sharded_are_known_in_both_forms(mesh):
+    """If these move, gradients under FSDP2 are never seen, and features leave models unsharded."""
+    model = nn.Linear(2, 2)
+    assert internals.sharded_parameters(model) == []
+    fully_shard(model, mesh=mesh)
+    shards = [model.weight, model.bias]
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    found = internals.sharded_parameters(model)
+    assert [shard is mine for (shard, _), mine in zip(found, shards, strict=True)] == [True, True]
+    assert found[0][1] is model.weight
+    internals.reshard(model)
+    assert model.weight is shards[0]
+
+
+def test_the_store_has_what_a_meeting_needs(mesh):
+    """If it moves, run.full, run.reduced and run.save cannot meet."""
+    store = internals.default_store()
+    assert internals.is_grouped()
+    assert store.add("number", 1) == 1
+    assert store.compare_set("verdict", "", "first") == b"first"
+    assert store.compare_set("verdict", "", "second") == b"first"
+    assert store.check(["verdict"])
+    assert not store.check(["nothing"])

@@ -1,0 +1,425 @@
+"""Raw backward hooks beside torch's own: the same where torch is right, right where it is not."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+
+class Inside(nn.Module):
+    """A module between two layers, called and used as a test says."""
+
+    def __init__(self, inner, use=lambda inner, h: inner(h)):
+        super().__init__()
+        self.stem, self.inner, self.use = nn.Linear(3, 3), inner, use
+
+    def forward(self, x):
+        found = self.use(self.inner, self.stem(x))
+        parts = found if isinstance(found, tuple) else (found,)
+        return sum(((k + 1) * part.square()).sum() for k, part in enumerate(parts))
+
+
+class Two(nn.Module):
+    """Two inputs, two outputs."""
+
+    def forward(self, a, b):
+        return a * b, a.tanh() + b
+
+
+class Square(nn.Module):
+    """Saves its input: a second derivative comes back to it past the output."""
+
+    def forward(self, x):
+        return x**2
+
+
+class Keeping(nn.Module):
+    """Keeps its output, as modules that show their attention do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return self.kept
+
+
+class OwnParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x):
+        return self.weight
+
+
+NO_INPUT = "no input with gradient"
+CASES = {
+    "layer": lambda: Inside(nn.Linear(3, 3)),
+    "twice": lambda: Inside(nn.Tanh(), lambda m, h: m(m(h))),
+    "two of each": lambda: Inside(Two(), lambda m, h: m(h, h * 2)),
+    "past it, too": lambda: Inside(nn.Linear(3, 3), lambda m, h: m(h) + h),
+    "its input": lambda: Inside(nn.Identity(), lambda m, h: m(h) * h),
+    "its parameter": lambda: Inside(OwnParameter(), lambda m, h: m(h) * h),
+    NO_INPUT: lambda: Inside(nn.Linear(3, 3), lambda m, h: m(h.detach())),
+    "a container": lambda: Inside(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Identity())),
+}
+RUNS = {
+    "backward": lambda model, x: model(x).backward(),
+    "backward twice": lambda model, x: [
+        loss.backward(retain_graph=True) for loss in [model(x)] for _ in range(2)
+    ],
+    "autograd.grad": lambda model, x: torch.autograd.grad(model(x), x, allow_unused=True),
+    "inputs=": lambda model, x: model(x).backward(inputs=[model.stem.weight, x]),
+    "parameters": lambda model, x: torch.autograd.grad(
+        model(x), list(model.parameters()), allow_unused=True
+    ),
+    "two passes": lambda model, x: (model(x) * model(x)).backward(),
+}
+
+
+def plain(grads):
+    return None if grads is None else [None if g is None else g.detach().clone() for g in grads]
+
+
+def same(found, expected):
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == expected if not isinstance(found, torch.Tensor) else False
+
+
+@contextmanager
+def hooked(by, model, back, pre):
+    if by == "torch":
+        handles = [
+            model.inner.register_full_backward_hook(back),
+            model.inner.register_full_backward_pre_hook(pre),
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, when no input needs a gradient
+            yield
+        for handle in handles:
+            handle.remove()
+    else:
+        with hl.attach(model) as line:
+            line.quiet = True
+            line.backward("inner", back)
+            line.backward_pre("inner", pre)
+            yield
+
+
+def seen_by(by, make, run, change):
+    """What the hooks are given, in order, and the gradients that come of it."""
+    torch.manual_seed(0)
+    model, x, seen = make(), torch.randn(2, 3, requires_grad=True), []
+
+    def back(module, grad_input, grad_output):
+        seen.append(("after", type(module), plain(grad_input), plain(grad_output)))
+        if change and any(g is not None for g in grad_input):
+            return tuple(None if g is None else g * 2 + 1 for g in grad_input)
+        return None
+
+    def pre(module, grad_output):
+        seen.append(("before", type(module), plain(grad_output)))
+        return tuple(g * 3 - 1 for g in grad_output) if change else None
+
+    with hooked(by, model, back, pre):
+        result = run(model, x)
+    gradients = [p.grad for p in [x, *model.parameters()]]
+    return seen, [*gradients, *(result if isinstance(result, tuple) else ())]
+
+
+@pytest.mark.parametrize("change", [False, True], ids=["look", "change"])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("case", CASES)
+def test_hooks_are_given_what_torchs_are_and_have_the_same_effect(case, run, change):
+    expected = seen_by("torch", CASES[case], RUNS[run], change)
+    found = seen_by("hookline", CASES[case], RUNS[run], change)
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+    # Where nothing is wanted of what lies behind the module, nothing comes back through it.
+    behind = run in ("autograd.grad", "inputs=") and case in ("its parameter", NO_INPUT)
+    assert bool(expected[0]) is not behind
+
+
+# -- where torch is not right ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["one output", "an input without gradient"])
+def test_an_input_that_nothing_came_back_to_has_none_and_not_zeros(use):
+    class Apart(nn.Module):
+        def forward(self, a, b):
+            return a * 2, b * 3
+
+    def one_output(inner, h):
+        return inner(h, h * 2)[0]
+
+    def one_input(inner, h):
+        return inner(h, torch.ones(2, 3))[0]
+
+    seen = {}
+    for by in ("torch", "hookline"):
+        model = Inside(Apart(), one_output if use == "one output" else one_input)
+
+        def note(module, grad_input, grad_output, by=by):
+            seen[by] = grad_input, grad_output
+
+        with hooked(by, model, note, lambda *_: None):
+            model(torch.ones(2, 3)).backward()
+    assert not seen["torch"][0][1].any()
+    assert seen["hookline"][0][1] is None
+    assert seen["torch"][1][1] is seen["hookline"][1][1] is None
+
+
+def test_one_tensor_given_twice_is_one_tensor_with_one_gradient():
+    # torch gives the module two, so that self-attention would not know itself; and each its share.
+    model, seen = Inside(Two(), lambda m, h: m(h, h)), []
+    with hooked("hookline", model, lambda m, grads, _: seen.append(grads), lambda *_: None):
+        model(torch.ones(2, 3)).backward()
+    expected = []
+    with hooked("torch", model, lambda m, grads, _: expected.append(grads), lambda *_: None):
+        model(torch.ones(2, 3)).backward()
+    assert torch.equal(seen[0][0], seen[0][1])
+    assert torch.allclose(seen[0][0], expected[0][0] + expected[0][1])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(3, 3), nn.Identity, Two], ids=["layer", "identity", "two"]
+)
+def test_what_is_changed_in_place_behind_a_module_is_right_where_torch_raises(make):
+    def call(module, h):
+        return module(h, h + 1) if isinstance(module, Two) else (module(h),)
+
+    def in_place(module, h):
+        found = call(module, h)
+        return (found[0].mul_(3), *found[1:])
+
+    def apart(module, h):
+        found = call(module, h)
+        return (found[0] * 3, *found[1:])
+
+    def run(by, use):
+        torch.manual_seed(0)
+        model, seen = Inside(make(), use), []
+        with hooked(by, model, lambda m, *grads: seen.extend(grads), lambda *_: None):
+            model(torch.ones(2, 3)).backward()
+        return seen, [p.grad for p in model.parameters()]
+
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        run("torch", in_place)
+    assert same(run("hookline", in_place), run("torch", apart))
+
+
+class Plus(nn.Module):
+    def forward(self, x):
+        return x * 2 + 1
+
+
+BLOCKS = {
+    "relu": nn.ReLU,
+    "arithmetic": Plus,
+    "several": lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("where", ["the root", "inside", "everywhere", "two lines"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_input_that_is_written_to_behind_the_module_is_right(block, where):
+    def run(by):
+        torch.manual_seed(0)
+        inner, seen = BLOCKS[block](), []
+        model = nn.Sequential(inner) if where == "inside" else inner
+
+        def hook(module, grad_input, grad_output):
+            seen.append((grad_input, grad_output))
+
+        leaf = torch.ones(2, 3, requires_grad=True)
+        x = leaf.clone()
+        with ExitStack() as stack:
+            if by == "torch":
+                stack.callback(inner.register_full_backward_hook(hook).remove)
+            else:
+                line = stack.enter_context(
+                    hl.attach(hl.EVERYWHERE if where == "everywhere" else model)
+                )
+                line.backward(inner, hook)
+            if by == "hookline" and where == "two lines":
+                stack.enter_context(hl.attach(model)).backward("", lambda *_: None)
+            x += model(x)
+            x.sum().backward()
+        return seen, leaf.grad
+
+    found = run("hookline")
+    assert len(found[0]) == 1
+    assert same(found, run("torch"))
+
+
+def test_a_second_derivative_that_comes_past_the_outputs_calls_no_hook():
+    # torch is silent, too: there is no grad_output that the hook could be given.
+    for by in ("torch", "hookline"):
+        model, seen = Inside(Square()), []
+        x = torch.ones(2, 3, requires_grad=True)
+
+        def note(module, grad_input, grad_output, seen=seen):
+            seen.append(grad_output[0].shape)
+
+        with hooked(by, model, note, lambda *_: None):
+            (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+            assert len(seen) == 1
+            # Straight to the input that Square saved, not through what it returned.
+            h = model.stem(x)
+            y = model.inner(h).sum()
+            (first,) = torch.autograd.grad(y, h, create_graph=True)
+            first.sum().backward()
+        assert len(seen) == 2
+        assert grad.shape == (2, 3)
+
+
+class Expm1(torch.autograd.Function):
+    """exp(x) - 1, which keeps its output for backward, and does not say so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.expm1()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * (y + 1)
+
+
+class Custom(nn.Module):
+    def forward(self, x):
+        return Expm1.apply(x)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [Square(), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.Softmax(1)), Custom(), nn.GELU()],
+    ids=["square", "tanh", "softmax", "custom", "gelu"],
+)
+def test_gradients_that_hooks_change_can_be_differentiated_again_as_torchs(inner):
+    found = {}
+    for by in ("torch", "hookline"):
+        torch.manual_seed(0)
+        model, x = Inside(inner), torch.randn(2, 3, requires_grad=True)
+        with hooked(by, model, lambda m, gi, go: (gi[0] * 2,), lambda m, go: (go[0] ** 2,)):
+            (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+            found[by] = torch.autograd.grad(grad.square().sum(), [x, *model.parameters()])
+    assert all(map(torch.allclose, found["hookline"], found["torch"]))
+    assert found["torch"][0].any()
+
+
+class Named(nn.Module):
+    """A layer whose result stands in a dict, into which torch's own hooks do not look."""
+
+    def forward(self, x):
+        return {"y": x.tanh()}
+
+
+class InsideNamed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.stem, self.inner = nn.Linear(3, 3), inner
+
+    def forward(self, x):
+        y = self.inner(self.stem(x))
+        return (y["y"] if isinstance(y, dict) else y).sum(1) ** 2
+
+
+def test_gradients_in_a_dict_can_be_differentiated_again_as_those_of_a_lone_tensor():
+    def squared(module, grad_output):
+        return {"y": grad_output["y"] ** 2} if module.kind == "dict" else (grad_output[0] ** 2,)
+
+    found = []
+    for inner, kind in ((nn.Tanh(), "lone"), (Named(), "dict")):
+        torch.manual_seed(0)
+        model, x = InsideNamed(inner), torch.randn(2, 3, requires_grad=True)
+        inner.kind = kind
+        with hl.attach(model) as line:
+            line.backward("inner", lambda m, gi, go: (gi[0] * 2,))
+            line.backward_pre("inner", squared)
+            (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()]))
+    assert all(map(torch.allclose, *found))
+    assert found[0][0].any()
+
+
+# -- what is left ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["backward", "backward_pre"])
+def test_a_module_that_keeps_its_output_is_set_free_after_the_line(kind):
+    def one():
+        model = nn.Sequential(Keeping(), nn.Tanh())
+        with hl.attach(model) as line:
+            getattr(line, kind)("0", lambda *_: None)
+            model(torch.ones(1, 3, requires_grad=True)).sum().backward()
+        return weakref.ref(model[0])
+
+    dead = one()
+    gc.collect()  # the module and its output hold each other, hooks or not
+    assert dead() is None
+
+
+def test_gradients_that_nobody_asked_for_are_not_kept():
+    """A graph of gradients that its own hooks hold would be held for ever."""
+
+    def one():
+        model, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(1, 3, requires_grad=True)
+        with hl.attach(model) as line:
+            line.quiet = True
+            line.backward("0", lambda *_: None)
+            y = model(x)
+            torch.autograd.grad(y.square().sum(), model[0].weight, create_graph=True)
+        return weakref.ref(y)
+
+    dead = one()
+    gc.collect()
+    assert dead() is None
+
+
+def test_a_model_that_is_gone_before_its_backward_is_still_seen_everywhere():
+    seen = []
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.backward(nn.Linear, lambda module, *_: seen.append(type(module)))
+        line.backward_pre(nn.Linear, lambda module, *_: seen.append(type(module)))
+        loss = nn.Linear(2, 1)(torch.ones(1, 2, requires_grad=True)).sum()
+        loss.backward()
+    assert seen == [nn.Linear, nn.Linear]
+
+
+def test_a_nested_call_whose_pre_hook_fails_does_not_end_the_outer_one():
+    class Recomputation(nn.Module):
+        def forward(self, x, depth):
+            if depth:
+                try:
+                    self(x, depth - 1)
+                except ValueError:
+                    x = x * 2
+            return x + 1
+
+    def fail(module, args):
+        if args[1] == 0:
+            raise ValueError("inner")
+
+    model, seen = Recomputation(), []
+    handle = model.register_forward_pre_hook(fail)
+    with hl.attach(model) as line:
+        line.backward("", lambda module, grad_input, grad_output: seen.append(grad_output))
+        model(torch.ones(2, requires_grad=True), 1).sum().backward()
+    handle.remove()
+    assert [grad.tolist() for (grad,) in seen] == [[1.0, 1.0]]

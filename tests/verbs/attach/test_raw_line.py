@@ -1,0 +1,288 @@
+"""Lines: raw hooks, order, lifetime, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.verbs.attach.raw_line import attach
+
+
+def test_raw_hooks_get_torchs_arguments(net, image):
+    seen = []
+    with hl.attach(net) as line:
+        line.forward_pre("fc", lambda *a: seen.append(("pre", len(a), type(a[0]), type(a[1]))))
+        line.forward_pre("fc", lambda *a: seen.append(("pre kw", len(a), a[2])), with_kwargs=True)
+        line.forward("fc", lambda *a: seen.append(("fwd", len(a), tuple(a[2].shape))))
+        line.forward("fc", lambda *a: seen.append(("fwd kw", len(a), a[2])), with_kwargs=True)
+        net(image)
+    assert seen == [
+        ("pre", 2, nn.Linear, tuple),
+        ("pre kw", 3, {}),
+        ("fwd", 3, (2, 5)),
+        ("fwd kw", 4, {}),
+    ]
+
+
+def test_a_linear_layer_is_seen_with_weight_bias_input_and_output():
+    layer = nn.Linear(3, 1)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    seen = {}
+
+    def look(module, args, output):
+        seen.update(weight=module.weight, bias=module.bias, input=args[0], output=output)
+
+    with hl.attach(layer) as line:
+        line.forward("", look)
+        layer(torch.tensor([0.0, 1.0, 2.0]))
+    assert seen["weight"].tolist() == [[1.0, 1.0, 1.0]]
+    assert seen["bias"].tolist() == [0.0]
+    assert seen["input"].tolist() == [0.0, 1.0, 2.0]
+    assert seen["output"].item() == 3.0
+
+
+def test_returned_values_replace():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    with hl.attach(model) as line:
+        line.forward_pre("0", lambda module, args: args[0] * 0)  # a single value is wrapped
+        line.forward("1", lambda module, args, output: output + 100)
+        y = model(x)
+    assert torch.equal(y, model[1](model[0](x * 0)) + 100)
+
+
+def test_kwargs_can_be_replaced(holder):
+    with hl.attach(holder) as line:
+        line.forward_pre(
+            "inner", lambda module, args, kwargs: ((args[0] + 1,), {**kwargs, "scale": 3.0}),
+            with_kwargs=True,
+        )  # fmt: skip
+        seen = []
+        line.forward("inner", lambda module, args, kwargs, out: seen.append((args, kwargs)),
+                     with_kwargs=True)  # fmt: skip
+        holder(torch.zeros(2))
+    ((args, kwargs),) = seen
+    assert args[0].tolist() == [1.0, 1.0]
+    assert kwargs["scale"] == 3.0
+    assert "mask" in kwargs
+
+
+def test_order_is_edits_then_hooks_then_recorders_whatever_was_attached_first():
+    model = nn.Sequential(nn.Identity())
+    order = []
+
+    def note(name):
+        return lambda module, args, output: order.append((name, output.item()))
+
+    with hl.record(model, "0") as run:
+        handle = model[0].register_forward_hook(note("foreign"))
+        with hl.attach(model) as line:
+            line.forward("0", note("hook"))
+            line.forward("0", note("first hook"), prepend=True)
+            with hl.edit(model, "0", hl.edits.add(1.0)), hl.edit(model, "0", hl.edits.scale(10.0)):
+                model(torch.tensor(1.0))
+        handle.remove()
+    assert order == [("first hook", 20.0), ("foreign", 20.0), ("hook", 20.0)]
+    assert run["0"].item() == 20.0
+
+
+def test_foreign_hooks_keep_their_order_and_stay():
+    model = nn.Sequential(nn.Identity())
+    handles = [model[0].register_forward_hook(lambda *a, k=k: None) for k in range(3)]
+    before = list(model[0]._forward_hooks.items())
+    with hl.record(model, "0"), hl.edit(model, "0", hl.edits.scale(1)):
+        model(torch.zeros(1))
+    assert list(model[0]._forward_hooks.items()) == before
+    for handle in handles:
+        handle.remove()
+
+
+def test_always_call_runs_when_the_module_raises(net):
+    seen = []
+    with pytest.raises(RuntimeError), hl.attach(net) as line:
+        line.forward("fc", lambda *a: seen.append("ordinary"))
+        line.forward("fc", lambda module, args, output: seen.append(output), always_call=True)
+        net.fc(torch.zeros(1, 3))
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("returned", [True, "", (), 3])
+def test_a_forward_hook_that_returns_nonsense_is_an_error(net, image, returned):
+    with hl.attach(net) as line:
+        line.forward("fc", lambda module, args, output: returned)
+        with pytest.raises(hl.StructureError, match="would become the output") as caught:
+            net(image)
+    assert "hookline: raised by the hook at fc:forward (Linear)" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("returned", "with_kwargs", "said"),
+    [
+        ([torch.zeros(2, 4)], False, "would become one argument"),
+        (True, False, "in place of"),
+        ((torch.zeros(2, 4),), True, r"Return \(args, kwargs\)"),
+    ],
+)
+def test_a_pre_hook_that_returns_nonsense_is_an_error(net, image, returned, with_kwargs, said):
+    with hl.attach(net) as line:
+        line.forward_pre("fc", lambda *a: returned, with_kwargs=with_kwargs)
+        with pytest.raises(hl.StructureError, match=said):
+            net(image)
+
+
+def test_nothing_is_left_after_a_thousand_lines(net, image, left_as_found):
+    net(image)
+    before = left_as_found(net)
+    with hl.record(net):
+        net(image)
+    gc.collect()
+    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    for _ in range(1000):
+        with hl.record(net, "layer1.**", ports=("input", "output")):
+            net(image)
+        line = hl.attach(net)
+        line.forward(nn.Conv2d, print)
+        line.forward_pre("fc", print, with_kwargs=True)
+        line.quiet = True
+        line.remove()
+    gc.collect()
+    assert left_as_found(net) == before
+    assert sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()) <= tensors
+
+
+def test_nothing_is_left_when_the_body_raises_at_any_module(net, image, left_as_found):
+    before = left_as_found(net)
+    everything = [str(site) for site in hl.select(net)]
+    for path in everything:
+
+        def fail(module, args, output):
+            raise ValueError("here")
+
+        with pytest.raises(ValueError, match="here"), hl.record(net), hl.attach(net) as line:
+            line.forward(path if path != "(root)" else "", fail)
+            net(image)
+        assert left_as_found(net) == before
+
+
+def test_nothing_is_left_when_attaching_fails_half_way(net, left_as_found):
+    before = left_as_found(net)
+    net.add_module("scripted", torch.jit.script(nn.Sequential(nn.ReLU())))
+    with pytest.raises(hl.AttachError, match=r"ScriptModule.*\n.*before torch.jit.script"):
+        hl.record(net, ["fc", "scripted"])
+    del net._modules["scripted"]
+    assert left_as_found(net) == before
+    with pytest.raises(hl.SelectionError):
+        hl.record(net, ["fc", "nowhere"])
+    assert left_as_found(net) == before
+
+
+def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_found, interrupted):
+    before = left_as_found(net)
+    modules = ("hookline.verbs.attach.raw_line", "hookline.engine.line.registration")
+    for step in range(1, 2000):
+        line = attach(net)
+        line.quiet = True
+        if not interrupted(step, modules, lambda line=line: line.forward(nn.Conv2d, print)):
+            line.remove()
+            break
+        # What an interrupt leaves, the end of the line takes off.
+        with line:
+            pass
+        assert left_as_found(net) == before
+    assert 20 < step < 2000
+
+
+def test_a_line_that_has_ended_takes_no_more_hooks(net):
+    line = hl.attach(net)
+    line.quiet = True
+    line.remove()
+    line.remove()
+    with pytest.raises(hl.AttachError, match="has ended"):
+        line.forward("fc", print)
+
+
+def test_a_line_cannot_be_entered_twice(net, image):
+    line = hl.edit(net, "fc", hl.edits.scale(0))
+    with line:
+        net(image)
+        with pytest.raises(hl.AttachError, match="is on already"), line:
+            pass
+    with pytest.raises(hl.AttachError, match="has ended"), line:
+        pass
+
+
+def test_a_scripted_child_is_left_out_of_wide_choices_and_said(net, image):
+    net.scripted = torch.jit.script(nn.ReLU())
+    with hl.record(net) as run:
+        net(image)
+    assert "fc" in run
+    with pytest.raises(hl.NotRecordedError, match="a ScriptModule"):
+        run["scripted"]
+    assert hl.summary(net, image).failure is None
+
+
+def test_a_copy_of_a_hooked_model_runs_free_of_the_original_and_sheds_the_hooks(net, image):
+    with hl.record(net) as run, hl.edit(net, "fc", hl.edits.scale(0)):
+        copied = copy.deepcopy(net)
+        pickled = pickle.loads(pickle.dumps(net))
+        for other in (copied, pickled):
+            assert other(image).abs().sum() > 0  # not edited
+            assert not hl.inventory(other)  # after its first run
+        assert len(run.passes) == 0
+        assert net(image).abs().sum() == 0
+
+
+def test_a_hooked_model_can_be_saved_and_loaded_whole(net, image):
+    buffer = io.BytesIO()
+    with hl.record(net) as run:
+        torch.save(net, buffer)
+        net(image)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert torch.equal(loaded(image), net(image))
+    assert len(run.passes) == 1
+
+
+def test_a_line_keeps_no_model_alive_after_its_end(image):
+    model = nn.Sequential(nn.Conv2d(3, 2, 1))
+    with hl.record(model) as run, hl.attach(model) as line:
+        line.forward("0", lambda *a: None)
+        model(image)
+    dead = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dead() is None
+    assert run["0"].shape == (2, 2, 8, 8)
+    assert "fired" in str(line.report())
+
+
+def test_only_models_can_be_hooked():
+    with pytest.raises(hl.AttachError, match="needs a model"):
+        hl.attach(3)
+    with pytest.raises(hl.AttachError, match="must be a function, got int"):
+        hl.attach(nn.Linear(1, 1)).forward("", 3)
+
+
+def test_raw_hooks_do_not_take_parts_of_values(net):
+    for selector in ("fc:input", "fc:output[0]"):
+        with pytest.raises(hl.SelectionError, match="must be given modules"):
+            hl.attach(net).forward(selector, print)
+
+
+def test_a_raw_hook_can_wait_for_one_call(looped):
+    seen = []
+    with hl.attach(looped) as line:
+        line.forward("block#1", lambda module, args, output: seen.append(output))
+        looped(torch.ones(1, 2))
+    expected = looped.block(looped.block(torch.ones(1, 2)))
+    assert len(seen) == 1
+    assert torch.equal(seen[0], expected)
