@@ -85,7 +85,9 @@ def test_a_hooks_own_error_names_its_site(net, image):
 
 
 @pytest.mark.parametrize("model", [None, 3, "net", b"", [], object(), torch.nn.Linear, print])
-@pytest.mark.parametrize("verb", ["record", "watch", "select", "inventory", "doctor", "cam"])
+@pytest.mark.parametrize(
+    "verb", ["record", "watch", "select", "inventory", "doctor", "cam", "summary"]
+)
 def test_what_is_not_a_model_is_refused_in_two_lines(verb, model, image):
     given = {"doctor": (image,), "cam": (image,)}.get(verb, ())
     message = said(lambda: getattr(hl, verb)(model, *given))
@@ -104,6 +106,24 @@ def test_what_is_not_a_port_is_refused_with_those_that_there_are(net, ports):
 def test_what_is_not_the_kind_of_a_norm_is_refused(net, norm_type):
     message = said(lambda: hl.clip(net, norm=1.0, norm_type=norm_type))
     assert message.startswith(f"norm_type must be a number, got {norm_type!r}.\nGive")
+
+
+@pytest.mark.parametrize("option", ["copy", "detach", "keep", "every_thread"])
+@pytest.mark.parametrize("given", [torch.ones(2), 3, "yes", [True]])
+def test_what_is_not_a_switch_or_a_function_is_refused(net, option, given):
+    message = said(lambda: hl.record(net, "fc", **{option: given}))
+    assert re.match(rf"{option}= must be (True|False|a function)", message)
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize("given", [None, 3, [], torch.ones(1)])
+def test_what_is_not_a_folder_is_refused(net, given):
+    with pytest.warns(hl.HooklineWarning), hl.record(net, "fc") as run:
+        pass
+    expected = f"a recording's folder must be a path, got {type(given).__name__}.\nGive its name"
+    for use in (hl.open, run.save):
+        with pytest.raises(hl.FolderError, match=re.escape(expected)):
+            use(given)
 
 
 # "X is no Y" and "there is no Y" say neither what is expected nor what is there.

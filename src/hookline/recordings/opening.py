@@ -14,7 +14,7 @@ from hookline.recordings.manifest import MANIFEST, REMEDY, first_line, read_mani
 from hookline.recordings.pass_record import pass_of
 from hookline.recordings.rank_folder import read_ranks
 from hookline.recordings.recording import Recording
-from hookline.recordings.target_folder import recovered
+from hookline.recordings.target_folder import path_of, recovered
 
 
 def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording:
@@ -46,7 +46,7 @@ def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> R
     Raises:
         FolderError: there is no recording, it is of another version, or it is damaged.
     """
-    path = Path(folder)
+    path = path_of(folder)
     try:
         recording, parts = _open(path)
     except (FileNotFoundError, NotADirectoryError):

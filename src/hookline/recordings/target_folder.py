@@ -31,18 +31,34 @@ RANK = re.compile(r"rank\d+")
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
+def path_of(folder: str | os.PathLike[str]) -> Path:
+    """Take a folder as a person gives it.
+
+    Raises:
+        FolderError: it is not a path.
+    """
+    try:
+        return Path(folder)
+    except TypeError:
+        raise FolderError(
+            f"a recording's folder must be a path, got {type(folder).__name__}."
+            "\nGive its name, such as 'runs/first'."
+        ) from None
+
+
 def check_target(folder: str | os.PathLike[str]) -> None:
     """Make sure that a recording may be written here, while no other writer replaces it.
 
     Raises:
         FolderError: there is something that is not a recording.
     """
+    target = path_of(folder)
     try:
-        parent = Path(os.path.realpath(folder)).parent  # a name that no file can have raises
+        parent = Path(os.path.realpath(target)).parent  # a name that no file can have raises
     except (OSError, ValueError) as error:
-        raise _unusable(folder, error) from error
+        raise _unusable(target, error) from error
     with _turn(parent):
-        _check(Path(folder))
+        _check(target)
 
 
 def _check(target: Path) -> None:
@@ -63,8 +79,8 @@ def _check(target: Path) -> None:
         )
 
 
-def _unusable(folder: str | os.PathLike[str], error: Exception) -> FolderError:
-    return FolderError(f"{os.fspath(folder)} cannot be used: {first_line(error)}.")
+def _unusable(target: Path, error: Exception) -> FolderError:
+    return FolderError(f"{target} cannot be used: {first_line(error)}.")
 
 
 def _others(target: Path) -> list[str]:

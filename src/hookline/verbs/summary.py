@@ -16,7 +16,7 @@ from hookline.display.units import count, size
 from hookline.engine import Line, Order, Pass, Site
 from hookline.engine.pytree import describe, tree
 from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
-from hookline.errors import HooklineError
+from hookline.errors import AttachError, HooklineError
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects
 
@@ -177,8 +177,14 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         raised and what it got.
 
     Raises:
+        AttachError: what was given is not a model.
         InputError: the model has lazy parameters, which a run would create for good.
     """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"summary needs a model (an nn.Module), got {type(model).__name__}."
+            "\nGive the model itself: hl.summary(model, x)."
+        )
     line = Line(model, name="summary")
     line.quiet = line.lenient = True
     table, rows = _describe(line, model)

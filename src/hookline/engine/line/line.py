@@ -25,6 +25,7 @@ from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes, Sink
+from hookline.engine.pytree import describe
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import explain, gathered
 from hookline.engine.selection.ground import Everywhere, Ground, layout_of
@@ -69,6 +70,11 @@ class Line:
     ) -> None:
         if is_dynamo_compiling():
             refuse_inside(name)
+        if not isinstance(every_thread, bool):
+            raise AttachError(
+                f"every_thread= must be True or False, got {describe.in_words(every_thread)}."
+                "\nGive every_thread=True to see every thread and async task."
+            )
         self.name = name
         self.passes = Passes(sink, every_thread=every_thread)
         self.taps: list[Tap] = []

@@ -49,10 +49,21 @@ def check_options(verb: str, options: Keep) -> None:
             f"hl.{verb}() got an unexpected keyword argument {name!r}."
             f"\nGive some of {', '.join(f'{known}=' for known in Keep.__annotations__)}."
         )
-    if options.get("copy") not in (None, True, False):
+    copy, detach, keep = options.get("copy"), options.get("detach", True), options.get("keep")
+    if copy is not None and not isinstance(copy, bool):
         raise AttachError(
-            f"copy= must be True, False or None, got {options.get('copy')!r}."
+            f"copy= must be True, False or None, got {describe.in_words(copy)}."
             "\nLeave it out to copy where torch cannot tell of changes."
+        )
+    if not isinstance(detach, bool):
+        raise AttachError(
+            f"detach= must be True or False, got {describe.in_words(detach)}."
+            "\nGive detach=False to keep the graph of what is recorded."
+        )
+    if keep is not None and not callable(keep):
+        raise AttachError(
+            f"keep= must be a function of the value, got {describe.in_words(keep)}."
+            "\nGive one such as keep=lambda t: t.norm()."
         )
     device, dtype = options.get("device"), options.get("dtype")
     if dtype is not None and not isinstance(dtype, torch.dtype):
