@@ -156,6 +156,15 @@ def test_nothing_is_global_and_no_function_is_long(path):
             assert length <= 60, f"{node.name} has {length} lines"
 
 
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_docstring_lists_what_a_file_imports(path):
+    # Its imports do, and are never out of date.
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert docstring, "say what the file is for"
+    assert "TODO" not in docstring
+    assert not re.search(r"\bImports\b", docstring)
+
+
 def test_no_room_of_the_engine_is_large():
     for room in (path for path in (SRC / "engine").iterdir() if path.is_dir()):
         lines = sum(len(path.read_text().splitlines()) for path in room.glob("*.py"))

@@ -1,4 +1,4 @@
-"""Words: numbers with their nouns, names as they can be seen."""
+"""Numbers with their nouns, names as they can be seen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def escape_invisible(text: str) -> str:
     Names of modules are the user's own words, or those of whoever made a folder: a mark in one
     could turn round, hide or colour what stands beside it. Line breaks and tabs stay.
 
-    >>> print(visible("layer\\u202egnp.1"))
+    >>> print(escape_invisible("layer\\u202egnp.1"))
     layer\\u202egnp.1
     """
     if text.isprintable():

@@ -1,8 +1,6 @@
 """What a person names: a model and an input for it, from the command line or from Python.
 
-Files in the order in which they build on one another: packages, loaded, checkpoints, pictures,
-from_torchvision, from_timm, from_transformers, from_factory, demo, names; arrays, random_batch,
-inputs, guess. torchvision, timm, transformers and pillow are imported on use.
+torchvision, timm, transformers and pillow are imported on use.
 """
 
 from hookline.models.demo import load_demo_digits as load_demo_digits

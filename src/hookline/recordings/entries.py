@@ -1,4 +1,4 @@
-"""Entries: the values of a recording, as plain data."""
+"""The values of a recording, as plain data."""
 
 from __future__ import annotations
 

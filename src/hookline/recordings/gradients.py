@@ -1,4 +1,4 @@
-"""Gradient flow: how large the gradients of a recording are, and which are dead or exploding.
+"""How large the gradients of a recording are, and which are dead or exploding.
 
 Norms are taken in at least float32.
 """

@@ -1,4 +1,4 @@
-"""Index: which recorded site holds what a key asks for."""
+"""Which recorded site holds what a key asks for."""
 
 from __future__ import annotations
 

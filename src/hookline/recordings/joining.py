@@ -1,4 +1,4 @@
-"""Joining: a site's values of several passes and calls in one tensor.
+"""Join a site's values of several passes and calls in one tensor.
 
 A message never suggests what would fail: each way to join is tried on the shapes first.
 """

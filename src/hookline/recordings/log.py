@@ -1,4 +1,4 @@
-"""Log: the passes of a recording and the one place where a key is looked up in them.
+"""The passes of a recording, and the one place where a key is looked up in them.
 
 Look-ups never guess: what has several answers raises.
 """

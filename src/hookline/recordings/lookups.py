@@ -1,4 +1,4 @@
-"""Lookups: what recordings and their passes share."""
+"""The look-ups that recordings and their passes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overview: what `print(run)` and `print(run.passes[0])` show.
+"""What `print(run)` and `print(run.passes[0])` show.
 
 A table of the sites, bounded in length and in what it costs: there may be 100,000 passes.
 """

@@ -1,4 +1,4 @@
-"""Ranks: one value of the parts that the processes of a distributed job hold.
+"""One value of the parts that the processes of a distributed job hold.
 
 Only what is named here talks to other ranks; each of it after all have met, so that a rank that
 does not come, or has something else, is an error on every rank and no hang.

@@ -1,4 +1,4 @@
-"""Recording: what a line kept, as passes x sites x calls -> values.
+"""A recording is what a line kept: passes x sites x calls -> values.
 
 Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
 are errors that say what to write instead.

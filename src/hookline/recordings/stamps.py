@@ -1,4 +1,4 @@
-"""Stamps: has a value been written to since it was recorded?"""
+"""Whether a value has been written to since it was recorded."""
 
 from __future__ import annotations
 

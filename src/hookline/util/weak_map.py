@@ -1,6 +1,7 @@
-"""Weak: what is known of things without keeping them alive.
+"""A map that keeps no key alive.
 
-By what they are (`is`), not by what they equal: a module may define `==`, and lose its hash.
+It compares keys by what they are (`is`), not by what they equal: a module may define `==`, and
+lose its hash.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class WeakIdentityMap(Generic[V]):
     ...     def __eq__(self, other):
     ...         return True
     >>> a, b = Thing(), Thing()
-    >>> known = WeakByIdentity()
+    >>> known = WeakIdentityMap()
     >>> known[a] = "first"
     >>> known.get(a), known.get(b)
     ('first', None)

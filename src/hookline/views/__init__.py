@@ -1,4 +1,4 @@
-"""What people look at: tables, statistics, the page. Functions that take a recording; no verb.
+"""What people look at: plots, statistics, the page. Functions that take a result of a verb.
 
 Nothing of the extras (jinja2, pillow) is imported before a page is written.
 """

@@ -84,7 +84,7 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
     Args:
         tensor: a tensor that was computed in the graph.
         address: who waits for its gradient.
-        owner: says whose hook it is, as in `torch_internals.hook_gradient`.
+        owner: says whose hook it is, as in `torch_private.autograd.hook_gradient`.
         on: says what is done with it: what `inside` returns, unless None, takes its place; it is
             handed out as it was if there is no such function, or a `before_inside`.
     """

@@ -1,9 +1,9 @@
-"""Flow: the gradients of one call on their way back, for raw backward hooks.
+"""The gradients of one call on their way back, for raw backward hooks.
 
 torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
 through all its uses. So the module is given an alias of each input (a view, to which nothing is
 added but a node in the graph), and the hooks are on the alias. Where several gradients are wanted
-at once, they need a place to meet: a `_Meeting` in the graph.
+at once, they need a place to meet: a `_GradBarrier` in the graph.
 
 All hooks of a flow stand in one list, by rank, so that hooks of several lines are called in order.
 """

@@ -194,7 +194,7 @@ def hook_value(
         tensor: a tensor of the graph. It is not held.
         hook: what it returns, unless None, takes the gradient's place.
         lost: called in backward if the gradient cannot be told from others any more.
-        owner: whose hook it is; as in `torch_internals.hook_gradient`.
+        owner: whose hook it is; as in `torch_private.autograd.hook_gradient`.
         number: in which order it came, if it is put on later; likewise.
         is_last: whether it stays behind the owner's later ones; likewise.
 

@@ -1,4 +1,4 @@
-"""Marks: how compiled code learns that a module has other hooks.
+"""How compiled code learns that a module has other hooks: by guards on its forward.
 
 Compiled code is guarded on each module that it calls: that it has no forward of its own, or on the
 code of the one that it has. By default nothing else in it shows that a hook was put where none was.

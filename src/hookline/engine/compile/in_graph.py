@@ -1,4 +1,4 @@
-"""Traced: what a tap does inside compiled code.
+"""What a tap does inside compiled code.
 
 A graph holds tensors, and writes to plain attributes: no locks, no contexts, no lists that grow. So
 inside it a tap keeps what it sees in an attribute, and the rest is done when the graph has run.

@@ -1,4 +1,4 @@
-"""Meeting: the processes of a distributed job come together before they exchange anything.
+"""The rendezvous of the ranks: they come together before they exchange anything.
 
 A collective that one rank does not call hangs the others for half an hour and then names nobody. So
 each rank first says in the store what it asks and what it has; all read the same verdict, within a

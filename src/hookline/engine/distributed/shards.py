@@ -1,4 +1,4 @@
-"""Local: what of a value lies on this rank."""
+"""What of a value lies on this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient tap: what all taps on gradients share.
+"""What all taps on gradients share.
 
 Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
 inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass

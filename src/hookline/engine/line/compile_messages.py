@@ -1,4 +1,4 @@
-"""Compile notes: what no graph can hold, and what to do."""
+"""What no graph can hold, and what to do: added to the errors of torch.compile, or raised."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Compiled: what it takes for torch.compile to honour a line.
+"""What it takes for torch.compile to honour a line.
 
 Compiled code is reused as long as its guards hold, and by default they look at no hook that comes
 where none was. So each hooked module carries a mark that code compiled before is guarded against
-(`compile_marks.py`). When the mark goes with the line, the old code serves again.
+(`compile/guards.py`). When the mark goes with the line, the old code serves again.
 
 No Python of ours runs inside a graph. So at the border of compiled code, where a compiled module is
 called, the line is switched on and passes begin; and when the code has run, what it has left on the

@@ -1,4 +1,4 @@
-"""Ending: how a line's hooks come off, also those of a line that nobody holds."""
+"""How a line's hooks come off, also those of a line that nobody holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handle: takes off the hooks that one call on a line registered, before the line ends.
+"""A handle removes the hooks that one call on a line registered, before the line ends.
 
 The line holds what was registered. A handle refers to it weakly, so that it keeps alive neither the
 line nor the model.

@@ -1,4 +1,4 @@
-"""Line: taps attached together for a while.
+"""A line holds taps together for a while.
 
 Attaching is all or nothing; whatever ends a line, an exception half-way included, nothing of it is
 left on the model.

@@ -1,4 +1,4 @@
-"""Placements: hooks put on modules, tensors, optimizers and torch itself, and taken off again.
+"""Register hooks on modules, tensors, optimizers and torch itself, and remove them again.
 
 The only file that registers with torch.
 """

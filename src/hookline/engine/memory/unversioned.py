@@ -1,4 +1,4 @@
-"""Memory that changes without a word: torch raises no version counter for it.
+"""Memory that changes without a word: torch counts no version for it.
 
 A tensor's `_version` tells of every operation in place that goes through torch's dispatcher. It
 does not tell of collectives, of running statistics that a kernel updates, and of fused optimizers.

@@ -1,4 +1,4 @@
-"""Calls: the calls of a module that are under way, told without keeping their frames."""
+"""The calls of a module that are under way, told without keeping their frames."""
 
 from __future__ import annotations
 

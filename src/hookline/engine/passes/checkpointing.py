@@ -1,4 +1,4 @@
-"""Recompute: what a line does when torch computes a checkpointed stretch of a pass again.
+"""What a line does when torch computes a checkpointed stretch of a pass again.
 
 The first run is the one that counts: what only looks is left out of the second. What changes values
 has to change them in both, and alike, or the gradients would be those of neither; it finds its

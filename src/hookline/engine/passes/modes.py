@@ -1,7 +1,6 @@
-"""Regime: what the present code runs in, where that matters to a line.
+"""The modes that the present code runs in: tracing, transforms, autocast.
 
-Asked once a pass, or where a value is looked at after the model has run; never at a site. Imports
-errors, regime_internals, compile_internals.
+Asked once a pass, or where a value is looked at after the model has run; never at a site.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Passes: which run of the root model a value belongs to.
+"""Which run of the root model a value belongs to.
 
 A pass begins when the root model is called and ends when it returns; everything hooked in between,
 in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
@@ -9,7 +9,7 @@ thread autograd uses: the hook on the value carries its pass. A parameter's grad
 the passes of a graph, and belongs to the latest.
 
 What torch computes a second time, for a checkpoint, is no pass: it belongs to the one in which it
-ran first (`recompute.py`).
+ran first (`checkpointing.py`).
 
 A line belongs to the context that made it: its thread, its async task, and what takes a copy of
 that context along. It sees no other, from its first hook on; if `every_thread` was asked for, it

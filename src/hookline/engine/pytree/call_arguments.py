@@ -1,4 +1,4 @@
-"""Arguments: what a module is called with, as one value.
+"""What a module is called with, as one value.
 
 That value is the tensor itself if the module got nothing else, otherwise a dict by parameter name.
 """

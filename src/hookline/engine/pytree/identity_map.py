@@ -1,5 +1,4 @@
-"""Things found again by what they are (`is`), not by what they equal. Imports
-compile_internals.
+"""A map that compares keys by what they are (`is`), not by what they equal.
 
 By their ids. In code that is being compiled a tensor's id would be guarded, so tensors are searched
 for there; torch before 2.13 has few ids of others, so each container is taken for another one.
@@ -21,7 +20,7 @@ class IdentityMap(Generic[V]):
     """A mapping from things. They are held as well: a freed one's id would be given to another.
 
     >>> a, b = [1], [1]
-    >>> seen = ByIdentity()
+    >>> seen = IdentityMap()
     >>> seen[a] = "first"
     >>> seen.get(a), seen.get(b)
     ('first', None)

@@ -1,4 +1,4 @@
-"""Outlines: the structure of a value, with numbered slots in the place of its tensors."""
+"""The structure of a value, with numbered slots in the place of its tensors."""
 
 from __future__ import annotations
 

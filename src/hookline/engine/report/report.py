@@ -1,4 +1,4 @@
-"""Report: what a line matched and attached, how often it fired, and why some of it never did."""
+"""What a line matched and attached, how often it fired, and why some of it never did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection: the sites that a selector matches in one model.
+"""The sites that a selector matches in one model.
 
 A selector is a glob on paths, a compiled regex, a module type, a module, a parameter, a predicate
 `(path, module) -> bool`, a selection, or a list of these; None is every module. For the port `grad`

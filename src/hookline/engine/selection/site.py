@@ -1,4 +1,4 @@
-"""Site: one place where a value flows, and how it is written.
+"""A site: one place where a value flows, and how it is written.
 
 The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
 `block:output.last_hidden_state`, `block#2`. A path alone means the module's output.

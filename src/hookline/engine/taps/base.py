@@ -1,4 +1,4 @@
-"""Taps: the objects whose bound methods torch calls as hooks.
+"""A tap is the object whose bound method torch calls as a hook.
 
 A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
 it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so

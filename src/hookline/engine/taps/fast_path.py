@@ -1,4 +1,4 @@
-"""Fast paths: layers that torch runs as one operation, unless something in them has a hook.
+"""Layers that torch runs as one operation, unless something in them has a hook.
 
 `nn.TransformerEncoderLayer` does so in eval mode without gradients. A hook in it turns that off,
 and the last bits of its output may then be others.

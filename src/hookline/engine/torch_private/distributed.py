@@ -1,6 +1,6 @@
 """Every private name of torch.distributed that hookline touches.
 
-Beside `torch_internals`. Nothing here loads DTensor or FSDP: as long as nobody has, there are none.
+Nothing here loads DTensor or FSDP: as long as nobody has, there are none.
 """
 
 from __future__ import annotations

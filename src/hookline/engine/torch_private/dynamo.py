@@ -1,6 +1,6 @@
 """Every private name of torch.compile that hookline touches.
 
-The other half of `torch_internals`. Nothing here loads dynamo: as long as nobody has, nothing is
+Nothing here loads dynamo: as long as nobody has, nothing is
 compiled, and to load it takes a second.
 """
 

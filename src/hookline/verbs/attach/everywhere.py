@@ -1,4 +1,4 @@
-"""EVERYWHERE: the modules of any model, but only in this context.
+"""Hooks on the modules of any model, but only in this context.
 
 torch's process-wide hooks see every thread. So there is one dispatcher, on torch only while some
 line needs it, and it asks the lines' passes which of them are to be told. Backward needs no such

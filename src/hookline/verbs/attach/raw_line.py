@@ -1,4 +1,4 @@
-"""attach: a line of raw hooks, of every kind that torch has.
+"""A line of raw hooks, of every kind that torch has.
 
 Signatures are torch's. Where torch's semantics are a trap, they are mended: returns are checked, a
 gradient may not be changed in place, backward hooks see every structure and allow in-place

@@ -1,4 +1,4 @@
-"""doctor: whether the selected sites fire in the present regime, and why not.
+"""Whether the selected sites fire in the present regime, and why not.
 
 It runs the model as it is, not in eval mode and not under no_grad: what a person wants to know is
 what their own run will do.

@@ -1,4 +1,4 @@
-"""edits: ready-made functions for `hl.edit`. Each takes a tensor and returns a new one.
+"""Ready-made functions for `hl.edit`. Each takes a tensor and returns a new one.
 
 Factors and values may be tensors that require gradients: they are trained through the model.
 """

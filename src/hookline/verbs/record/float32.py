@@ -1,4 +1,4 @@
-"""Measuring: a user's function on values, as exact in 16 bits, and under autocast, as in 32.
+"""Run a user's function on values in 16 bits, or under autocast, as exactly as in 32.
 
 Sums, means and norms of float16 overflow, those of bfloat16 keep three digits, and under autocast a
 product of float32 matrices is computed in 16 bits, too.

@@ -33,7 +33,7 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         >>> try:
         ...     _ = model(torch.zeros(1, 2))
         ... except RuntimeError as error:
-        ...     print(blame(model, error))
+        ...     print(find_failing_module(model, error))
         1 (Linear), which got Tensor[1, 2]
 
     Args:

@@ -1,4 +1,4 @@
-"""stopwatch: time the calls of modules, without the hooks of hookline.
+"""Time the calls of modules, without the hooks of hookline.
 
 The stopwatch stands still between the first and the last hook of hookline before a forward, and
 between the first and the last after it. So nothing that hooks do is in the time of any module that

@@ -1,9 +1,6 @@
 """Figures of a recording. matplotlib is imported when the first one is made, and never pyplot.
 
-    hl.plots.channels(run, "layer1.0.conv1").savefig("channels.png")
-
-In the order in which the files build on one another: extras; values (what is drawn), reducing (how
-much of it), differences; sheet and rows (what all figures share); then a file for each figure.
+hl.plots.channels(run, "layer1.0.conv1").savefig("channels.png")
 """
 
 from hookline.views.plots.channels import channels as channels
