@@ -83,7 +83,7 @@ class Recording(Lookups):
     def begin_pass(self, current: Pass) -> None:
         """A pass begins: its log fills as the sites fire."""
         self._log.passes.append(current)
-        if is_transformed():
+        if current.is_transformed:
             current.note = partial(note_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
         if self._log.untold is not None and self._log.untold.begin_pass(current):

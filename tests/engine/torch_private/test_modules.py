@@ -318,3 +318,30 @@ def test_a_traced_module_says_what_it_holds():
     (held,) = internals.children(traced).items()
     assert held[0] == "0"
     assert [name for name, _ in internals.parameters(held[1]).items()] == ["weight", "bias"]
+
+
+def test_tensor_tables_name_each_module_once():
+    """If torch moves these tables, memory that changes without a word is not known."""
+    shared = nn.BatchNorm1d(2)
+    model = nn.Sequential(shared, nn.Sequential(shared, nn.Linear(2, 2)))
+    model.register_module("none", None)
+    found = internals.tensor_tables(model)
+    assert {id(module) for module, _, _ in found} == {id(module) for module in model.modules()}
+    assert len(found) == 4
+    names = {id(module): ([*own], [*held]) for module, own, held in found}
+    assert names[id(shared)] == (
+        ["weight", "bias"], ["running_mean", "running_var", "num_batches_tracked"]
+    )  # fmt: skip
+
+
+def test_a_walk_sees_through_wrappers_and_asks_a_type_once(monkeypatch):
+    """If a wrapper is renamed, every path below it gets a segment."""
+    inner, bare = nn.Linear(1, 1), set()
+    inner.compile(backend="eager")
+    wrapped = nn.DataParallel(inner)
+    assert internals.look_into(wrapped, bare) == (inner, [inner], {})
+    assert bare == set()
+    internals.look_into(inner, bare)
+    assert bare == {nn.Linear}
+    monkeypatch.setattr(internals, "unwrapping", None)  # not to be asked again
+    assert internals.look_into(nn.Linear(1, 1), bare)[1:] == ([], {})

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.torch_private.dynamo import holds_compiled_call
-from hookline.engine.torch_private.modules import children
+from hookline.engine.torch_private.modules import children, holds_compiled_call
 from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 

@@ -197,7 +197,9 @@ class Compiled(Attachment):
         """A pass begins, in which compiled code may run."""
         self._traced = None
         self.enable_if_dynamo_loaded()
-        if self.is_on and has_compiled() and not self._here.visits:
+        if not self.is_on:
+            return
+        if has_compiled() and not self._here.visits:
             self._make_ready()
         if self._root in _with_gaps:
             self._open_gap(current)

@@ -8,7 +8,7 @@ These write to parameters and buffers, and in a job of several ranks to anything
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hookline.engine.passes.modes import has_numbers, innermost
 from hookline.engine.pytree import opaque
 from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
-from hookline.engine.torch_private.modules import buffers, children, is_scripted, parameters
+from hookline.engine.torch_private.modules import parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
 
 # fmt: off
@@ -107,7 +107,7 @@ class Untold:
         Jobs of several ranks are left out: there everything was copied in time.
         """
         if self._seen[0] != n_passes:
-            self._seen = n_passes, _addresses(self._model())
+            self._seen = n_passes, _Memory(self._model(), self._n_modules).lines
         known = self._seen[1]
         return any(at in known for one in opaque.every(value) for at in addresses(one))
 
@@ -179,84 +179,56 @@ class _Memory:
     __slots__ = ("_witnesses", "lines", "n_modules")
 
     def __init__(self, root: nn.Module | None, n_modules: int) -> None:
-        self.lines = _addresses(root)
         self.n_modules = n_modules
-        self._witnesses = [] if root is None else _witnesses(root)
+        self.lines: set[int] = set()
+        # Some parameters, each by a module that has it and its name there, and where it was.
+        self._witnesses: list[tuple[weakref.ref[nn.Module], str, int]] = []
+        if root is None:
+            return
+        tables = tensor_tables(root)
+        for _, own, its_buffers in tables:
+            self.lines.update(_lines_of(own), _lines_of(its_buffers))
+        self.lines.discard(0)  # of tensors without memory
+        named = [
+            (module, name, tensor)
+            for module, own, _ in tables
+            if own and not isinstance(module, torch.jit.ScriptModule)
+            for name, tensor in own.items()
+        ]
+        last = len(named) - 1  # the first parameter, the last one, and two between
+        for place in sorted({0, last // 3, 2 * last // 3, last}) if named else ():
+            module, name, tensor = named[place]
+            self._witnesses.append((weakref.ref(module), name, _line_of(tensor)))
 
     def has_moved(self) -> bool:
         """Whether a witness is elsewhere by now, or gone."""
-        return any(one.has_moved() for one in self._witnesses)
+        for held, name, line in self._witnesses:
+            module = held()
+            if module is None or _line_of(parameters(module).get(name)) != line:
+                return True
+        return False
 
 
-@final
-class _Witness:
-    """Tells whether one parameter has moved, or another one has taken its place.
+def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
+    """Where the memory of a module's own parameters, or of its buffers, begins, in lines."""
+    tensors = [tensor for tensor in table.values() if tensor is not None]
+    try:
+        if all(type(tensor) in _PLAIN for tensor in tensors):
+            return [tensor.untyped_storage().data_ptr() >> LINE for tensor in tensors]
+    except RuntimeError:  # sparse, or of a transform
+        pass
+    return [line for tensor in tensors for line in addresses(tensor)]
 
-    Args:
-        module: the module that has it. It is not held.
-        name: its name there.
-    """
 
-    __slots__ = ("_line", "_module", "_name")
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
-        self._name = name
-        self._line = self._where()
-
-    def has_moved(self) -> bool:
-        """Whether its memory is elsewhere, or it is gone."""
-        return self._where() != self._line
-
-    def _where(self) -> int:
-        module = self._module()
-        parameter = None if module is None else parameters(module).get(self._name)
-        if parameter is None or is_lazy(parameter):
-            return 0
-        try:
-            return parameter.untyped_storage().data_ptr() >> LINE
-        except RuntimeError:  # sparse, of a transform, or of several parts
-            return next(addresses(parameter), 0)
+def _line_of(parameter: Tensor | None) -> int:
+    """Where the memory of a parameter begins, in lines; 0 if it has none."""
+    if parameter is None or is_lazy(parameter):
+        return 0
+    try:
+        return parameter.untyped_storage().data_ptr() >> LINE
+    except RuntimeError:  # sparse, of a transform, or of several parts
+        return next(addresses(parameter), 0)
 
 
 # Of the models that were recorded: a loop that attaches in each step asks for the same.
 _memories: WeakIdentityMap[_Memory] = WeakIdentityMap()
-
-
-def _witnesses(root: nn.Module) -> list[_Witness]:
-    """Choose the first parameter, the last one, and two between."""
-    modules = [module for module in _modules(root) if not is_scripted(module)]
-    found = [(module, name) for module in modules for name in parameters(module)]
-    last = len(found) - 1
-    chosen = sorted({0, last // 3, 2 * last // 3, last}) if found else []
-    return [_Witness(*found[k]) for k in chosen]
-
-
-def _modules(root: nn.Module | None) -> Iterator[nn.Module]:
-    """Walk over a model, each module once, by id: a module may define == and lose its hash."""
-    seen: set[int] = set()
-    stack = [] if root is None else [root]
-    while stack:
-        module = stack.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            stack += [child for child in children(module).values() if child is not None]
-
-
-def _addresses(root: nn.Module | None) -> set[int]:
-    found: set[int] = set()
-    for module in _modules(root):
-        for held in (parameters(module), buffers(module)):
-            for tensor in held.values():
-                if tensor is None:
-                    continue
-                if type(tensor) in _PLAIN:
-                    try:
-                        found.add(tensor.untyped_storage().data_ptr() >> LINE)
-                        continue
-                    except RuntimeError:  # sparse, or of a transform
-                        pass
-                found.update(addresses(tensor))
-    found.discard(0)  # of tensors without memory
-    return found

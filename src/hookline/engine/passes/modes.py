@@ -1,4 +1,4 @@
-"""The modes that the present code runs in: tracing, transforms, autocast.
+"""The modes that the present code runs in: tracing, transforms, recomputation, autocast.
 
 Asked once a pass, or where a value is looked at after the model has run; never at a site.
 """
@@ -6,10 +6,12 @@ Asked once a pass, or where a value is looked at after the model has run; never 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
+from hookline.engine.torch_private.checkpoint import is_recomputing
 from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.engine.torch_private.functorch import (
     is_mapped,
@@ -20,6 +22,26 @@ from hookline.engine.torch_private.functorch import (
     unwrapped,
 )
 from hookline.errors import AttachError
+
+
+class Mode(Enum):
+    """What a pass runs in."""
+
+    PLAIN = auto()
+    TRANSFORMED = auto()  # a transform of torch.func: vmap, grad, jvp, ...
+    RECOMPUTED = auto()  # a checkpointed stretch that torch computes again
+
+
+def mode_now() -> Mode:
+    """Look at what the present code runs in: once, as a pass begins.
+
+    Raises:
+        AttachError: something traces the model.
+    """
+    if is_recomputing():
+        return Mode.RECOMPUTED
+    refuse_tracing()
+    return Mode.PLAIN if transform() is None else Mode.TRANSFORMED
 
 
 def refuse_tracing() -> None:

@@ -27,8 +27,7 @@ from types import FrameType
 from typing import Any, Protocol, final
 
 from hookline.engine.passes.calls import Calls, call_frame
-from hookline.engine.passes.modes import is_transformed, refuse_tracing
-from hookline.engine.torch_private.checkpoint import is_recomputing
+from hookline.engine.passes.modes import Mode, is_transformed, mode_now
 from hookline.util.locks import fork_safe_lock
 
 # The passes of the lines made in this context. A tuple, since contexts share it.
@@ -41,6 +40,7 @@ class Pass:
 
     Args:
         number: counts from 0 for each line.
+        is_transformed: whether it runs inside a transform of torch.func.
 
     Attributes:
         log: what the line's hooks chose to note, in the order in which they fired.
@@ -58,12 +58,13 @@ class Pass:
     """
 
     __slots__ = (
-        "__weakref__", "again", "at_end", "backward", "calls", "failed", "handled", "log", "note",
-        "number", "opened", "roots", "stretch", "untold",
+        "__weakref__", "again", "at_end", "backward", "calls", "failed", "handled",
+        "is_transformed", "log", "note", "number", "opened", "roots", "stretch", "untold",
     )  # fmt: skip
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, is_transformed: bool = False) -> None:
         self.number = number
+        self.is_transformed = is_transformed
         self.backward: int | None = None
         self.log: list[Any] = []
         self.note = self.log.append
@@ -164,7 +165,7 @@ class Passes:
         self.compiler: Compiler | None = None
         self.every_thread = every_thread
         self.closed = False
-        self.transformed = False  # whether the root ran inside torch.func
+        self.transformed = False  # whether a pass ran inside torch.func
         self.started = 0
         self.beside = 0  # of these, the ones of modules that were run outside a run of the root
         self.elsewhere = 0
@@ -232,18 +233,17 @@ class Passes:
         if not self.is_here():
             self.elsewhere += not self.closed
             return
-        if current is None and is_recomputing():
+        mode = mode_now() if current is None else None
+        if mode is Mode.RECOMPUTED:
             return  # of a forward that ran before the line was there
         if lane.outside is not None:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
         if current is None:
-            refuse_tracing()
-            self.transformed = self.transformed or is_transformed()
             with self._lock:
                 if self.closed:  # by another thread, since we asked
                     return
-                current = lane.current = self._start()
+                current = lane.current = self._start(is_transformed=mode is Mode.TRANSFORMED)
             for one in THREAD.checkpoints:
                 one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
@@ -285,14 +285,15 @@ class Passes:
             if not self.closed:
                 self.elsewhere = max(self.elsewhere, 1)
             return None
-        if is_recomputing():
+        mode = mode_now()
+        if mode is Mode.RECOMPUTED:
             return None  # of a forward that ran before the line was there
-        refuse_tracing()
         lane = self.lane
         if lane.outside is None:
             with self._lock:
-                lane.outside = None if self.closed else self._start()
-                self.beside += lane.outside is not None
+                if not self.closed:
+                    lane.outside = self._start(is_transformed=mode is Mode.TRANSFORMED)
+                    self.beside += 1
             for one in THREAD.checkpoints if lane.outside is not None else ():
                 one.pass_begins(self, lane.outside, by_root=False)
         return lane.outside
@@ -309,12 +310,13 @@ class Passes:
         if latest is None or latest.backward not in (None, backward):
             if latest is not None:
                 self._finish(latest, failed=False)
-            latest = self._start()
+            latest = self._start(is_transformed=is_transformed())
             latest.backward = backward
         return latest
 
-    def _start(self) -> Pass:
-        current = self._latest = Pass(next(self._numbers))
+    def _start(self, *, is_transformed: bool) -> Pass:
+        current = self._latest = Pass(next(self._numbers), is_transformed=is_transformed)
+        self.transformed = self.transformed or is_transformed
         self._open[id(current)] = current
         self.started += 1
         if self.sink is not None:

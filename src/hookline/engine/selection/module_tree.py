@@ -13,13 +13,7 @@ from typing import final
 from torch import Tensor, nn
 
 from hookline.engine.torch_private.distributed import sharded_parameters
-from hookline.engine.torch_private.dynamo import holds_compiled_call
-from hookline.engine.torch_private.modules import (
-    children,
-    is_leaf,
-    parameters,
-    unwrapping,
-)
+from hookline.engine.torch_private.modules import is_leaf, look_into, parameters
 from hookline.errors import AttachError
 
 
@@ -131,7 +125,7 @@ class _Met:
     """What a walk has met.
 
     Attributes:
-        bare: the types that are not wrappers: asking each type once halves the walk.
+        bare: the types that are not wrappers.
         kinds: the types of the modules.
         compiled: the modules that hold their compiled call, wrappers included.
     """
@@ -152,25 +146,17 @@ def _visit(
     above: set[int],
     met: _Met,
 ) -> None:
-    kind = type(module)
-    if kind not in met.bare:
-        *wrappers, inner_module = unwrapping(module)
-        met.compiled += filter(holds_compiled_call, wrappers)
-        met.kinds.add(type(inner_module))
-        if not wrappers:
-            met.bare.add(kind)
-        module = inner_module
+    module, compiled, inner = look_into(module, met.bare)
+    met.compiled += compiled
+    met.kinds.add(type(module))
     key = id(module)
     node = nodes.get(key)
     if node is None:
         node = nodes[key] = ModuleNode(path, module, len(nodes), parent=parent)
-        if holds_compiled_call(module):
-            met.compiled.append(module)
     elif key in above:
         return
     else:
         node.aliases += (path,)
-    inner = children(module)
     if inner:
         above.add(key)
         prefix, bare = f"{path}." if path else "", met.bare

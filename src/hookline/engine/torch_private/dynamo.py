@@ -115,11 +115,6 @@ def is_disabled(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
-def holds_compiled_call(module: nn.Module) -> bool:
-    """Tell whether `module.compile()` was called: the module then holds its compiled call."""
-    return module.__dict__.get("_compiled_call_impl") is not None
-
-
 def has_compiled_forward(module: nn.Module) -> bool:
     """Tell whether a module's forward was compiled by itself."""
     frames = sys.modules.get("torch._dynamo.eval_frame")

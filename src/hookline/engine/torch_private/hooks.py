@@ -116,8 +116,3 @@ def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:
     name = "_backward_hooks" if kind == "grad" else "_post_accumulate_grad_hooks"
     hooks: HookDict | None = getattr(tensor, name, None)
     return hooks
-
-
-def _own(module: nn.Module, name: str) -> Any:
-    found = module.__dict__.get(name)
-    return getattr(module, name) if found is None else found  # a traced module holds another

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
-
-from hookline.engine.torch_private.hooks import _own
 
 # Wrappers that add a segment to every path below them, by where they are defined: compared by name,
 # because importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
@@ -48,6 +48,45 @@ def is_leaf(module: nn.Module) -> bool:
     return not attributes.get("_modules", True) and "_compiled_call_impl" not in attributes
 
 
+def look_into(
+    module: nn.Module, bare: set[type]
+) -> tuple[nn.Module, list[nn.Module], dict[str, nn.Module | None]]:
+    """Look at one module in a walk over a model.
+
+    Args:
+        module: the module, in torch's wrappers or not.
+        bare: the types that are no wrappers, which grow: to ask each type once halves the walk.
+
+    Returns:
+        The module inside the wrappers; those of both that hold their compiled call; its children.
+    """
+    if type(module) in bare:
+        return module, [module] if holds_compiled_call(module) else [], children(module)
+    found = unwrapping(module)
+    if len(found) == 1:
+        bare.add(type(module))
+    return found[-1], list(filter(holds_compiled_call, found)), children(found[-1])
+
+
+def holds_compiled_call(module: nn.Module) -> bool:
+    """Tell whether `module.compile()` was called: the module then holds its compiled call."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+def tensor_tables(
+    model: nn.Module,
+) -> list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]]:
+    """List the modules of a model, each once, with their own parameters and buffers."""
+    found = {id(model): model}  # by id: a module may define == and lose its hash
+    waiting = [model]
+    while waiting:
+        for child in children(waiting.pop()).values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return [(module, parameters(module), buffers(module)) for module in found.values()]
+
+
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
     found: dict[str, nn.Parameter | None] = _own(module, "_parameters")
@@ -58,6 +97,11 @@ def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers by name; assigning to it replaces one."""
     found: dict[str, torch.Tensor | None] = _own(module, "_buffers")
     return found
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    found = module.__dict__.get(name)
+    return getattr(module, name) if found is None else found  # a traced module holds another
 
 
 def unwrap(module: nn.Module) -> nn.Module:
