@@ -14,7 +14,7 @@ from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
-from benchmarks.saving import look_up_row, saving_row
+from benchmarks.saving import look_up_row, saving_row, stack_row
 from benchmarks.scaling import select_row
 from benchmarks.timing import Plan, Result, Step, run_rounds
 
@@ -247,6 +247,7 @@ ROWS = (
         6,
         look_up_row(32, 2**20, "look up and sum 32 values of 4 MiB, a value", 1.50),
     ),
+    Row("stack", 20, 5, stack_row(16_000, 16, "stack the values of 16,000 passes, a value", 8e-6)),
 )
 
 

@@ -1,4 +1,4 @@
-"""Saving a recording and looking its values up for the first time: what do the checksums cost?
+"""Saving a recording and looking its values up: what do the checksums and the checks cost?
 
 "bare" is hookline without them: the same folder, written and read without looking at the bytes.
 """
@@ -71,6 +71,22 @@ def look_up_row(n_values: int, size: int, title: str, target: float) -> Callable
     return measure
 
 
+def stack_row(n_passes: int, size: int, title: str, target: float) -> Callable[..., Result]:
+    """A row: stack the values that a site has in so many passes; seconds a value."""
+
+    def measure(name: str, plan: Plan) -> Result:
+        run = _recorded(n_passes, size)
+        values = [one["0"] for one in run.passes]
+        result = Result(name, title, None, target, unit="s a value")
+        contenders = [
+            Contender("hand-written", "torch.stack", _stack(lambda: torch.stack(values), n_passes)),
+            Contender("hookline", "run.stack(site)", _stack(lambda: run.stack("0"), n_passes)),
+        ]
+        return run_rounds(result, contenders, plan)
+
+    return measure
+
+
 def _recorded(n_values: int, size: int) -> hl.Recording:
     model = nn.Sequential(nn.Identity())
     with hl.record(model, "0") as run:
@@ -118,6 +134,15 @@ def _look_up(
             for one in passes:
                 one["0"].sum()
             return (clock() - start) / n_values
+
+    return measure
+
+
+def _stack(stack: Callable[[], object], n_passes: int) -> Callable[[int, Clock], float]:
+    def measure(calls: int, clock: Clock) -> float:
+        start = clock()
+        stack()
+        return (clock() - start) / n_passes
 
     return measure
 

@@ -66,36 +66,44 @@ def load_model(name: str, *, weights: str | os.PathLike[str] = "default") -> Loa
 
 
 def _find_builder(name: str) -> Callable[..., LoadedModel]:
-    scheme, colon, rest = name.partition(":")
+    scheme, _, rest = name.partition(":")
     place, _, factory = name.rpartition(":")
-    if not name.strip():
-        raise _malformed(name, "")
     if rest and scheme in _LIBRARIES:
         return partial(_seeded, _LIBRARIES[scheme], rest)
     if name == "demo:digits":
         return partial(_seeded, _load_demo, name)
-    if scheme in (*_LIBRARIES, "demo"):
-        expected = "demo:digits" if scheme == "demo" else f"{scheme}:NAME"
-        raise _malformed(name, f"{expected} was expected.")
-    if place.endswith(".py") and factory.isidentifier():
-        return partial(_from_file, place, factory)
-    if place and re.fullmatch(r"\w+(\.\w+)*", place) and factory.isidentifier():
-        close = difflib.get_close_matches(scheme, [*_LIBRARIES, "demo"], n=1, cutoff=0.7)
-        if close:
-            raise _malformed(name, f"did you mean {close[0]}:{rest}?")
-        return partial(_from_module, place, factory)
-    if name.endswith(".py") or place.endswith(".py"):
-        raise _malformed(name, f"which function makes the model? {place or name}:FACTORY")
-    if is_file(Path(name) / "config.json"):
-        raise _malformed(name, f"did you mean hf:{name}?")
-    raise _malformed(name, "" if colon else f"did you mean torchvision:{name} or timm:{name}?")
-
-
-def _malformed(name: str, hint: str) -> ModelError:
-    return ModelError(
+    if scheme not in _SCHEMES and factory.isidentifier():
+        if place.endswith(".py"):
+            return partial(_from_file, place, factory)
+        if _DOTTED.fullmatch(place) and not _misspelt(scheme):
+            return partial(_from_module, place, factory)
+    hint = _hint(name)
+    raise ModelError(
         f"'{printable(name)}' does not name a model{f': {hint}' if hint else '.'}\n"
         f"The forms are {_FORMS}."
     )
+
+
+def _misspelt(scheme: str) -> list[str]:
+    """The scheme that was probably meant, if one is close."""
+    return difflib.get_close_matches(scheme, _SCHEMES, n=1, cutoff=0.7)
+
+
+def _hint(name: str) -> str:
+    """What to write instead of a name that names no model; empty if nobody knows."""
+    scheme, colon, rest = name.partition(":")
+    place, _, factory = name.rpartition(":")
+    if not name.strip():
+        return ""
+    if scheme in _SCHEMES:
+        return f"{'demo:digits' if scheme == 'demo' else f'{scheme}:NAME'} was expected."
+    if _DOTTED.fullmatch(place) and factory.isidentifier():
+        return f"did you mean {_misspelt(scheme)[0]}:{rest}?"
+    if name.endswith(".py") or place.endswith(".py"):
+        return f"which function makes the model? {place or name}:FACTORY"
+    if is_file(Path(name) / "config.json"):
+        return f"did you mean hf:{name}?"
+    return "" if colon else f"did you mean torchvision:{name} or timm:{name}?"
 
 
 def _load_demo(name: str, *, default_weights: bool) -> LoadedModel:
@@ -132,3 +140,5 @@ _LIBRARIES: dict[str, Callable[..., LoadedModel]] = {
     "timm": load_timm,
     "hf": load_transformers,
 }
+_SCHEMES = (*_LIBRARIES, "demo")
+_DOTTED = re.compile(r"\w+(\.\w+)*")

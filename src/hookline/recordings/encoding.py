@@ -81,50 +81,43 @@ def _lost(what: str, lost: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _encode_parts(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
-    parts = tree.items(value)
+    kind = _kind_of(value)
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Fields):
-        kind, type_name = "fields", value.type_name
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        kind = "namedtuple"
-    elif isinstance(value, tuple):
-        kind = "tuple"
-    elif isinstance(value, list):
-        kind = "list"
-    elif isinstance(value, UserList):
-        kind = "userlist"
-    elif isinstance(value, set | frozenset):
-        if not all(map(_is_member, value)):
-            why = "a member would come back as what a set cannot hold: use a tuple"
-            return _lost(f"{type_name} ({why})", lost)
-        kind = "set" if isinstance(value, set) else "frozenset"
-    elif isinstance(value, Mapping) and not hasattr(type(value), "__dataclass_fields__"):
-        kind = "dict"
-    elif hasattr(type(value), "__dataclass_fields__"):
-        kind = "fields"
-    else:
+        type_name = value.type_name
+    if kind is None:
         return _lost(type_name, lost)
-    if type(value) not in _COME_BACK.get(kind, {type(value)}):
+    if kind in ("set", "frozenset") and not all(map(_is_member, value)):
+        why = "a member would come back as what a set cannot hold: use a tuple"
+        return _lost(f"{type_name} ({why})", lost)
+    # Those that come back as they were, or as what differs in name alone.
+    usual = (dict, OrderedDict) if kind == "dict" else (_BASES.get(kind, type(value)),)
+    if type(value) not in usual:
         lost(f"the class {type_name}, which became a {kind}")
-    if kind == "namedtuple" and len(parts or ()) > MOST_FIELDS:
+    parts = tree.items(value) or []
+    if kind == "namedtuple" and len(parts) > MOST_FIELDS:
         kind = "fields"
-        lost(f"the named tuple {type_name} of {len(parts or ())} fields, which became Fields")
-    keys = _keys([key for key, _ in parts or ()], lost)
-    encoded = [
-        [key, encode(part, put, lost)] for key, (_, part) in zip(keys, parts or (), strict=True)
-    ]
+        lost(f"the named tuple {type_name} of {len(parts)} fields, which became Fields")
+    keys = _keys([key for key, _ in parts], lost)
+    encoded = [[key, encode(part, put, lost)] for key, (_, part) in zip(keys, parts, strict=True)]
     return {kind: encoded, "type": type_name}
 
 
-# The classes that come back as they were, or as what differs in name alone, of each kind.
-_COME_BACK: dict[str, set[type]] = {
-    "tuple": {tuple},
-    "list": {list},
-    "userlist": {UserList},
-    "set": {set},
-    "frozenset": {frozenset},
-    "dict": {dict, OrderedDict},
-}
+def _kind_of(value: Any) -> str | None:
+    """The kind of container that a value comes back as; None if it is none of them."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "namedtuple"
+    for kind, base in _BASES.items():
+        if isinstance(value, base):
+            return kind
+    if isinstance(value, Fields) or hasattr(type(value), "__dataclass_fields__"):
+        return "fields"
+    return "dict" if isinstance(value, Mapping) else None
+
+
+_BASES: dict[str, type] = {
+    "tuple": tuple, "list": list, "userlist": UserList, "set": set, "frozenset": frozenset,
+}  # fmt: skip
 
 
 def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
@@ -207,35 +200,39 @@ def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
         return get(data[kind])
     if kind == "complex":
         return torch.view_as_complex(get(data[kind]))
-    if kind == "float":
-        return float.fromhex(data[kind])
-    if kind == "size":
-        return torch.Size(data[kind])
-    if kind == "device":
-        return torch.device(str(data[kind]))
-    if kind == "dtype":
-        found = getattr(torch, str(data[kind]), None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"not a dtype: {data[kind]!r}")
-        return found
-    if kind == "lost":
-        return NotSaved(str(data[kind]))
+    if kind in _OF_DATA:
+        return _OF_DATA[kind](data[kind])
     values = [decode(part, get) for _, part in data[kind]]
     if kind in _OF_PARTS:
         return _OF_PARTS[kind](values)
     keys = [decode(key, _no_tensor) for key, _ in data[kind]]
+    name = str(data.get("type", "Fields")).rpartition(".")[2]
     if kind == "dict":
         return _distinct(dict(zip(keys, values, strict=True)), keys)
-    name = str(data.get("type", "Fields")).rpartition(".")[2]
     if kind == "namedtuple":
-        if len(keys) > MOST_FIELDS:
-            raise ValueError(f"a named tuple must have at most {MOST_FIELDS} fields")
         return _named_tuple(name, tuple(map(str, keys)))(*values)
     if kind == "fields":
         fields = Fields(zip(map(str, keys), values, strict=True))
         fields.type_name = name
         return _distinct(fields, keys)
     raise ValueError(f"not an encoded value: {kind!r}")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"not a dtype: {name!r}")
+    return found
+
+
+# What holds no tensor.
+_OF_DATA: dict[str, Callable[[Any], Any]] = {
+    "float": float.fromhex,
+    "size": torch.Size,
+    "device": lambda name: torch.device(str(name)),
+    "dtype": _dtype,
+    "lost": lambda what: NotSaved(str(what)),
+}
 
 
 def _members(values: list[Any]) -> set[Any]:
@@ -269,5 +266,7 @@ def _distinct(value: Any, keys: list[Any]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _named_tuple(name: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+    if len(fields) > MOST_FIELDS:
+        raise ValueError(f"a named tuple must have at most {MOST_FIELDS} fields")
     legal = name.isidentifier() and not keyword.iskeyword(name)
     return namedtuple(name if legal else "Saved", fields, rename=True)

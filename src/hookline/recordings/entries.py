@@ -50,6 +50,8 @@ class PartialGradients:
         """The structure with what has arrived; None where nothing has."""
         return outlines.fill(self._form, {slot: part for slot, (part, _) in self.parts.items()})
 
+    outline = load
+
 
 @final
 @dataclass(frozen=True)

@@ -139,15 +139,14 @@ def write_contents(folder: Path, contents: Contents) -> str:
     """
     writer = _Writer(folder)
     lost: list[str] = list(contents.lost)
+    notes = [partial(_note, lost, str(site)) for site in contents.sites]
     passes = []
     for number, failed, entries in contents.passes:
         encoded = []
         for entry in entries:
-            site = str(contents.sites[entry.site])
-            value = entry.value
+            value, note = entry.value, notes[entry.site]
             if isinstance(value, Stored | PartialGradients):
                 value = value.load()
-            note = partial(_note, lost, site)
             weight = None if entry.weight is None else float(entry.weight)
             origin = [] if entry.call is None else [entry.call, entry.backward, weight]
             encoded.append([entry.site, encode(value, writer.put, note), *origin])

@@ -73,14 +73,12 @@ class Index:
             for path in (site.path, *site.aliases):
                 self._by_place.setdefault((path, site.port), []).append(index)
         self._paths = {path for path, _ in self._by_place}
-        self._by_text = {self.key(index): index for index in range(len(sites))}
-
-    def key(self, number: int) -> str:
-        """The key of a recorded site: its text, by which it is found."""
-        site = self._sites[number]
-        if site.path or ROOT not in self._paths:
-            return str(site)
-        return str(site).removeprefix(ROOT) or ":output"  # a module is called "(root)"
+        # The key of each site: its text, by which it is found.
+        self.keys = list(map(str, sites))
+        if ROOT in self._paths:  # a module is called so
+            for index in (index for index, site in enumerate(sites) if not site.path):
+                self.keys[index] = self.keys[index].removeprefix(ROOT) or ":output"
+        self._by_text = {key: index for index, key in enumerate(self.keys)}
 
     def find(self, key: Key) -> Lookup:
         """Take a key apart: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, or a `Site`.
@@ -90,20 +88,20 @@ class Index:
         """
         if not isinstance(key, str | Site):
             raise NotRecordedError(self._not_a_site(key))
-        asked, runs = self._apart(key)
-        found = asked if isinstance(asked, int) else self._covering(asked, runs)
+        found = self.get(key)
         if found is None:
-            raise NotRecordedError(self._not_selected(str(key), asked))
-        return self._lookup(found, asked, runs)
+            raise NotRecordedError(self._not_selected(key))
+        return found
 
-    def has(self, key: Key) -> bool:
-        """Whether a key asks for a site that was selected.
+    def get(self, key: Key) -> Lookup | None:
+        """Take a key apart; None if it asks for a site that was not selected.
 
         Raises:
             SelectionError: the key is malformed.
         """
         asked, runs = self._apart(key)
-        return isinstance(asked, int) or self._covering(asked, runs) is not None
+        found = asked if isinstance(asked, int) else self._covering(asked, runs)
+        return None if found is None else self._lookup(found, asked, runs)
 
     def _apart(self, key: Key) -> tuple[int | Site, dict[str, int]]:
         """The number of a recorded site, or a site, and which runs of it are asked for."""
@@ -148,11 +146,12 @@ class Index:
             f"a key must be a site, got {key!r}.\nGive as the key {site}; passes are in run.passes."
         )
 
-    def _not_selected(self, text: str, asked: int | Site) -> str:
+    def _not_selected(self, key: Key) -> str:
+        text, (asked, _) = str(key), self._apart(key)
         path = asked.path if isinstance(asked, Site) else ""
         same_path = [
-            self.key(number)
-            for number, kept in enumerate(self._sites)
+            kept_key
+            for kept_key, kept in zip(self.keys, self._sites, strict=True)
             if path in (kept.path, *kept.aliases)
         ]
         names = list(self._by_text)

@@ -38,7 +38,7 @@ def stacked(asked: Lookup, passes: Sequence[Sequence[Any]]) -> Tensor:
         )
     values = [calls[0] for calls in passes]
     shapes = _shapes(values)
-    if shapes is None or len(set(shapes)) > 1:
+    if shapes is None or len(shapes) > 1:
         raise StructureError(
             f"{str(asked)!r} must be a tensor of one shape in all passes to be stacked, got"
             f" {_forms(values)}.\nWrite {way_to_join(asked, passes)}."
@@ -76,7 +76,7 @@ def way_to_join(asked: Lookup, passes: Sequence[Sequence[Any]]) -> str:
     key = str(asked)
     shapes = _shapes(values)
     if shapes is not None:
-        if len(values) == len(passes) and len(set(shapes)) == 1:
+        if len(values) == len(passes) and len(shapes) == 1:
             return f"run.stack({key!r}) for all"
         dim = next((dim for dim in range(max(len(shapes[0]), 1)) if _fits(shapes, dim)), None)
         if dim is not None:
@@ -104,9 +104,9 @@ def _joined(asked: Lookup, values: list[Tensor], dim: int | None) -> Tensor:
 
 
 def _shapes(values: Sequence[Any]) -> list[tuple[int, ...]] | None:
-    """The tensors' shapes; None if one is no tensor, or has no shape."""
+    """The tensors' shapes, each once; None if one is no tensor, or has no shape."""
     try:
-        return [tuple(value.shape) for value in values] if _are_tensors(values) else None
+        return [*{tuple(value.shape) for value in values}] if _are_tensors(values) else None
     except RuntimeError:  # torch's older nested tensors
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from hookline.engine import (
     every_tensor,
     innermost,
     is_freed,
+    is_wrapped,
     local_shards,
     plain,
 )
@@ -33,6 +34,7 @@ from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, Lookup
 from hookline.recordings.stamps import Beside, Unknowable, is_as_stamped, stamp
 
+Read = Callable[[Entry], Any]
 Noted = tuple[Any, ...]  # the first fields of an `Entry`
 _SEARCHED = 256  # a pass of so few entries is searched: to sort it takes as long as 20 searches
 
@@ -76,9 +78,10 @@ class Log:
             noted = [one for one in tuple(log) if one[0] == index]
         else:
             noted = self._by_site(current).get(index, [])
-        if self.sites[index].is_gradient:
-            return [Entry(*one) for one in noted]
-        return [Entry(index, one[1], one[2], call) for call, one in enumerate(noted)]
+        return [
+            Entry(index, one[1], one[2], call) if len(one) < 4 or one[3] is None else Entry(*one)
+            for call, one in enumerate(noted)
+        ]
 
     def _by_site(self, current: Pass) -> dict[int, list[Noted]]:
         """What a pass has noted, by site; sorted anew only when the log has grown."""
@@ -112,88 +115,112 @@ class Log:
         return found
 
     def find(
-        self,
-        current: Pass,
-        asked: Lookup,
-        backward: int | None = None,
-        *,
-        is_local: bool = True,
-        outline: bool = False,
-    ) -> list[tuple[int, Any]]:
-        """The values of all calls of a site in a pass, each with its call.
+        self, asked: Lookup, among: Pass | None = None, backward: int | None = None
+    ) -> list[tuple[Pass, list[Entry]]]:
+        """Find a site's entries in each pass in which it has some. No value is read.
 
-        Of a DTensor this rank's part, or unless `is_local` the DTensor itself. With
-        `outline`, tensors of a folder come without their data, and nothing is checked.
+        Args:
+            asked: the key.
+            among: the only pass that is looked at; None is every pass.
+            backward: the only run of autograd that is looked at; None is every run.
+
+        Raises:
+            NotRecordedError: there are none.
+        """
+        found = list(self._search(asked, self.passes if among is None else [among], backward))
+        if not found:
+            raise self.never(asked, among)
+        return found
+
+    def values(
+        self, asked: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+    ) -> list[Any]:
+        """Give the values of a site's entries in a pass, in the order of the calls.
+
+        Args:
+            asked: the key.
+            current: the pass.
+            entries: what `find` has found there.
+            read: gives an entry's value: `outline`, or by default `check`.
 
         Raises:
             AmbiguousError: it has gradients of several runs of autograd, and none is named.
             OverwrittenError: a value was changed in place since it was recorded.
         """
-        entries = self._asked(current, asked, backward)
-        if len(entries) > 1 and self.sites[asked.number].is_gradient:
+        if len(entries) > 1:
             runs = {entry.backward for entry in entries} - {None}
             if len(runs) > 1:
                 raise AmbiguousError(
                     f"{str(asked)!r} has a gradient of each of {len(runs)} backward passes."
                     f"\nWrite run.passes[{current.number}].backwards[0][{str(asked)!r}] for one."
                 )
-            entries.sort(key=lambda entry: entry.call or 0)
-        found = []
-        for entry in entries:
-            value = self.outline(entry) if outline else self.check(entry, is_local=is_local)
-            if asked.leaf:
-                value = leaves.get(value, asked.leaf, str(asked))
-            found.append((entry.call or 0, value))
+            entries = sorted(entries, key=_call)
+        found = list(map(read or self.check, entries))
+        if asked.leaf:
+            return [leaves.get(value, asked.leaf, str(asked)) for value in found]
         return found
 
-    def passes_with(self, asked: Lookup) -> list[Pass]:
-        """The passes in which a site has a value. No value is read.
+    def single(
+        self, asked: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
+    ) -> Any:
+        """Give the only value of a site in a pass.
 
         Raises:
-            NotRecordedError: there is none.
+            AmbiguousError: it ran several times.
         """
-        found = [current for current in self.passes if self._asked(current, asked)]
+        found = self.values(asked, current, entries, read)
+        if len(found) > 1:
+            key, calls = str(asked), sorted(map(_call, entries))
+            first, last = str(asked.of_call(calls[0])), str(asked.of_call(calls[-1]))
+            raise AmbiguousError(
+                f"{key!r} ran {len(found)} times in pass {current.number}."
+                f"\nWrite {first!r} to {last!r} for one call, or .calls({key!r}) for all."
+            )
+        return found[0]
+
+    def by_pass(self, asked: Lookup, read: Read | None = None) -> list[list[Any]]:
+        """Give a site's values, call by call, of each pass in which it has some.
+
+        Raises:
+            NotRecordedError, AmbiguousError, OverwrittenError: as in `find` and `values`.
+        """
+        # What a pass is found by is not held meanwhile: there may be 100,000.
+        passes = self._search(asked, self.passes)
+        found = [self.values(asked, *one, read) for one in passes]
         if not found:
             raise self.never(asked)
         return found
 
-    def by_pass(self, asked: Lookup, *, outline: bool = False) -> list[list[Any]]:
-        """A site's values, call by call, of each pass in which it has some.
+    def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
+        """Whether a site has a value in this pass, or in any. No value is read."""
+        asked = self.index.get(key)
+        passes = self.passes if among is None else [among]
+        return asked is not None and any(self._search(asked, passes, backward))
 
-        Raises:
-            NotRecordedError, AmbiguousError, OverwrittenError: as in `find`.
-        """
-        found = [
-            [value for _, value in self.find(current, asked, outline=outline)]
-            for current in self.passes
-        ]
-        if not any(found):
-            raise self.never(asked)
-        return [calls for calls in found if calls]
+    def _search(
+        self, asked: Lookup, passes: Iterable[Pass], backward: int | None = None
+    ) -> Iterator[tuple[Pass, list[Entry]]]:
+        for current in passes:
+            if asked.pass_number not in (None, current.number):
+                continue
+            entries = self.entries(current, asked.number)
+            if asked.call is not None:
+                entries = [entry for entry in entries if entry.call == asked.call]
+            if backward is not None:
+                entries = [entry for entry in entries if entry.backward in (None, backward)]
+            if asked.backward is not None:
+                run = dict(enumerate(self.backwards(current))).get(asked.backward, -1)
+                entries = [entry for entry in entries if entry.backward == run]
+            if entries:
+                yield current, entries
 
-    def has(self, key: Key, passes: Iterable[Pass], backward: int | None = None) -> bool:
-        """Whether a site has a value in one of these passes. No value is read."""
-        if not self.index.has(key):
-            return False
-        asked = self.index.find(key)
-        return any(self._asked(current, asked, backward) for current in passes)
+    def check(self, entry: Entry) -> Any:
+        """Give an entry's value, of a DTensor this rank's part, if nobody has changed it since."""
+        value = self.whole(entry)
+        return value if type(value) is Tensor else local_shards(value)
 
-    def _asked(self, current: Pass, asked: Lookup, backward: int | None = None) -> list[Entry]:
-        if asked.pass_number not in (None, current.number):
-            return []
-        entries = self.entries(current, asked.number)
-        if asked.call is not None:
-            entries = [entry for entry in entries if entry.call == asked.call]
-        if backward is not None:
-            entries = [entry for entry in entries if entry.backward in (None, backward)]
-        if asked.backward is not None:
-            runs = self.backwards(current)
-            run = runs[asked.backward] if asked.backward < len(runs) else -1
-            entries = [entry for entry in entries if entry.backward == run]
-        return entries
-
-    def check(self, entry: Entry, *, is_local: bool = True) -> Any:
-        """The value, if nobody changed it since it was recorded."""
+    def whole(self, entry: Entry) -> Any:
+        """Give an entry's value, DTensors as they are, if nobody has changed it since."""
         value = entry.value
         if isinstance(value, Stored):
             return value.load()
@@ -204,8 +231,7 @@ class Log:
             why = self._why_changed(part, was)
             if why:
                 raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{_COPY}")
-        value = self.plain(value)
-        return local_shards(value) if is_local else value
+        return value if type(value) is Tensor and not is_wrapped(value) else self.plain(value)
 
     def _why_changed(self, value: Any, was: Any) -> str | None:
         """Why a value cannot be given out: it has changed, or may have without a word."""
@@ -214,16 +240,18 @@ class Log:
                 f"holds tensors in a {was.kind}, which cannot be copied, and torch does not tell"
                 " whether they have changed"
             )
-        if any(is_freed(tensor) for tensor in every_tensor(value)):
+        tensors = list(map(innermost, every_tensor(value)))
+        if any(map(is_freed, tensors)):
             return "has no numbers any more: its memory was freed after it was recorded"
-        if not is_as_stamped(value, was):
+        # A copy beside the value tells of every change.
+        untold = None if isinstance(was, Beside) else self.untold
+        may_change = untold is not None and untold.has_now(tensors, len(self.passes))
+        if not is_as_stamped(tensors, was):
             return (
                 "was overwritten in place after it was recorded (by an in-place operation such as"
                 " ReLU(inplace=True) or +=)"
             )
-        if self.untold is None or isinstance(was, Beside):
-            return None
-        if self.untold.has_now(value, len(self.passes)):
+        if may_change:
             return (
                 "shares memory with a parameter or buffer of the model, and torch does not always"
                 " tell when these change"
@@ -232,21 +260,14 @@ class Log:
 
     def plain(self, value: Any) -> Any:
         """The value without the wrappers that transforms of torch.func, now over, had put on it."""
-        if isinstance(value, Tensor):
-            return value if innermost(value) is value else self._unwrapped(value)
-        if not any(innermost(tensor) is not tensor for _, tensor in tree.tensors(value)):
+        if not any(is_wrapped(tensor) for _, tensor in tree.tensors(value)):
             return value
-        return self._unwrapped(value)
-
-    def _unwrapped(self, value: Any) -> Any:
         return tree.map_tensors(partial(plain, keeps_graph=self.keeps_graph), value)
 
     def outline(self, entry: Entry) -> Any:
         """The value's structure: of a folder, its tensors come on the meta device, unchecked."""
         value = entry.value
-        if isinstance(value, Stored):
-            return value.outline()
-        return value.load() if isinstance(value, PartialGradients) else value
+        return value.outline() if isinstance(value, Stored | PartialGradients) else value
 
     def settle(self) -> None:
         """No transform runs any more: keep no wrapper, which a later one could take for its own."""
@@ -295,7 +316,7 @@ class Log:
         ran = plural(len(self.passes), "pass", "passes")
         message = f"{str(asked)!r} must name one of the {ran} that ran, from 0 on."
         anywhere = asked._replace(pass_number=None)
-        having = [one.number for one in self.passes if self._asked(one, anywhere)]
+        having = [one.number for one, _ in self._search(anywhere, self.passes)]
         if not having:
             return message
         last = asked._replace(pass_number=having[-1])
@@ -314,6 +335,10 @@ def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) 
             value = tree.map_tensors(Tensor.detach, value)
         version = stamp(value)
     log.append((site, value, version, *rest))
+
+
+def _call(entry: Entry) -> int:
+    return entry.call or 0
 
 
 def _times(count: int) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.engine import TIMEOUT_S, Site
+from hookline.engine import TIMEOUT_S
 from hookline.engine.pytree import describe, tree
 from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
+from hookline.recordings.log import Log, Read
 from hookline.recordings.ranks import Collective, combined, full, joined, reduced
 
 _N_LEAVES_SHOWN = 3
@@ -20,31 +21,23 @@ _N_LEAVES_SHOWN = 3
 class Lookups(Mapping[str, Any]):
     """A mapping from sites to values, with typed look-ups of tensors."""
 
+    _log: Log
+
     @abstractmethod
     def __getitem__(self, key: Key) -> Any:
         """The only value of a site; an error where there is none, or several."""
 
     @abstractmethod
-    def _apart(self, key: Key) -> Lookup:
-        """Take a key apart.
-
-        Raises:
-            NotRecordedError: no such site was selected.
-        """
-
-    @abstractmethod
-    def _only(self, asked: Lookup, *, is_local: bool) -> Any:
-        """The only value of a site; of a DTensor this rank's part, or unless `is_local` itself."""
+    def _only(self, key: Key, read: Read | None = None) -> Any:
+        """The only value of a site, as in a look-up, or what `read` gives of its entry."""
 
     @property
     @abstractmethod
     def _name(self) -> str:
         """How these values are written in code: `run`, `run.passes[0]`."""
 
-    @property
-    @abstractmethod
-    def _sites(self) -> tuple[Site, ...]:
-        """What was selected."""
+    def _apart(self, key: Key) -> Lookup:
+        return self._log.index.find(key)
 
     def _of_ranks(self) -> tuple[Lookups, ...]:
         """The recordings of all ranks, where they were opened together."""
@@ -141,8 +134,8 @@ class Lookups(Mapping[str, Any]):
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
         if ranks := self._of_ranks():
             return joined([one[key] for one in ranks], dim, question)
-        ask = Collective(question, self._sites, group, timeout)
-        return full(ask, lambda: self._only(self._apart(key), is_local=False), dim)
+        ask = Collective(question, self._log.sites, group, timeout)
+        return full(ask, lambda: self._only(key, self._log.whole), dim)
 
     def reduced(
         self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
@@ -179,6 +172,6 @@ class Lookups(Mapping[str, Any]):
         if ranks := self._of_ranks():
             return combined([one[key] for one in ranks], op)
         ask = Collective(
-            f"{self._name}.reduced({str(key)!r}, op={op!r})", self._sites, group, timeout
+            f"{self._name}.reduced({str(key)!r}, op={op!r})", self._log.sites, group, timeout
         )
-        return reduced(ask, lambda: self._only(self._apart(key), is_local=False), op)
+        return reduced(ask, lambda: self._only(key, self._log.whole), op)

@@ -7,15 +7,15 @@ from typing import Any, final, overload
 
 from hookline.display.text import plural
 from hookline.engine import Pass, Site, hides
-from hookline.errors import AmbiguousError
+from hookline.recordings.entries import Entry
 from hookline.recordings.index import Key, Lookup, run_text
-from hookline.recordings.log import Log
+from hookline.recordings.log import Log, Read
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import pass_text
 
 
 @final
-@hides("find", "outline", "value")
+@hides("outline")
 class PassRecord(Lookups):
     """One pass of a recording: the same look-ups, within that pass.
 
@@ -55,21 +55,11 @@ class PassRecord(Lookups):
         return [(self._log.sites[index], call) for index, call, _ in self._fired()]
 
     def __getitem__(self, key: Key) -> Any:
-        return self.value(self._apart(key))
+        return self._only(key)
 
     def __contains__(self, key: object) -> bool:
         """Whether the site has a value in this pass: one or several."""
-        return isinstance(key, str | Site) and bool(
-            self._log.has(key, [self._pass], self._backward)
-        )
-
-    def value(self, asked: Lookup, *, is_local: bool = True) -> Any:
-        """The only value of a site; of a DTensor this rank's part, or unless `is_local` itself.
-
-        Raises:
-            NotRecordedError: it did not fire in this pass. AmbiguousError: it ran several times.
-        """
-        return self._single(asked, self.find(asked, is_local=is_local))
+        return isinstance(key, str | Site) and bool(self._log.has(key, self._pass, self._backward))
 
     def outline(self, key: Key) -> Any:
         """A value's structure: of a folder, its tensors come on the meta device, without data.
@@ -80,18 +70,7 @@ class PassRecord(Lookups):
             NotRecordedError, AmbiguousError: as in a look-up. FolderError: the folder is gone or
                 damaged.
         """
-        asked = self._apart(key)
-        return self._single(asked, self.find(asked, outline=True))
-
-    def _single(self, asked: Lookup, found: list[tuple[int, Any]]) -> Any:
-        if len(found) > 1:
-            key = str(asked)
-            calls = [str(asked.of_call(call)) for call, _ in found]
-            raise AmbiguousError(
-                f"{key!r} ran {len(found)} times in pass {self.number}."
-                f"\nWrite {calls[0]!r} to {calls[-1]!r} for one call, or .calls({key!r}) for all."
-            )
-        return found[0][1]
+        return self._only(key, self._log.outline)
 
     def calls(self, key: Key) -> list[Any]:
         """The values of every call of a site in this pass, in order.
@@ -99,7 +78,8 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: it did not fire in this pass.
         """
-        return [value for _, value in self.find(self._apart(key))]
+        asked = self._apart(key)
+        return self._log.values(asked, *self._found(asked))
 
     def __iter__(self) -> Iterator[str]:
         fired = sorted(dict.fromkeys(self._fired()), key=lambda one: (one[0], one[1], one[2] or 0))
@@ -108,26 +88,12 @@ class PassRecord(Lookups):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def find(
-        self, asked: Lookup, *, is_local: bool = True, outline: bool = False
-    ) -> list[tuple[int, Any]]:
-        """The values of all calls of a site, each with its call.
-
-        Raises:
-            NotRecordedError: it did not fire in this pass.
-        """
-        found = self._log.find(
-            self._pass, asked, self._backward, is_local=is_local, outline=outline
-        )
-        if not found:
-            raise self._log.never(asked, self._pass)
-        return found
-
     def __repr__(self) -> str:
         return pass_text(self._log, self._pass, self._backward)
 
-    def _only(self, asked: Lookup, *, is_local: bool) -> Any:
-        return self.value(asked, is_local=is_local)
+    def _only(self, key: Key, read: Read | None = None) -> Any:
+        asked = self._apart(key)
+        return self._log.single(asked, *self._found(asked), read)
 
     @property
     def _name(self) -> str:
@@ -136,12 +102,8 @@ class PassRecord(Lookups):
             return name
         return f"{name}.backwards[{self._log.backwards(self._pass).index(self._backward)}]"
 
-    @property
-    def _sites(self) -> tuple[Site, ...]:
-        return self._log.sites
-
-    def _apart(self, key: Key) -> Lookup:
-        return self._log.index.find(key)
+    def _found(self, asked: Lookup) -> tuple[Pass, list[Entry]]:
+        return self._log.find(asked, self._pass, self._backward)[0]
 
     def _fired(self) -> list[tuple[int, int, int | None]]:
         return self._log.fired(self._pass, self._backward)
@@ -156,7 +118,7 @@ class PassRecord(Lookups):
         numbers = {run: number for number, run in enumerate(self._log.backwards(self._pass))}
         found = []
         for index, call, run in fired:
-            text = self._log.index.key(index) + (f"#{call}" if len(calls[index]) > 1 else "")
+            text = self._log.index.keys[index] + (f"#{call}" if len(calls[index]) > 1 else "")
             if self._backward is None and run is not None and len(runs[index] - {None}) > 1:
                 text += run_text(numbers[run], None)
             found.append(text)

@@ -26,7 +26,7 @@ from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.joining import concatenated, stacked, way_to_join
-from hookline.recordings.log import Log, note_copied, note_transformed
+from hookline.recordings.log import Log, Read, note_copied, note_transformed
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import recording_text
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
@@ -106,16 +106,17 @@ class Recording(Lookups):
     def __getitem__(self, key: Key) -> Any:
         if self.ranks:
             return self._of_rank(key)[key]
-        return self._only(self._log.index.find(key), is_local=True)
+        return self._only(key)
 
-    def _only(self, asked: Lookup, *, is_local: bool) -> Any:
-        found = self._log.passes_with(asked)
+    def _only(self, key: Key, read: Read | None = None) -> Any:
+        asked = self._log.index.find(key)
+        found = self._log.find(asked)
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(asked)!r} has a value in each of {len(found)} passes.\nWrite"
-                f" {self._in_pass(found[0], asked)} for one of them{self._or_joined(asked)}."
+                f" {_in_pass(*found[0], asked)} for one of them{self._or_joined(asked)}."
             )
-        return PassRecord(self._log, found[0]).value(asked, is_local=is_local)
+        return self._log.single(asked, *found[0], read)
 
     def __iter__(self) -> Iterator[str]:
         if self.ranks:
@@ -140,7 +141,7 @@ class Recording(Lookups):
         """Whether the site has a value: one or several."""
         if self.ranks:
             return any(key in one for one in self.ranks)
-        return isinstance(key, str | Site) and self._log.has(key, self._log.passes)
+        return isinstance(key, str | Site) and self._log.has(key)
 
     def calls(self, key: Key) -> list[Any]:
         """The values of every call of a site, in order, in the only pass in which it ran.
@@ -151,14 +152,14 @@ class Recording(Lookups):
         if self.ranks:
             return self._of_rank(key).calls(key)
         asked = self._log.index.find(key)
-        found = self._log.passes_with(asked)
+        found = self._log.find(asked)
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(asked)!r} ran in {len(found)} passes.\nWrite"
-                f" run.passes[{found[0].number}].calls({str(asked)!r}) for one of them, or"
+                f" run.passes[{found[0][0].number}].calls({str(asked)!r}) for one of them, or"
                 f" run.cat({str(asked)!r}, dim=None) for a list of all values."
             )
-        return [value for _, value in PassRecord(self._log, found[0]).find(asked)]
+        return self._log.values(asked, *found[0])
 
     def stack(self, key: Key) -> Tensor:
         """A site's values of all passes in which it ran, stacked along a new first dimension.
@@ -348,10 +349,6 @@ class Recording(Lookups):
     def _name(self) -> str:
         return "run"
 
-    @property
-    def _sites(self) -> tuple[Site, ...]:
-        return self.sites
-
     def _of_ranks(self) -> tuple[Recording, ...]:
         return self.ranks
 
@@ -361,19 +358,9 @@ class Recording(Lookups):
     def _log_with(self, key: Key) -> Log:
         return self._of_rank(key)._log if self.ranks else self._log
 
-    def _in_pass(self, current: Pass, asked: Lookup) -> str:
-        """The code that looks up a site's first value in a pass."""
-        try:
-            calls = [call for call, _ in self._log.find(current, asked, outline=True)]
-        except AmbiguousError:  # of several backward passes
-            asked = asked._replace(backward=0)
-            calls = [call for call, _ in self._log.find(current, asked, outline=True)]
-        key = asked.of_call(calls[0]) if len(calls) > 1 else asked
-        return f"run.passes[{current.number}][{str(key)!r}]"
-
     def _or_joined(self, asked: Lookup) -> str:
         try:
-            passes = self._log.by_pass(asked, outline=True)
+            passes = self._log.by_pass(asked, self._log.outline)
         except AmbiguousError:  # of several backward passes
             return ""
         return f", or {way_to_join(asked, passes)}"
@@ -395,6 +382,17 @@ class Recording(Lookups):
                 f"this recording is of {len(self.ranks)} ranks, and each has its own {what}."
                 f"\nWrite run.ranks[0].{what} for one of them."
             )
+
+
+def _in_pass(current: Pass, entries: Sequence[Entry], asked: Lookup) -> str:
+    """The code that looks up a site's first value in a pass."""
+    runs = [entry.backward for entry in entries if entry.backward is not None]
+    if len(set(runs)) > 1:
+        asked = asked._replace(backward=0)
+        entries = [entry for entry in entries if entry.backward == runs[0]]
+    calls = sorted(entry.call or 0 for entry in entries)
+    key = asked.of_call(calls[0]) if len(calls) > 1 else asked
+    return f"run.passes[{current.number}][{str(key)!r}]"
 
 
 def _first_value(one: PassRecord, call: int, site: Site) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ def stamp(value: Any) -> tuple[int | None, ...]:
 
     An inference tensor has no counter.
     """
-    return tuple([_version(tensor) for tensor in every_tensor(value)])
+    return _versions(map(innermost, every_tensor(value)))
 
 
 @final
@@ -48,20 +49,26 @@ class Unknowable:
         self.kind = kind
 
 
-def is_as_stamped(value: Any, was: Any) -> bool:
-    """Whether a value is what it was when it got this stamp."""
+def is_as_stamped(tensors: Sequence[Tensor], was: Any) -> bool:
+    """Whether a value is what it was when it got this stamp.
+
+    Args:
+        tensors: the innermost of each of its tensors.
+        was: the stamp.
+    """
     if was is None:
         return True
     if type(was) is int:  # of a lone tensor that a fast tap has noted
-        return _version(value) == was
+        return tensors[0]._version == was
     if isinstance(was, Beside):
-        same = all(_are_equal(tensor.detach(), copy) for tensor, copy in was.copies)
-        return same and stamp(value) == was.versions
-    return bool(stamp(value) == was)
+        if not all(_are_equal(tensor.detach(), copy) for tensor, copy in was.copies):
+            return False
+        was = was.versions
+    return bool(_versions(tensors) == was)
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else innermost(tensor)._version
+def _versions(tensors: Iterable[Tensor]) -> tuple[int | None, ...]:
+    return tuple([None if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

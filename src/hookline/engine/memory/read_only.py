@@ -111,7 +111,7 @@ class _Before:
         self._version = _version(tensor)
         self._node = tensor.grad_fn
         self._copy: Tensor | None = None
-        if not is_freed(tensor):
+        if not is_freed(innermost(tensor)):
             # Not every kind of tensor can be copied. A write to it is refused all the same.
             with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
                 self._copy = tensor.clone()

@@ -8,7 +8,8 @@ These write to parameters and buffers, and in a job of several ranks to anything
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, final
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, innermost
-from hookline.engine.pytree import opaque
 from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
 from hookline.engine.torch_private.modules import parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
@@ -84,6 +84,9 @@ class Untold:
         known = current.untold
         if known is None:
             known = self.look(current)
+        # FSDP gathers parameters in memory of its own, and a stranger's parameter is trained, too.
+        if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or is_dtensor(tensor)):
+            return True
         return _is_within(tensor, known)
 
     def look(self, current: Any) -> Container[int]:
@@ -101,15 +104,15 @@ class Untold:
         current.untold = known.lines
         return known.lines
 
-    def has_now(self, value: Any, n_passes: int) -> bool:
-        """Whether it is so of any tensor of a value, now that so many passes have begun.
+    def has_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:
+        """Whether it is so of any of these tensors, now that so many passes have begun.
 
         Jobs of several ranks are left out: there everything was copied in time.
         """
         if self._seen[0] != n_passes:
             self._seen = n_passes, _Memory(self._model(), self._n_modules).lines
         known = self._seen[1]
-        return any(at in known for one in opaque.every(value) for at in addresses(one))
+        return any(map(_is_within, tensors, repeat(known)))
 
     def _model(self) -> nn.Module | None:
         return None if self._root is None else self._root()
@@ -120,10 +123,7 @@ def _is_within(tensor: Tensor, known: Container[int]) -> bool:
         try:
             return tensor.untyped_storage().data_ptr() >> LINE in known
         except RuntimeError:  # sparse, or of a transform
-            return any(address in known for address in addresses(tensor))
-    # FSDP gathers parameters in memory of its own, and a stranger's parameter is trained as well.
-    if isinstance(tensor, nn.Parameter) or is_dtensor(tensor):
-        return True
+            pass
     return any(address in known for address in addresses(tensor))
 
 
@@ -152,11 +152,10 @@ def addresses(tensor: Tensor) -> Iterator[int]:
 
 def is_freed(tensor: Tensor) -> bool:
     """Whether the memory of a tensor was given back under it, as FSDP does: reading it would end
-    the process."""
+    the process. Of one that a transform has wrapped, `innermost` is to be asked."""
     if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         return False
-    tensor = innermost(tensor)
-    if tensor.layout is not torch.strided or not has_numbers(tensor) or not tensor.numel():
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return False
     try:
         return tensor.untyped_storage().nbytes() == 0

@@ -76,7 +76,8 @@ class Site:
     def __str__(self) -> str:
         port = "" if self.port == "output" and not self.leaf else f":{self.port}"
         call = "" if self.call is None else f"#{self.call}"
-        return f"{path_text(self.path)}{port}{leaf_text(self.leaf)}{call}"
+        leaf = leaf_text(self.leaf) if self.leaf else ""
+        return f"{path_text(self.path)}{port}{leaf}{call}"
 
 
 def path_text(path: str) -> str:

@@ -67,9 +67,9 @@ def transform() -> str | None:
     return None if innermost is None else innermost.key().name
 
 
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor stands for another one inside a transform of torch.func, past or present."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
+# Whether a tensor stands for another one inside a transform of torch.func, past or present. Torch's
+# own function: it is asked of each tensor that is kept or looked up.
+is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 
 def is_mapped(tensor: Tensor) -> bool:

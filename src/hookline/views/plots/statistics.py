@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -208,22 +208,15 @@ def _measure(
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None
     for k, one in enumerate(passes):
-        pairs: list[tuple[str, Value | Skipped]]
-        if wanted is None:
-            pairs = list(walk(one))
-        else:
-            pairs = [(key, look_up(one, key)) for key in wanted if key in one]
-        for key, value in pairs:
+        for key, value in walk(one) if wanted is None else _named_values(one, wanted):
             if isinstance(value, Skipped):
                 skipped.setdefault(key, value)
                 continue
-            measured = site_statistics(value.tensor)
-            found.setdefault(key, {})[k] = measured
-            if bad is None and measured is not None and measured.non_finite:
-                bad = (one.number, key)
-    for key in wanted or ():
-        if not found[key]:
-            look_up(passes[0], key)  # raises, and says why
+            measured = found.setdefault(key, {})[k] = site_statistics(value.tensor)
+            if measured is not None and measured.non_finite:
+                bad = bad or (one.number, key)
+    for key in [key for key, row in found.items() if not row]:
+        look_up(passes[0], key)  # raises, and says why
     fired = {key: row for key, row in found.items() if row}
     if not fired:
         raise InputError(
@@ -231,6 +224,10 @@ def _measure(
             f" {not_drawn([*skipped.values()])}.\nRecord sites with tensors."
         )
     return fired, list(skipped.values()), bad
+
+
+def _named_values(one: PassRecord, wanted: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
+    return ((key, look_up(one, key)) for key in wanted if key in one)
 
 
 def _curves(
