@@ -423,3 +423,51 @@ def test_a_nested_call_whose_pre_hook_fails_does_not_end_the_outer_one():
         model(torch.ones(2, requires_grad=True), 1).sum().backward()
     handle.remove()
     assert [grad.tolist() for (grad,) in seen] == [[1.0, 1.0]]
+
+
+class OwnWeight(nn.Module):
+    """Calls a module with its own parameter, which has other uses."""
+
+    def __init__(self, inner, n_inputs):
+        super().__init__()
+        self.inner, self.n_inputs = inner, n_inputs
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x):
+        found = self.inner(*(self.weight, x)[: self.n_inputs])
+        parts = found if isinstance(found, tuple) else (found,)
+        return sum(part.square().sum() for part in parts) + 5 * self.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("inner", "n_inputs", "site"),
+    [(Square(), 1, "inner:grad_input"), (Two(), 2, "inner:grad_input.a")],
+    ids=["one", "several"],
+)
+@pytest.mark.parametrize("order", ["raw edit record", "edit raw record", "edit record raw"])
+def test_a_parameter_that_is_an_input_has_the_gradient_of_that_call(inner, n_inputs, site, order):
+    model, x = OwnWeight(inner, n_inputs), torch.randn(2, 3, requires_grad=True)
+    begin = {
+        "raw": lambda: raw_line(model, "inner"),
+        "edit": lambda: hl.edit(model, site, hl.edits.scale(3)),
+        "record": lambda: hl.record(model, site),
+    }
+
+    def gradients(order):
+        model.zero_grad()
+        with ExitStack() as stack:
+            lines = {name: stack.enter_context(begin[name]()) for name in order.split()}
+            model(x).backward()
+        return lines["record"][site], model.weight.grad
+
+    expected, of_all_uses = gradients("edit record")
+    torch.testing.assert_close(of_all_uses, expected + 5)
+    torch.testing.assert_close(gradients(order), (expected, of_all_uses))
+    assert not model.weight._backward_hooks
+
+
+@contextmanager
+def raw_line(model, path):
+    with hl.attach(model) as line:
+        line.backward(path, lambda module, grad_input, grad_output: None)
+        yield line

@@ -13,8 +13,8 @@ from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.errors import AttachError
 
 
-def off_leaves(value: Any) -> Any:
-    """An output with aliases for its leaves: a parameter that is returned, an input passed on.
+def alias_leaves(value: Any) -> Any:
+    """Alias the leaves of an output: a parameter that is returned, an input passed on.
 
     A leaf outlives the pass, and a hook on it would, too, and see every other use of it.
     """
@@ -22,10 +22,10 @@ def off_leaves(value: Any) -> Any:
     return tree.replace_tensors(value, aliases_of(leaves), fixed_only=False) if leaves else value
 
 
-def apart(
+def alias_lasting_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_only: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments with aliases for what outlives the pass: leaves, or where it begins, all.
+    """Alias the arguments that outlive the pass: leaves, or where it begins, all.
 
     Hooks on a tensor that several passes share would see what comes back from all of them.
 
@@ -36,7 +36,13 @@ def apart(
     wanted = [tensor for tensor in found if tensor.is_leaf or not leaves_only]
     if not wanted:
         return None
-    new = aliases_of(wanted)
+    return replaced(args, kwargs, aliases_of(wanted))
+
+
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], new: IdentityMap[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace tensors of arguments, also those in tuples."""
     return (
         tuple(tree.replace_tensors(value, new, fixed_only=True) for value in args),
         {name: tree.replace_tensors(value, new, fixed_only=True) for name, value in kwargs.items()},

@@ -1,11 +1,12 @@
-"""The gradients of one call on their way back, for raw backward hooks.
+"""The gradients of one call of a module, for raw backward hooks.
 
 torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
 through all its uses. So the module is given an alias of each input (a view, to which nothing is
 added but a node in the graph), and the hooks are on the alias. Where several gradients are wanted
-at once, they need a place to meet: a `_GradBarrier` in the graph.
+at once, a node of the graph waits for all of them: a `_GradBarrier`.
 
-All hooks of a flow stand in one list, by rank, so that hooks of several lines are called in order.
+All hooks of a call stand in one list, by rank, so that hooks of several lines are called in order.
+So a call's gradients belong to the thread that runs it, and not to a pass, which is one line's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine.autograd.aliases import aliases_of, flowing, instead_of, refuse_unaliased
+from hookline.engine.autograd.aliases import (
+    aliases_of,
+    flowing,
+    instead_of,
+    refuse_unaliased,
+    replaced,
+)
 from hookline.engine.autograd.written_views import GradHook, HookedView, hook_value
 from hookline.engine.passes.modes import is_transformed
 from hookline.engine.pytree import tree
@@ -37,52 +44,56 @@ class CallGradients:
     Args:
         key: says which call, while it runs.
         name: what errors call the module.
-        tensors: what flowed forward, before it was aliased. The gradients of several meet.
+        tensors: its inputs or outputs, before they were aliased. A barrier joins several.
+        is_of_inputs: whether they are its inputs.
     """
 
     __slots__ = (
-        "__weakref__", "_counters", "_given", "_hooks", "_made", "_name", "_origins", "_refs",
-        "_views", "is_meeting", "key", "open",
+        "__weakref__", "_counters", "_hooks", "_is_of_inputs", "_made", "_name", "_origins",
+        "_refs", "_view", "key", "open",
     )  # fmt: skip
 
-    def __init__(self, key: int, name: str, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, key: int, name: str, tensors: Sequence[Tensor], *, is_of_inputs: bool
+    ) -> None:
         self.key = key
         self.open = True
-        self.is_meeting = len(tensors) > 1
+        self._is_of_inputs = is_of_inputs
         self._name = name
         self._hooks: list[tuple[Order, int | None, OneHook | AllHook]] = []
         self._counters: list[tuple[Tensor, int, bool]] = []
-        self._views: list[HookedView | None] = []
-        if self.is_meeting:
-            if is_transformed():
-                raise AttachError(
-                    f"{name} takes or returns several tensors, and under torch.func a raw backward"
-                    " hook cannot be given all their gradients at once."
-                    f"\nRecord or edit them one by one: '{name}:grad_output', '{name}:grad_input'."
-                )
-            self._counters = [
-                (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
-                for tensor in tensors
-            ]
-            aliases: Sequence[Tensor] = _GradBarrier.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        self._view: HookedView | None = None
+        if len(tensors) > 1:
+            aliases = self._join(tensors)
         else:
-            aliases = [tensor.view_as(tensor) for tensor in tensors]
-            self._views = [
-                hook_value(alias, GradHook(self._call, index), GradHook(refuse, name))
-                for index, alias in enumerate(aliases)
-            ]
-        self._given = [view for view in self._views if view is not None]
+            aliases = (tensors[0].view_as(tensors[0]),)
+            self._view = hook_value(aliases[0], GradHook(self._arrived), GradHook(refuse, name))
         self._refs = [weakref.ref(alias) for alias in aliases]
         self._origins = [weakref.ref(tensor) for tensor in tensors]
-        self._made: Sequence[Tensor] = aliases
+        self._made = aliases
 
-    def views(self) -> list[HookedView]:
-        """Those of its aliases that may be written to; given once."""
-        given, self._given = self._given, []
-        return given
+    def _join(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Make aliases of several tensors, in a node that waits for all their gradients."""
+        if is_transformed():
+            raise AttachError(
+                f"{self._name} takes or returns several tensors, and under torch.func a raw"
+                " backward hook cannot be given all their gradients at once.\nRecord or edit them"
+                f" one by one: '{self._name}:grad_output', '{self._name}:grad_input'."
+            )
+        self._counters = [
+            (version_counter(tensor), tensor._version, base_of_view(tensor) is not None)
+            for tensor in tensors
+        ]
+        made: tuple[Tensor, ...] = _GradBarrier.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def view(self) -> HookedView | None:
+        """Its only alias, while the call may write to that."""
+        return self._view
 
     def taken(self) -> Sequence[Tensor]:
-        """What flows on in place of the tensors, handed out once: a flow holds no tensor."""
+        """Hand out the aliases, once: no tensor is held."""
         made, self._made = self._made, ()
         return made
 
@@ -94,14 +105,17 @@ class CallGradients:
         return None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all of these are its aliases: none came, or was replaced, since it was made."""
+        """Tell whether all of these are its aliases: none came, or was replaced, since then."""
         return all(self.index(tensor) is not None for tensor in tensors)
 
-    def origin(self, tensor: Tensor) -> Tensor:
-        """What an alias is an alias of; any other tensor is itself."""
-        index = self.index(tensor)
-        origin = None if index is None else self._origins[index]()
-        return tensor if origin is None else origin
+    def origin(self, index: int) -> Tensor | None:
+        """Return the input that an alias stands for, if that is in the graph.
+
+        What comes back to all uses of such an input is its gradient. Of a leaf, as of an output,
+        the gradient is that of the alias alone.
+        """
+        origin = self._origins[index]() if self._is_of_inputs else None
+        return None if origin is None or origin.grad_fn is None else origin
 
     def subscribe(self, rank: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
         """Add a hook on one of the gradients, or (without an index) on all of them at once."""
@@ -125,29 +139,20 @@ class CallGradients:
                 " cannot be given all their gradients at once."
                 f"\nRecord or edit them one by one: '{self._name}:grad_input'."
             )
-        bases = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
-        for ref, view in zip(self._refs, self._views, strict=False):
-            if view is None:
-                continue
-            alias = ref()
+        view, self._view = self._view, None
+        if view is not None:
+            alias = self._refs[0]()
             base = None if alias is None else base_of_view(alias)
-            view.settle(is_over=not any(one is not None and one is base for one in bases))
-        self._views.clear()
+            returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
+            view.settle(is_over=base is None or all(one is not base for one in returned))
 
-    def _call(self, index: int, grad: Tensor) -> Tensor | None:
-        new = grad
-        for _, wanted, hook in tuple(self._hooks):
-            if wanted is None:
-                result = hook([new])  # type: ignore[arg-type]
-                result = None if result is None else result[0]
-            else:
-                result = hook(new) if wanted == index else None  # type: ignore[arg-type]
-            if result is not None:
-                new = result
+    def _arrived(self, grad: Tensor) -> Tensor | None:
+        """Call the hooks with the gradient of a lone tensor."""
+        (new,) = self._call([grad])
         return None if new is grad else new
 
-    def met(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """All gradients are there: call the hooks, and give what flows on.
+    def all_arrived(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Call the hooks with the gradients of several tensors. Return those that flow on.
 
         Raises:
             AttachError: one of the tensors was written to, and whoever else holds it, or its base,
@@ -161,6 +166,9 @@ class CallGradients:
                     " gradient would be wrong."
                     f"\nUse hl.record or hl.edit at '{self._name}:grad_output' or ':grad_input'."
                 )
+        return self._call(grads)
+
+    def _call(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         new = list(grads)
         for _, wanted, hook in tuple(self._hooks):
             if wanted is None:
@@ -188,86 +196,90 @@ class _GradBarrier(torch.autograd.Function):
     """Lets tensors through unchanged; in backward, waits for the gradients of all of them."""
 
     @staticmethod
-    def forward(ctx: Any, flow: CallGradients, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.flow = flow
+    def forward(ctx: Any, call: CallGradients, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
         ctx.set_materialize_grads(False)
         # Detached, not returned as they are: those would be views that refuse in-place operations.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *ctx.flow.met(grads)
+        return None, *ctx.call.all_arrived(grads)
 
 
-class _Lane(threading.local):
-    """The flows that were made last in each thread: hooks on one call follow one another.
+class _Latest(threading.local):
+    """The calls whose tensors were aliased last in each thread: hooks on one call follow in turn.
 
     Not held, or the last one would keep its recording alive; the graph holds it.
     """
 
-    entering: Callable[[], CallGradients | None] = staticmethod(lambda: None)
-    leaving: Callable[[], CallGradients | None] = staticmethod(lambda: None)
+    inputs: Callable[[], CallGradients | None] = staticmethod(lambda: None)
+    outputs: Callable[[], CallGradients | None] = staticmethod(lambda: None)
 
 
-_lane = _Lane()
+_latest = _Latest()
 
 
-def enter(
+def alias_inputs(
     key: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], CallGradients | None]:
-    """The flow of a call's inputs, made by the first who asks, with the aliased arguments.
+    """Alias the inputs of a call, for the first who asks.
 
     Tensors inside lists, dicts and objects are not aliased.
+
+    Returns:
+        The arguments with aliases, and the hooks on their gradients; None if they have none.
     """
     found = flowing((args, tuple(kwargs.values())), fixed_only=True)
     refuse_unaliased(name, (args, tuple(kwargs.values())))
     if not found:
         return args, kwargs, None
-    flow = entered(key)
-    if flow is not None and flow.holds(found):
-        return args, kwargs, flow
-    flow = CallGradients(key, name, found)
-    _lane.entering = weakref.ref(flow)
-    new = instead_of(found, flow.taken())
-    args = tuple(tree.replace_tensors(value, new, fixed_only=True) for value in args)
-    kwargs = {
-        name: tree.replace_tensors(value, new, fixed_only=True) for name, value in kwargs.items()
-    }
-    return args, kwargs, flow
+    known = inputs_of(key)
+    if known is not None and known.holds(found):
+        return args, kwargs, known
+    made = CallGradients(key, name, found, is_of_inputs=True)
+    _latest.inputs = weakref.ref(made)
+    return *replaced(args, kwargs, instead_of(found, made.taken())), made
 
 
-def entered(key: int) -> CallGradients | None:
-    """The flow of this call's inputs, if it has one."""
-    flow = _lane.entering()
-    return flow if flow is not None and flow.open and flow.key == key else None
+def inputs_of(key: int) -> CallGradients | None:
+    """The hooks on the gradients of this call's inputs, if those were aliased."""
+    latest = _latest.inputs()
+    return latest if latest is not None and latest.open and latest.key == key else None
 
 
-def leave(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
-    """The flow of a call's outputs, where several of them must meet, and the aliased output."""
+def alias_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
+    """Alias the outputs of a call if they are several, for the first who asks.
+
+    Returns:
+        The output with aliases, and the hooks on their gradients; None if nothing was aliased.
+    """
     found = flowing(output, fixed_only=False)
     if len(found) < 2:
         return output, None
-    flow = left(key)
-    if flow is not None and flow.holds(found):
-        return output, flow
-    flow = CallGradients(key, name, found)
-    _lane.leaving = weakref.ref(flow)
-    new = instead_of(found, flow.taken())
-    return tree.replace_tensors(output, new, fixed_only=False), flow
+    known = outputs_of(key)
+    if known is not None and known.holds(found):
+        return output, known
+    made = CallGradients(key, name, found, is_of_inputs=False)
+    _latest.outputs = weakref.ref(made)
+    new = instead_of(found, made.taken())
+    return tree.replace_tensors(output, new, fixed_only=False), made
 
 
-def left(key: int) -> CallGradients | None:
-    """The flow of this call's outputs, if it has one; not all of them need be in it."""
-    flow = _lane.leaving()
-    return flow if flow is not None and flow.key == key else None
+def outputs_of(key: int) -> CallGradients | None:
+    """The hooks on the gradients of this call's outputs, if some of those were aliased."""
+    latest = _latest.outputs()
+    return latest if latest is not None and latest.key == key else None
 
 
-def off_saved(key: int, output: Any) -> Any:
-    """A call's output with aliases for what its own backward saved: what comes back to that in a
-    second derivative did not come back to what was returned."""
-    flow = left(key)
+def alias_saved_outputs(key: int, output: Any) -> Any:
+    """Alias what a call's own backward saved of its output.
+
+    What comes back to that in a second derivative did not come back to what was returned.
+    """
+    known = outputs_of(key)
     saved = [
         tensor for tensor in flowing(output, fixed_only=False)
-        if saves_itself(tensor) and (flow is None or flow.index(tensor) is None)
+        if saves_itself(tensor) and (known is None or known.index(tensor) is None)
     ]  # fmt: skip
     return tree.replace_tensors(output, aliases_of(saved), fixed_only=False) if saved else output

@@ -153,17 +153,17 @@ class CompiledRun:
     Attributes:
         number: the run's.
         n_before: by tap, how many calls there were in the pass before the run.
-        crossings: by tap and call, values whose gradients arrive in several parts.
+        pending: by tap and call, values whose gradients arrive in several parts.
     """
 
-    __slots__ = ("__weakref__", "_current", "crossings", "is_again", "n_before", "number")
+    __slots__ = ("__weakref__", "_current", "is_again", "n_before", "number", "pending")
 
     def __init__(self, current: Pass, *, is_again: bool = False) -> None:
         self.is_again = is_again
         self.number = next(_numbers)
         self._current = weakref.ref(current)
         self.n_before: dict[Any, int] = {}
-        self.crossings: dict[tuple[Any, int], Any] = {}
+        self.pending: dict[tuple[Any, int], Any] = {}
         _runs[self.number] = self
         current.opened.setdefault(_RUNS, []).append(self)
 

@@ -17,6 +17,7 @@ from hookline.engine.gradients.tap import (
     INSIDE,
     NO_BACKWARD,
     ROOT_INPUTS,
+    Call,
     GradientCallback,
     GradientTap,
     PendingGradient,
@@ -24,12 +25,11 @@ from hookline.engine.gradients.tap import (
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.call_arguments import Arguments
-from hookline.engine.pytree.identity_map import IdentityMap
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Order, Tap, no_callback
 from hookline.engine.torch_private.autograd import (
     base_of_view,
-    node_of_compiled,
+    is_run_of_compiled,
     outer_backward,
     version_counter,
 )
@@ -47,7 +47,7 @@ class GradOutputTap(GradientTap):
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook on the module."""
         if is_dynamo_compiling():
-            value = aliases.off_leaves(output)
+            value = aliases.alias_leaves(output)
             self.trace(value)
             return value
         return self.look(module, output, id(sys._getframe(1)))
@@ -55,19 +55,20 @@ class GradOutputTap(GradientTap):
     def look(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `fire` does, of the call that the key says."""
         current = self.lane.current or self._outside(module)
-        if current is None:
+        number = -1 if current is None else self._call(current)
+        if current is None or number < 0:
             return None
-        call = self._call(current)
-        if call < 0:
+        if current.stretch is None and type(output) is Tensor and output.grad_fn is not None:
+            self.wait(Call(current, number, id(module)), output)
             return None
         with aside(current.stretch):
-            value = aliases.off_leaves(output)
+            value = aliases.alias_leaves(output)
             if self.passes.compiler is not None and _is_made_anew(module, value):
                 self.placed += 1
                 self.lose(INSIDE)
-                return None if value is output else value
-            meeting = module_backward.left(key)
-            self.wait(current, call, value, meeting, id(module), _itself)
+            else:
+                meeting = module_backward.outputs_of(key)
+                self.wait(Call(current, number, id(module), meeting), value)
         return None if value is output else value
 
 
@@ -76,14 +77,10 @@ def _is_made_anew(module: nn.Module, value: Any) -> bool:
     them share memory: those are views that were made outside of that code."""
     if isinstance(value, Tensor):
         return False
-    found: IdentityMap[None] = IdentityMap()
-    for _, tensor in tree.tensors(value):
-        if tensor.grad_fn is not None:
-            found[tensor] = None
-    tensors = found.things()
+    nodes = [(one._is_view(), one.grad_fn) for one in tree.distinct(value) if one.grad_fn]
     return (
-        len(tensors) > 1
-        and any(tensor._is_view() and node_of_compiled(tensor) is None for tensor in tensors)
+        len(nodes) > 1
+        and any(is_view and not is_run_of_compiled(node) for is_view, node in nodes)
         and has_compiled_forward(module)
     )
 
@@ -104,34 +101,24 @@ class GradInputTap(GradientTap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
-            new = aliases.apart(args, kwargs, leaves_only=True)
+            new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
         current = self.lane.current or self._outside(module)
-        if current is None:
+        number = -1 if current is None else self._call(current)
+        if current is None or number < 0:
             return None
-        call = self._call(current)
-        if call < 0:
-            return None
+        entered = module_backward.inputs_of(id(sys._getframe(1)))
         with aside(current.stretch):
-            return self._look(module, current, call, args, kwargs, id(sys._getframe(1)))
-
-    def _look(
-        self, module: nn.Module, current: Pass, call: int, args: tuple[Any, ...],
-        kwargs: dict[str, Any], key: int,
-    ) -> Any:  # fmt: skip
-        new = aliases.apart(args, kwargs, leaves_only=True)
-        args, kwargs = new or (args, kwargs)
-        # A raw backward hook may have aliased the inputs by now; what came in is meant.
-        entered = module_backward.entered(key)
-        origin = _itself if entered is None else entered.origin
-        try:
-            value = self.arguments.bind(module, args, kwargs)
-            self.wait(current, call, value, None, id(module), origin)
-        except Exception as error:
-            self._note(error)
-            raise
+            new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
+            args, kwargs = new or (args, kwargs)
+            try:
+                value = self.arguments.bind(module, args, kwargs)
+                self.wait(Call(current, number, id(module), entered), value)
+            except Exception as error:
+                self._note(error)
+                raise
         return new
 
 
@@ -157,12 +144,12 @@ class BorderTap(Tap):
         if kwargs is None:
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
-            return aliases.apart(args, kwargs, leaves_only=False)
+            return aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
         current = self.lane.current or self._outside(module)
         if current is None:
             return None
         with aside(current.stretch):
-            new = aliases.apart(args, kwargs, leaves_only=False)
+            new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
         if new is None:
             return None
         # What outlives the pass, and the views of it that the pass has hooks on.
@@ -189,10 +176,6 @@ class BorderTap(Tap):
                 for view in views:
                     if (hooked := view()) is not None:
                         hooked.settle()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 _WRITTEN = (

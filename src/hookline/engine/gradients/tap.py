@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from hookline.engine.compile.in_graph import (
     GraphGradient,
     run_of,
 )
-from hookline.engine.passes.checkpointing import first_of
 from hookline.engine.passes.modes import hides_gradients, refuse_mapped
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
@@ -44,11 +43,12 @@ from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Order, Tap, no_callback
 from hookline.engine.torch_private.autograd import (
     hook_node_before,
+    is_run_of_compiled,
     is_written_by_compiled,
-    node_of_compiled,
     outer_backward,
 )
 from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
 
 # Under which a pass keeps what came in at its border.
@@ -76,8 +76,30 @@ class PendingGradient:
         self.gathered: dict[Any, Any] = {}
 
 
+class Call(NamedTuple):
+    """One call of a module, while the value at a site is there.
+
+    Attributes:
+        current: the pass.
+        number: the call's within the pass.
+        owner: the module's id, by which the hooks of several modules on one tensor are ordered.
+        aliases: what raw backward hooks have put in the place of the call's tensors.
+    """
+
+    current: Pass
+    number: int
+    owner: int
+    aliases: CallGradients | None = None
+
+    @property
+    def first(self) -> Pass:
+        """The pass that its gradients belong to."""
+        again = self.current.again
+        return self.current if again is None else again.pass_of_gradients()
+
+
 # Of a call in the second run of a checkpoint, whose gradients are waited for since the first.
-NO_CROSSING = PendingGradient(-1)
+NO_GRADIENT = PendingGradient(-1)
 
 # Tensors that a graph got from outside: slot, tensor, and the number of the hook as it was met.
 Outside = tuple[tuple[int, Tensor, str], ...]
@@ -100,11 +122,11 @@ class GradientCallback:
     awaits: Callable[[Pass, PendingGradient, int, Tensor], None] | None = None
 
     def arrived(
-        self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor
+        self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
         """The gradient of one tensor is there; what is returned, unless None, takes its place."""
 
-    def missing(self, current: Pass, crossing: PendingGradient) -> None:
+    def missing(self, current: Pass, pending: PendingGradient) -> None:
         """A value flowed that needs no gradient: none will arrive."""
 
 
@@ -201,31 +223,31 @@ class GradientTap(Tap):
             if known is None:
                 continue
             slots, form, is_on, outside = known
-            crossing = run.crossings[self, call] = PendingGradient(n_before + call)
+            pending = run.pending[self, call] = PendingGradient(n_before + call)
             if form is not None:
-                crossing.form = outline(form, slots)
-            if current.again is not None and self._waits_since(current.again, crossing):
-                run.crossings[self, call] = NO_CROSSING
+                pending.form = outline(form, slots)
+            if current.again is not None and current.again.waits_since_first(self, pending.call):
+                run.pending[self, call] = NO_GRADIENT
             elif not is_on:
-                self._harvest_off(current, crossing, outside)
+                self._harvest_off(current, pending, outside)
             else:
-                self._harvest_on(current, crossing, slots, outside)
+                self._harvest_on(current, pending, slots, outside)
 
     def _harvest_on(
-        self, current: Pass, crossing: PendingGradient, slots: tuple[int, ...], outside: Outside
+        self, current: Pass, pending: PendingGradient, slots: tuple[int, ...], outside: Outside
     ) -> None:
         is_again = current.again is not None
         if not is_again or current.again.has_gradients:
-            self._wait_outside(current, crossing, outside)
+            self._wait_outside(current, pending, outside)
         if is_again:
             return
         if max(slots, default=-1) >= 0:
             self.placed += 1
         else:
             self.needless += 1
-            self.on.missing(current, crossing)
+            self.on.missing(current, pending)
 
-    def _harvest_off(self, current: Pass, crossing: PendingGradient, outside: Outside) -> None:
+    def _harvest_off(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Gradients were off. What came into a reentrant checkpoint from outside has its hooks now,
         as in `wait`; a change of it inside of the graph would be of the checkpoint's share alone.
         """
@@ -238,38 +260,35 @@ class GradientTap(Tap):
         if self.on.inside is not None:
             self.lose(_FROM_BEFORE)
             return
-        current.stretch.waiting.add((self, crossing.call))
-        self._wait_outside(current, crossing, outside)
+        current.stretch.waiting.add((self, pending.call))
+        self._wait_outside(current, pending, outside)
 
-    def _waits_since(self, again: Any, crossing: PendingGradient) -> bool:
-        """Tell whether the gradients of a call are waited for since the first run."""
-        return (self, crossing.call) in again.stretch.waiting
-
-    def _wait_outside(self, current: Pass, crossing: PendingGradient, outside: Outside) -> None:
+    def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Wait for the gradients of what a graph got from outside: those have come to be there."""
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
+        first = current if current.again is None else current.again.pass_of_gradients()
         for slot, tensor, number in outside:
             # Who wrote last is known, not when: it may be code that ran before.
             if not number or is_written_by_compiled(tensor):
                 self.lose(_WRITTEN_BY_GRAPH)
             else:
-                hook = self._hook_for(current, crossing, slot)
+                hook = self._hook_for(first, pending, slot)
                 self._put(current, tensor, hook, owner, int(number))
                 if self.on.awaits is not None:
-                    self.on.awaits(current, crossing, slot, tensor)
+                    self.on.awaits(current, pending, slot, tensor)
 
-    def _hook_for(self, current: Pass, crossing: PendingGradient, slot: int) -> GradHook:
+    def _hook_for(self, first: Pass, pending: PendingGradient, slot: int) -> GradHook:
         if self.on.keeps_graph:
-            return GradHook(self._arrive_weakly, weakref.ref(first_of(current)), crossing, slot)
-        return GradHook(self.arrive, first_of(current), crossing, slot)
+            return GradHook(self._arrive_weakly, weakref.ref(first), pending, slot)
+        return GradHook(self.arrive, first, pending, slot)
 
     def _put(
         self, current: Pass, tensor: Tensor, hook: GradHook, owner: int, number: int | None = None
     ) -> None:
         """Put a hook on a tensor."""
-        node = node_of_compiled(tensor)
-        if node is not None:
+        node = tensor.grad_fn
+        if isinstance(node, PYTHON_NODE) and is_run_of_compiled(node):
             hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
             return
         view = hook_value(tensor, hook, self.lose, owner, number)
@@ -302,84 +321,88 @@ class GradientTap(Tap):
         if run is None or current is None:
             self.fired += self.on.inside is not None and slot == 0
             return
-        crossing = run.crossings.get((self, call))
-        if crossing is NO_CROSSING:
+        pending = run.pending.get((self, call))
+        if pending is NO_GRADIENT:
             return
-        if crossing is None:  # it came back before the code had run
-            crossing = PendingGradient(run.n_before.get(self, 0) + call)
+        if pending is None:  # it came back before the code had run
+            pending = PendingGradient(run.n_before.get(self, 0) + call)
         if self.on.inside is None:
-            self.arrive(current, crossing, slot, grad)
+            self.arrive(current, pending, slot, grad)
         else:
-            self._arrives(crossing)
+            self._arrives(pending)
 
-    def wait(
-        self,
-        current: Pass,
-        call: int,
-        value: Any,
-        through: CallGradients | None,
-        owner: int,
-        origin: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Wait for the gradients of a value: put a hook on each of its tensors.
-
-        Those that meet in a flow have it there; `owner` says whose the others are, and `origin`
-        what a tensor is an alias of.
-        """
-        is_off = not torch.is_grad_enabled()
-        if is_off and not self._comes_later(current):
+    def wait(self, call: Call, value: Any) -> None:
+        """Wait for the gradients of a value: put a hook on each of its tensors."""
+        current = call.current
+        is_on = torch.is_grad_enabled()
+        if not is_on and not self._comes_later(current):
             return
-        if self.site.leaf:
-            value = leaves.get(value, self.site.leaf, str(self.site))
-        if is_off and not self._came_from_outside_region(current, call, value):
+        value = self.alter(current, value)
+        if not is_on and not self._is_from_outside(call, value):
             return
-        if current.again is not None and (self, call) in current.again.stretch.waiting:
-            return  # since the first run
-        crossing = PendingGradient(call)
-        numbers: dict[int, int] = {}
-        for _, tensor in tree.tensors(value):
-            if tensor.requires_grad and id(tensor) not in numbers:
-                slot = len(numbers)
-                hook = self._hook_for(current, crossing, slot)
-                index = None if through is None else through.index(tensor)
-                if through is not None and index is not None:
-                    through.subscribe(self.rank, hook, index)
-                elif tensor.grad_fn is not None:
-                    self._put(current, origin(tensor), hook, owner)
-                else:  # a leaf: a hook on it would stay on it
-                    if not has_aliases(tensor):
-                        self.lose(_NO_ALIAS)
-                    continue
-                numbers[id(tensor)] = slot
-                if self.on.awaits is not None:
-                    self.on.awaits(current, crossing, slot, tensor)
+        if current.again is not None and current.again.waits_since_first(self, call.number):
+            return
+        pending = PendingGradient(call.number)
+        slots = self._hook_all(call, pending, value)
         if not isinstance(value, Tensor):
-            crossing.form = outlines.outline(value, lambda tensor: numbers.get(id(tensor)))
-        if numbers:
-            self.placed += current.again is None
+            pending.form = outlines.outline(value, lambda tensor: slots.get(id(tensor)))
+        if slots:
+            self.placed += is_on and current.again is None
         else:
             self.placed -= current.again is not None
             self.count_needless(value)
-            self.on.missing(first_of(current), crossing)
+            self.on.missing(call.first, pending)
+
+    def _hook_all(self, call: Call, pending: PendingGradient, value: Any) -> dict[int, int]:
+        """Put a hook on each tensor of a value. Return the slots of the tensors, by their ids."""
+        slots: dict[int, int] = {}
+        for tensor in (value,) if isinstance(value, Tensor) else tree.distinct(value):
+            slot = len(slots)
+            hook = self._hook_for(call.first, pending, slot)
+            if not tensor.requires_grad or not self._hook_tensor(call, tensor, hook):
+                continue
+            slots[id(tensor)] = slot
+            if self.on.awaits is not None:
+                self.on.awaits(call.current, pending, slot, tensor)
+        return slots
+
+    def _hook_tensor(self, call: Call, tensor: Tensor, hook: GradHook) -> bool:
+        """Put a hook on a tensor. Tell whether one was: on a leaf, it would outlive the pass."""
+        index = None if call.aliases is None else call.aliases.index(tensor)
+        if call.aliases is not None and index is not None:
+            origin = call.aliases.origin(index)
+            if origin is None:
+                call.aliases.subscribe(self.rank, hook, index)
+            else:
+                self._put(call.current, origin, hook, call.owner)
+        elif tensor.grad_fn is not None:
+            self._put(call.current, tensor, hook, call.owner)
+        else:
+            if not has_aliases(tensor):
+                self.lose(_NO_ALIAS)
+            return False
+        return True
 
     def _comes_later(self, current: Pass) -> bool:
-        """Gradients are off: for good, or until a checkpointed stretch is computed again?"""
-        if current.stretch is None or not current.stretch.is_reentrant:
+        """Tell whether gradients that are off come when a checkpointed region is computed again."""
+        region = current.stretch
+        if region is None or not region.is_reentrant:
             self.off += 1
             return False
         self.placed += current.again is None
         if self.on.changes:
-            current.stretch.at_late.add(self._late)
+            region.at_late.add(self._late)
         return True
 
-    def _came_from_outside_region(self, current: Pass, call: int, value: Any) -> bool:
-        """Whether all of a value came into the stretch from outside: then the gradient of that is
-        meant, and not the part that comes back through the stretch."""
+    def _is_from_outside(self, call: Call, value: Any) -> bool:
+        """Tell whether all of a value came into the checkpointed region from outside.
+
+        Then its whole gradient is meant, and not the part that comes back through the region.
+        """
         found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
         if not found or any(tensor.grad_fn is None for tensor in found):
             return False
-        current.stretch.waiting.add((self, call))
-        self.placed -= current.again is None
+        call.current.stretch.waiting.add((self, call.number))
         return True
 
     def _again(self, current: Pass) -> Pass | None:
@@ -418,7 +441,7 @@ class GradientTap(Tap):
                 views.append(weakref.ref(view))
 
     def arrive(
-        self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor | None
+        self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor | None
     ) -> Tensor | None:
         """A gradient is there: the hook that is put on tensors.
 
@@ -430,9 +453,9 @@ class GradientTap(Tap):
         if self.passes.closed:
             self._late()
             return None
-        self._arrives(crossing)
+        self._arrives(pending)
         try:
-            new = self.on.arrived(current, crossing, slot, grad)
+            new = self.on.arrived(current, pending, slot, grad)
             if new is not None and grad.is_nested and grad.layout is torch.strided:
                 raise StructureError(
                     f"{self.site}: torch takes no changed gradient of a nested tensor of the"
@@ -443,18 +466,18 @@ class GradientTap(Tap):
             self._note_backward(error)
             raise
 
-    def _arrives(self, crossing: PendingGradient) -> None:
-        if crossing.form is None:
+    def _arrives(self, pending: PendingGradient) -> None:
+        if pending.form is None:
             self.fired += 1
             return
         run = outer_backward()
-        if run not in crossing.gathered:  # one value, however many tensors it holds
-            crossing.gathered[run] = None
+        if run not in pending.gathered:  # one value, however many tensors it holds
+            pending.gathered[run] = None
             self.fired += 1
 
-    def _arrive_weakly(self, of: Any, crossing: PendingGradient, slot: int, grad: Tensor) -> Any:
+    def _arrive_weakly(self, of: Any, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         current = of()
-        return None if current is None else self.arrive(current, crossing, slot, grad)
+        return None if current is None else self.arrive(current, pending, slot, grad)
 
     def _late(self) -> None:
         if self.on.changes and not self.told:

@@ -25,7 +25,6 @@ from hookline.engine.compile.in_graph import CompiledRun, flush_before_reads, st
 from hookline.engine.gradients.tap import GradientTap
 from hookline.engine.line.attachment import Attachment
 from hookline.engine.line.compile_messages import note_on, refuse_reversed
-from hookline.engine.passes.checkpointing import first_of
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.site import GRADIENT_PORTS, Site
@@ -333,7 +332,9 @@ class Compiled(Attachment):
         return before
 
     def _begin_run(self, current: Pass) -> None:
-        self._run = run = CompiledRun(first_of(current), is_again=current.again is not None)
+        again = current.again
+        first = current if again is None else again.pass_of_gradients()
+        self._run = run = CompiledRun(first, is_again=again is not None)
         for tap in self._of_one_call:
             tap.before_run(current)
         if self._has_gradients:

@@ -138,6 +138,14 @@ class Recomputation:
         """The pass of the first run, if anybody still holds it."""
         return self.stretch.first()
 
+    def pass_of_gradients(self) -> Pass:
+        """The pass that gradients belong to: the first run's, if they flow in the second only."""
+        return (self.first() if self.has_gradients else None) or self.current
+
+    def waits_since_first(self, tap: Any, call: int) -> bool:
+        """Tell whether a call's gradients are waited for since the first run."""
+        return (tap, call) in self.stretch.waiting
+
     def root_begins(self) -> Pass:
         """The root runs: the pass that it ran in, the first time."""
         is_new = bool(self.rest) and not self.roots and not self.stretch.within_root
@@ -321,12 +329,6 @@ def _refuse_late(stretches: list[CheckpointedRegion]) -> None:
                 " without the change: the gradients would be wrong."
                 "\nCall backward() inside the block."
             )
-
-
-def first_of(current: Pass) -> Pass:
-    """The pass that gradients belong to: if they flow in a second run only, that of the first."""
-    again = current.again
-    return current if again is None or not again.has_gradients else again.first() or current
 
 
 def same_draws(generator: torch.Generator) -> torch.Generator:

@@ -204,6 +204,11 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
             yield leaf, part
 
 
+def distinct(value: Any) -> list[Tensor]:
+    """List the tensors in a value, each once. Not for code that is being compiled."""
+    return list({id(tensor): tensor for _, tensor in tensors(value)}.values())
+
+
 def walk(value: Any) -> Iterator[tuple[Leaf, Any]]:
     """Every tensor in a value, every object without parts, and mappings of which a key may hold
     tensors: with the keys that lead there."""

@@ -181,11 +181,9 @@ def is_of_trace(tensor: Tensor) -> bool:
     return type(tensor).__name__ in ("FunctionalTensor", "FakeTensor")
 
 
-def node_of_compiled(tensor: Tensor) -> Any:
-    """The node of the graph that is the run of compiled code which returned a tensor; else None."""
-    node = tensor.grad_fn
-    is_of_python = isinstance(node, PYTHON_NODE)
-    return node if is_of_python and type(node).__name__.startswith("CompiledFunction") else None
+def is_run_of_compiled(node: Any) -> bool:
+    """Tell whether a node of the graph is a run of compiled code."""
+    return isinstance(node, PYTHON_NODE) and type(node).__name__.startswith("CompiledFunction")
 
 
 def is_written_by_compiled(tensor: Tensor) -> bool:

@@ -19,9 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.autograd import module_backward
-from hookline.engine.autograd.aliases import off_leaves
-from hookline.engine.autograd.module_backward import CallGradients, off_saved
+from hookline.engine.autograd.aliases import alias_leaves
+from hookline.engine.autograd.module_backward import (
+    CallGradients,
+    alias_inputs,
+    alias_outputs,
+    alias_saved_outputs,
+    outputs_of,
+    refuse,
+)
 from hookline.engine.autograd.written_views import GradHook, hook_value
 from hookline.engine.gradients.tap import GradientCallback, GradientTap, guarded
 from hookline.engine.passes.calls import call_frame
@@ -113,7 +119,7 @@ class _RawBackwardTap(GradientTap):
     def _hook(
         self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
     ) -> None:
-        lost = GradHook(module_backward.refuse, self._name)
+        lost = GradHook(refuse, self._name)
         # torch calls process-wide hooks first; what reads comes after the module's own that change.
         is_last = reads and self.is_everywhere
         with aside(current.stretch):
@@ -161,7 +167,7 @@ class BackwardPreTap(_RawBackwardTap):
         if current is None or not torch.is_grad_enabled():
             return None
         with aside(current.stretch):
-            output, meeting = module_backward.leave(key, self._name, off_saved(key, output))
+            output, meeting = alias_outputs(key, self._name, alias_saved_outputs(key, output))
         if meeting is None:
             return output
         call = self._begin(module)
@@ -182,7 +188,7 @@ class BackwardPreTap(_RawBackwardTap):
         if current is None:
             return None
         with aside(current.stretch):
-            value = off_leaves(output)
+            value = alias_leaves(output)
         self._count(current, value)
         found = _needing(value)
         if len(found) != 1 or not torch.is_grad_enabled():
@@ -237,11 +243,11 @@ class BackwardTap(_RawBackwardTap):
             self._comes_later(current)
             return None
         with aside(current.stretch):
-            args, kwargs, call.flow = module_backward.enter(id(frame), self._name, args, kwargs)
+            args, kwargs, call.flow = alias_inputs(id(frame), self._name, args, kwargs)
         entered = call.flow
         call.has_inputs = entered is not None
-        for view in () if entered is None else entered.views():
-            self.note_view(current, view)
+        if entered is not None and entered.view is not None:
+            self.note_view(current, entered.view)
         number = (lambda tensor: None) if entered is None else entered.index
         call.inputs = tuple(outlines.outline(value, number) for value in (*args, *kwargs.values()))
         if entered is None:
@@ -266,9 +272,9 @@ class BackwardTap(_RawBackwardTap):
         if call is None or not torch.is_grad_enabled():
             return None
         with aside(call):
-            output, meeting = off_saved(key, output), None
+            output, meeting = alias_saved_outputs(key, output), None
             if call.flow is None:
-                output, meeting = module_backward.leave(key, self._name, output)
+                output, meeting = alias_outputs(key, self._name, output)
         if meeting is None:
             return output
         call.outputs = _form(output, meeting.index)
@@ -291,7 +297,7 @@ class BackwardTap(_RawBackwardTap):
         if call is None or current is None or not torch.is_grad_enabled():
             return None
         with aside(current.stretch):
-            value = off_leaves(output)
+            value = alias_leaves(output)
         found = _needing(value)
         if found:
             self.placed += 1
@@ -302,7 +308,7 @@ class BackwardTap(_RawBackwardTap):
         call.waits = bool(found)
         numbers = {id(tensor): slot for slot, tensor in enumerate(found)}
         call.outputs = _form(value, lambda tensor: numbers.get(id(tensor)))
-        meeting = module_backward.left(key)
+        meeting = outputs_of(key)
         for slot, tensor in enumerate(found):
             hook = GradHook(self._noted, call, slot)
             index = None if meeting is None else meeting.index(tensor)

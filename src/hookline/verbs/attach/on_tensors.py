@@ -150,7 +150,7 @@ class _Ask(GradientCallback):
         self._where = where
 
     def arrived(
-        self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor
+        self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
         new = guarded(self._function, grad, self._where)
         return None if new is None else returns.check_gradient(new, grad, self._where)

@@ -166,7 +166,7 @@ class _ClipGradient(GradientCallback):
         self.before_inside = self._count
         self.awaits = self._look_at if limit.is_split else None
 
-    def _look_at(self, current: Pass, crossing: PendingGradient, slot: int, tensor: Tensor) -> None:
+    def _look_at(self, current: Pass, pending: PendingGradient, slot: int, tensor: Tensor) -> None:
         if is_dtensor(tensor):  # torch computes the norm of the whole
             return
         groups, unknown = split_over(tensor)
@@ -176,19 +176,19 @@ class _ClipGradient(GradientCallback):
                 f"{self._site} must have a gradient whose norm can be told, got one that {why}."
                 "\nGive value=, which needs no norm; or checkpoint with use_reentrant=False."
             )
-        crossing.gathered["groups", slot] = list(groups.values())
+        pending.gathered["groups", slot] = list(groups.values())
 
-    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> Tensor:
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Tensor:
         """Clip the gradient of one tensor."""
         if grad.is_nested and grad.layout is torch.strided:
             return grad  # refused by the tap: torch takes none that was changed
         if grad.is_sparse:
             sums = grad.coalesce()
-            new = self.arrived(current, crossing, slot, sums.values())
+            new = self.arrived(current, pending, slot, sums.values())
             return torch.sparse_coo_tensor(
                 sums.indices(), new, sums.size(), is_coalesced=True, check_invariants=False
             )
-        groups = crossing.gathered.get(("groups", slot), ())
+        groups = pending.gathered.get(("groups", slot), ())
         return self._limit.clip(grad, self._count(grad, groups))
 
     def _count(self, grad: Tensor, groups: Sequence[Any] = ()) -> Tensor:

@@ -94,7 +94,7 @@ class Seen:
 class _Nothing(GradientCallback):
     """What is done with a gradient: it is counted by the tap, no more."""
 
-    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> None:
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """A gradient is there."""
 
 

@@ -179,7 +179,7 @@ class EditGradient(GradientCallback):
         self._change = partial(effect.of_gradient, change)
         self._where = effect.where
 
-    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> Any:
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
         new = self._change(grad)
         found = None if new is None else describe.difference(grad, new)

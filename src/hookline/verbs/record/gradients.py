@@ -58,25 +58,25 @@ class KeepGradient(GradientCallback):
         # Not held: a hook that holds its own tensor is never freed.
         self._parameter = None if parameter is None else weakref.ref(parameter)
 
-    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> None:
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
         kept, was = self._kept(current, grad)
         run = outer_backward()
-        if crossing.form is None:
-            current.note((self._number, kept, was, crossing.call, run, self._weight()))
+        if pending.form is None:
+            current.note((self._number, kept, was, pending.call, run, self._weight()))
             return
-        known = crossing.gathered[run]
+        known = pending.gathered[run]
         gathered = None if known is None else known()
         if gathered is None:
-            gathered = PartialGradients(crossing.form)
+            gathered = PartialGradients(pending.form)
             # Held by the recording alone: what the graph's hooks hold must not hold the graph.
-            crossing.gathered[run] = weakref.ref(gathered)
-            current.note((self._number, gathered, None, crossing.call, run))
+            pending.gathered[run] = weakref.ref(gathered)
+            current.note((self._number, gathered, None, pending.call, run))
         gathered.parts[slot] = kept, was
 
-    def missing(self, current: Pass, crossing: PendingGradient) -> None:
+    def missing(self, current: Pass, pending: PendingGradient) -> None:
         """Keep that there is none: None, in the value's structure."""
-        current.note((self._number, outlines.fill(crossing.form, {}), None, crossing.call))
+        current.note((self._number, outlines.fill(pending.form, {}), None, pending.call))
 
     def _weight(self) -> Tensor | None:
         parameter = None if self._parameter is None else self._parameter()

@@ -177,7 +177,7 @@ class _Back(GradientCallback):
         self._width = width
         self.optional = optional
 
-    def arrived(self, current: Pass, crossing: PendingGradient, slot: int, grad: Tensor) -> None:
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Print the gradient of one tensor."""
         self._printer.back(self._site, self._width, grad)
 
