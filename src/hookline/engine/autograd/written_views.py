@@ -40,6 +40,68 @@ class GradHook(partial[Any]):
 
 
 @final
+class _Ledger:
+    """The gradients of a view, and of its base, by the run of autograd in which they come.
+
+    Attributes:
+        totals: of all views of the base, its gradient before any of them changed it.
+    """
+
+    __slots__ = ("_base_layout", "_shares", "_view_layout", "totals")
+
+    def __init__(self, view: Tensor, base: Tensor) -> None:
+        offset = view.storage_offset() - base.storage_offset()
+        self._base_layout = base.size(), base.stride()
+        self._view_layout = view.size(), view.stride(), offset
+        self._shares: dict[int, Tensor] = {}
+        self.totals: dict[int, Tensor] = {}
+
+    def add(self, grad: Tensor) -> None:
+        """Add what comes back to the view."""
+        run = backward_number()
+        known = self._shares.get(run)
+        self._shares[run] = grad if known is None else known + grad
+
+    def add_from_base(self, grad: Tensor) -> None:
+        """Add the view's part of what comes back to the base."""
+        self.add(self._part(self._whole(grad)).clone())
+
+    def close(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Close the run with the base's gradient.
+
+        Returns:
+            It in the base's layout; the view's part of it before any view changed that; and of this
+            part what has come back to the view, None if nothing has.
+        """
+        run = backward_number()
+        whole = self._whole(grad)
+        if run not in self.totals:
+            self.totals[run] = whole
+            at_end_of_backward(self.totals.clear)
+        return whole, self._part(self.totals[run]), self._shares.pop(run, None)
+
+    def change(self, whole: Tensor, total: Tensor, share: Tensor, hook: Hook) -> Tensor | None:
+        """Call a hook with the view's share. Return the base's gradient with what it returned."""
+        now = self._part(whole)
+        # Where the share is all there is, nothing is subtracted: inf - inf would be NaN.
+        is_all = total == share
+        rest = total - share
+        new = hook(torch.where(is_all, now, now - rest))
+        if new is None:
+            return None
+        whole = whole.clone()
+        self._part(whole).copy_(torch.where(is_all, new, new + rest))
+        return whole
+
+    def _whole(self, grad: Tensor) -> Tensor:
+        # The view's strides are those of the base's memory, in which a gradient need not lie.
+        return grad.new_empty_strided(*self._base_layout).copy_(grad)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(*self._view_layout)
+
+
+@final
 class HookedView:
     """A hook on a view, and on its base for the case that the view is written to.
 
@@ -59,7 +121,7 @@ class HookedView:
 
     __slots__ = (
         "__weakref__", "_base", "_counter", "_found", "_found_in", "_hook", "_is_alone",
-        "_is_settled", "_key", "_lies", "_lost", "_shares", "_totals", "_version", "_write_ran",
+        "_is_settled", "_key", "_ledger", "_lost", "_version", "_write_ran",
     )  # fmt: skip
 
     def __init__(
@@ -74,12 +136,7 @@ class HookedView:
         self._found_in = -1  # the run of autograd in which the node of the write was found
         self._base = weakref.ref(base)
         self._key: Any = None
-        # By the run of autograd: what has come back to the view, or to the node of the write.
-        self._shares: dict[int, Tensor] = {}
-        # Likewise, for all views of the base: its gradient before any of them changed it.
-        self._totals: dict[int, Tensor] = {}
-        offset = tensor.storage_offset() - base.storage_offset()
-        self._lies = base.size(), base.stride(), tensor.size(), tensor.stride(), offset
+        self._ledger = _Ledger(tensor, base)
 
     def hook_base(
         self, base: Tensor, owner: int, number: int | None, *, is_last: bool = False
@@ -88,7 +145,7 @@ class HookedView:
         for _, hook in tensor_hooks(base):
             other = getattr(hook.func, "__self__", None) if isinstance(hook, GradHook) else None
             if isinstance(other, HookedView):
-                self._totals = other._totals
+                self._ledger.totals = other._ledger.totals
         # The key and not the hook is kept: the two would hold each other.
         self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
 
@@ -121,42 +178,26 @@ class HookedView:
         """The hook on the view itself."""
         if self._is_settled or not self._is_written():
             return self._hook(grad)
-        self._add(grad)
+        self._ledger.add(grad)
         return None
 
     def at_write(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
         """The hook on the node of the first write: what flows on from there to the old value."""
         self._write_ran = True
         if grads[0] is not None:
-            self._add(self._part(self._whole(grads[0])).clone())
+            self._ledger.add_from_base(grads[0])
 
     def at_base(self, grad: Tensor) -> Any:
         """The hook on the base: by now, all that there is has come."""
         if self._is_settled or not self._is_written():
             return None
-        run = backward_number()
-        whole = self._whole(grad)
-        if run not in self._totals:
-            self._totals[run] = whole
-            at_end_of_backward(self._totals.clear)
-        now, total = self._part(whole), self._part(self._totals[run])
-        share = self._shares.pop(run, None)
-        if not self._is_known_in(run):
+        whole, total, share = self._ledger.close(grad)
+        if not self._is_known_in(backward_number()):
             if self._found or not self._is_alone:
                 self._lost()
                 return None
             share = total
-        if share is None:
-            return None
-        # Where the share is all there is, nothing is subtracted: inf - inf would be NaN.
-        is_all = total == share
-        rest = total - share
-        new = self._hook(torch.where(is_all, now, now - rest))
-        if new is None:
-            return None
-        whole = whole.clone()
-        self._part(whole).copy_(torch.where(is_all, new, new + rest))
-        return whole
+        return None if share is None else self._ledger.change(whole, total, share, self._hook)
 
     def _is_known_in(self, run: int) -> bool:
         """Tell whether what came back to the write in a run of autograd was seen."""
@@ -164,19 +205,6 @@ class HookedView:
 
     def _is_written(self) -> bool:
         return self._counter._version != self._version
-
-    def _add(self, grad: Tensor) -> None:
-        run = backward_number()
-        known = self._shares.get(run)
-        self._shares[run] = grad if known is None else known + grad
-
-    def _whole(self, grad: Tensor) -> Tensor:
-        # The view's strides are those of the base's memory, in which a gradient need not lie.
-        size, stride = self._lies[:2]
-        return grad.new_empty_strided(size, stride).copy_(grad)
-
-    def _part(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(*self._lies[2:])
 
 
 def hook_value(

@@ -229,11 +229,11 @@ class GradientTap(Tap):
             if current.again is not None and current.again.waits_since_first(self, pending.call):
                 run.pending[self, call] = NO_GRADIENT
             elif not is_on:
-                self._harvest_off(current, pending, outside)
+                self._collect_off(current, pending, outside)
             else:
-                self._harvest_on(current, pending, slots, outside)
+                self._collect_on(current, pending, slots, outside)
 
-    def _harvest_on(
+    def _collect_on(
         self, current: Pass, pending: PendingGradient, slots: tuple[int, ...], outside: Outside
     ) -> None:
         is_again = current.again is not None
@@ -247,21 +247,21 @@ class GradientTap(Tap):
             self.needless += 1
             self.on.missing(current, pending)
 
-    def _harvest_off(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
+    def _collect_off(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Gradients were off. What came into a reentrant checkpoint from outside has its hooks now,
         as in `wait`; a change of it inside of the graph would be of the checkpoint's share alone.
         """
         if current.again is not None and not current.stretch.is_reentrant:
             return
-        if not self._comes_later(current) or not outside:
-            return
-        if any(tensor.grad_fn is None for _, tensor, _ in outside):
+        found = [tensor for _, tensor, _ in outside]
+        if not self._comes_later(current) or not self._is_from_outside(
+            current, pending.call, found
+        ):
             return
         if self.on.inside is not None:
             self.lose(_FROM_BEFORE)
-            return
-        current.stretch.waiting.add((self, pending.call))
-        self._wait_outside(current, pending, outside)
+        else:
+            self._wait_outside(current, pending, outside)
 
     def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Wait for the gradients of what a graph got from outside: those have come to be there."""
@@ -338,8 +338,10 @@ class GradientTap(Tap):
         if not is_on and not self._comes_later(current):
             return
         value = self.alter(current, value)
-        if not is_on and not self._is_from_outside(call, value):
-            return
+        if not is_on:
+            found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
+            if not self._is_from_outside(current, call.number, found):
+                return
         if current.again is not None and current.again.waits_since_first(self, call.number):
             return
         pending = PendingGradient(call.number)
@@ -394,15 +396,14 @@ class GradientTap(Tap):
             region.at_late.add(self._late)
         return True
 
-    def _is_from_outside(self, call: Call, value: Any) -> bool:
+    def _is_from_outside(self, current: Pass, call: int, found: list[Tensor]) -> bool:
         """Tell whether all of a value came into the checkpointed region from outside.
 
         Then its whole gradient is meant, and not the part that comes back through the region.
         """
-        found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
         if not found or any(tensor.grad_fn is None for tensor in found):
             return False
-        call.current.stretch.waiting.add((self, call.number))
+        current.stretch.waiting.add((self, call))
         return True
 
     def _again(self, current: Pass) -> Pass | None:

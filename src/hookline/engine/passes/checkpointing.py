@@ -112,14 +112,13 @@ class Recomputation:
     """
 
     __slots__ = (
-        "_changes", "_ran", "_runs", "current", "has_gradients", "outer", "rest", "roots",
+        "_changes", "_ran", "_runs", "current", "has_gradients", "rest", "roots",
         "stretch",
     )  # fmt: skip
 
     def __init__(self, stretch: CheckpointedRegion, rest: list[Pass]) -> None:
         self.stretch = stretch
         self.rest = rest
-        self.outer = None
         self.has_gradients = stretch.is_reentrant
         self._ran = False
         self._changes: list[Change] = []

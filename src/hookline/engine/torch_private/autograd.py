@@ -130,9 +130,8 @@ def _saves_result(function: type, number: int) -> bool:
 def version_counter(tensor: Tensor) -> Tensor:
     """An empty tensor that shares a tensor's `_version`, and where it can be, not its memory."""
     counter = tensor.detach()
-    if not is_wrapped(tensor) and not is_of_trace(
-        tensor
-    ):  # inside a transform of torch.func no memory can be exchanged
+    # Inside a transform of torch.func no memory can be exchanged.
+    if not is_wrapped(tensor) and not is_of_trace(tensor):
         counter.data = tensor.new_empty(0)
     return counter
 
@@ -178,7 +177,8 @@ def _holders_of_one() -> tuple[int, int]:
 
 def is_of_trace(tensor: Tensor) -> bool:
     """Whether a tensor stands for one in a graph that torch.compile traces."""
-    return type(tensor).__name__ in ("FunctionalTensor", "FakeTensor")
+    kind = type(tensor)
+    return kind is not Tensor and kind.__name__ in ("FunctionalTensor", "FakeTensor")
 
 
 def is_run_of_compiled(node: Any) -> bool:

@@ -365,8 +365,7 @@ def _forget(call: _Call, run: int) -> None:
 
 def _needing(output: Any) -> list[Tensor]:
     """The outputs that need gradients, each once."""
-    found = {id(t): t for _, t in tree.tensors(output) if t.requires_grad and t.grad_fn is not None}
-    return list(found.values())
+    return [one for one in tree.distinct(output) if one.requires_grad and one.grad_fn is not None]
 
 
 def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
