@@ -172,7 +172,7 @@ def test_raw_hooks_that_change_nothing_change_nothing_whatever_fails(model, data
         except ValueError:
             found = bare
         model.layers[-1].fails = False
-        line.quiet = True
+        line.options.quiet = True
     assert not len(hl.inventory(model))
     # What comes back through an alias is added up in another order, and no more.
     for one, other in zip(found, bare, strict=True):

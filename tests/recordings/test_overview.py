@@ -61,7 +61,7 @@ def test_what_varies_is_told_and_what_never_fired_has_no_calls():
     model([torch.ones(1), (torch.ones(2).half(), None), torch.ones(3).int()])
     model([torch.ones(1)])
     lines = str(line.recording).splitlines()
-    line._line.quiet = True
+    line._line.options.quiet = True
     line.remove()
     assert (
         lines[2] == "  part    [1], tuple(Tensor[2], None), …  float32, float16, …  1 to 3       2"
@@ -96,7 +96,7 @@ def test_a_pass_in_which_the_model_raised_says_so(net):
 def test_a_recording_without_passes_is_one_line(net):
     line = hl.record(net, "fc")
     assert repr(line.recording) == "Recording of 1 site: 0 passes, 0 values"
-    line._line.quiet = True
+    line._line.options.quiet = True
     line.remove()
 
 

@@ -446,7 +446,7 @@ def test_packing_what_is_saved_is_refused_with_the_remedy():
     run = torch.compile(model, **OPTIONS)
     run(X)
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         line.saved("1", lambda t: t, lambda t: t)
         with pytest.raises(Exception, match=r"cannot be packed inside compiled.*\n.*force_eager"):
             run(X)

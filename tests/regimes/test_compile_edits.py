@@ -148,7 +148,7 @@ def test_what_of_gradients_no_graph_can_hold_is_named_with_the_choices():
     model = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with hl.edit(model, "0:grad_output", lambda grad: grad if grad.sum() > 0 else -grad) as line:
-        line.quiet = True
+        line.options.quiet = True
         with pytest.raises(Exception, match="graph") as caught:
             compiled(X).sum().backward()
     (note,) = [note for note in caught.value.__notes__ if note.startswith("hookline: the gradient")]
@@ -165,7 +165,7 @@ def test_a_gradient_is_recorded_as_it_was_changed_or_neither(site, is_recorded_f
         record, edit = hl.record(model, site), hl.edit(model, site, hl.edits.scale(3.0))
         first, second = (record, edit) if is_recorded_first else (edit, record)
         if OLD_DYNAMO and run is not model:  # it calls the hooks on a tensor in the reverse order
-            edit.quiet = True
+            edit.options.quiet = True
             with pytest.raises(Exception, match=r"2.13 or newer.*\n.*force_eager"), first, second:
                 run(X).sum().backward()
             continue

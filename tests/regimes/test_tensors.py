@@ -428,6 +428,6 @@ def test_the_gradient_at_a_sparse_leaf_is_told_to_be_nowhere_but_at_the_paramete
     assert run["weights:grad_output"] is None
     assert torch.equal(run["weights.weight:grad"].to_dense(), model.weights.weight.grad.to_dense())
     with hl.edit(model, "weights:grad_output", hl.edits.scale(2.0)) as line:
-        line.quiet = True
+        line.options.quiet = True
         with pytest.raises(hl.AttachError, match="cannot be changed: it is a leaf of a layout"):
             model(x)

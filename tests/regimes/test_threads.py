@@ -228,7 +228,7 @@ def test_a_line_is_entered_and_given_hooks_only_where_it_was_made(model, elsewhe
         pass
     assert not len(hl.inventory(model))
     elsewhere(line.forward, "0", lambda *_: None)  # it is as it was, and anybody may end it
-    line.quiet = True
+    line.options.quiet = True
     line.remove()
     assert not len(hl.inventory(model))
 

@@ -189,7 +189,7 @@ def test_what_hooks_usually_do_is_refused_by_a_full_graph(what, capsys):
     assert not counters["graph_break"]
     torch.compiler.reset()
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         line.forward("1", UNTRACEABLE[what])
         with pytest.raises(Unsupported) as failed:
             run(X)
@@ -219,7 +219,7 @@ def test_full_backward_hooks_break_the_graph():
         run(X).sum().backward()
     assert torch.equal(found["1:grad_output"], expected)
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         line.backward("1", lambda module, grads_in, grads_out: None)
         with pytest.raises(Exception, match=r"raw backward hooks cannot.*\n.*hl.record or hl.edit"):
             run(X)

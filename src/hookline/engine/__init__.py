@@ -22,7 +22,6 @@ from hookline.engine.gradients.tap import PendingGradient as PendingGradient
 from hookline.engine.gradients.tap import guarded as guarded
 from hookline.engine.line.line import Bound as Bound
 from hookline.engine.line.line import Line as Line
-from hookline.engine.line.line import ports_for as ports_for
 from hookline.engine.memory.read_only import call_read_only as call_read_only
 from hookline.engine.memory.unversioned import LINE as LINE
 from hookline.engine.memory.unversioned import Untold as Untold
@@ -50,12 +49,14 @@ from hookline.engine.selection.selectors import Selector as Selector
 from hookline.engine.selection.selectors import as_written as as_written
 from hookline.engine.selection.selectors import check_ports as check_ports
 from hookline.engine.selection.selectors import parse_site as parse_site
+from hookline.engine.selection.selectors import ports_for as ports_for
 from hookline.engine.selection.selectors import select as select
 from hookline.engine.selection.site import PORTS as PORTS
 from hookline.engine.selection.site import ROOT as ROOT
 from hookline.engine.selection.site import Site as Site
 from hookline.engine.selection.site import path_text as path_text
 from hookline.engine.taps.base import Order as Order
+from hookline.engine.taps.base import Tap as Tap
 from hookline.engine.taps.base import no_callback as no_callback
 from hookline.engine.taps.forward import OutputTap as OutputTap
 from hookline.engine.torch_private.autograd import at_end_of_backward as at_end_of_backward
@@ -103,6 +104,7 @@ __all__ = [
     "Sink",
     "Site",
     "SplitCallback",
+    "Tap",
     "Untold",
     "as_written",
     "aside",

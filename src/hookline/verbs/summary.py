@@ -186,7 +186,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
             "\nGive the model itself: hl.summary(model, x)."
         )
     line = Line(model, name="summary")
-    line.quiet = line.lenient = True
+    line.options.quiet = line.options.lenient = True
     table, rows = _describe(line, model)
     if inputs is None:
         return table

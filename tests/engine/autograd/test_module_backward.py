@@ -152,7 +152,7 @@ def test_several_inputs_of_which_one_is_changed_in_place_are_refused_with_the_re
         line.backward("add", lambda *given: None)
         with pytest.raises(hl.AttachError, match=r"in place.*\n.*'add:grad_input'"):
             model(x)
-        line.quiet = True
+        line.options.quiet = True
     with hl.record(model, "add:grad_input") as run:  # the remedy
         model(x).sum().backward()
     assert list(run["add:grad_input"]) == ["x", "y"]
@@ -204,7 +204,7 @@ def test_an_output_of_several_changed_in_place_gives_its_gradient_or_an_error(x,
         if is_view and kind == "backward_pre":  # h has the new numbers, and not the history
             with pytest.raises(hl.AttachError, match=r"changed in place.*wrong.*\n.*grad_output"):
                 step(model, x)
-            line.quiet = True
+            line.options.quiet = True
         else:
             assert torch.equal(step(model, x)[0], expected)
     with hl.record(model, ports="grad_output") as run:  # what the message tells to do
@@ -329,7 +329,7 @@ def test_a_write_that_nobody_can_find_gives_no_gradient_rather_than_a_wrong_one(
     with pytest.raises(hl.NotRecordedError, match="cannot be told"):
         run[":grad_output"]
     with hl.edit(model, ":grad_output", torch.zeros_like) as line:
-        line.quiet = True
+        line.options.quiet = True
         with pytest.raises(hl.AttachError, match="cannot be changed"):
             step(x).backward()
 
@@ -499,7 +499,7 @@ def test_gradients_of_any_structure_are_right_and_nothing_is_left(taken, out, po
         check(run, model, taken, out, ports, x)
     finally:
         if line is not None:
-            line.quiet = True
+            line.options.quiet = True
             line.remove()
     assert not len(hl.inventory(model))
     assert not x._backward_hooks

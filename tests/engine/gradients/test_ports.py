@@ -331,7 +331,7 @@ def test_a_step_leaves_no_tensor_alive(options, ports, steps):
     gc.disable()  # what is freed now, nothing else holds, itself included
     try:
         line = hl.edit(model, None, lambda g: g * 1, ports=("grad_output", "grad_input"))
-        line.quiet = True
+        line.options.quiet = True
         if steps != "attached for long":
             line.remove()
         for _ in range(5):
@@ -368,7 +368,7 @@ def test_two_hundred_steps_with_lines_attached_keep_nothing(has_backward):
         model.zero_grad()
         if k in (20, 199):
             measured.append(bytes_alive())
-    line.quiet = True  # without a backward it would say so
+    line.options.quiet = True  # without a backward it would say so
     line.remove()
     (before, n_before), (after, n_after) = measured
     assert after - before < 1_000_000

@@ -306,7 +306,7 @@ def test_a_hook_that_no_graph_can_hold_is_an_error_and_nothing_is_left():
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     run(X)
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         line.forward("1", lambda module, args, output: print(output.sum().item()))
         with pytest.raises(torch._dynamo.exc.Unsupported):
             run(X)
@@ -347,7 +347,7 @@ def test_raw_backward_hooks_in_compiled_code_are_refused(form, kind, fullgraph):
     run = compiled(model, form, fullgraph=fullgraph)
     run(X)
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         getattr(line, kind)("1", lambda *_: None)
         with pytest.raises(Exception, match=r"raw backward hooks cannot.*\n.*hl.record or hl.edit"):
             run(X)

@@ -142,7 +142,7 @@ def test_of_two_hooks_at_one_site_the_other_stays_and_its_key_is_its_own(case):
         first.remove()
         _ = other.forward("0", lambda *_: seen.append("third"))  # takes the key that is free
         first.remove()
-        one.quiet = True
+        one.options.quiet = True
         one.remove()
         case.model(torch.ones(1, 3))
     assert seen == ["third"]
@@ -190,7 +190,7 @@ def test_a_handle_keeps_neither_line_nor_model_alive():
         case = Case()
         line = hl.attach(case.model)
         handles = [case.hook(line, kind, lambda: None) for kind in KINDS]
-        line.quiet = True
+        line.options.quiet = True
         refs = [weakref.ref(case.model), weakref.ref(line)]
         with pytest.warns(hl.HooklineWarning, match="was dropped while its hooks were on"):
             del line
@@ -217,7 +217,7 @@ def test_removing_after_the_end_of_the_line_touches_no_hook_of_another(case):
     seen = []
     line = hl.attach(case.model)
     handle = line.forward("0", lambda *_: None)
-    line.quiet = True
+    line.options.quiet = True
     line.remove()
     with hl.attach(case.model) as other:
         _ = other.forward("0", lambda *_: seen.append(1))
@@ -252,7 +252,7 @@ def test_removed_while_its_module_runs_it_leaves_the_numbers_right(case, kind, i
     expected = [p.grad.clone() for p in case.model.parameters()]
     case.model.zero_grad()
     with line_of(case, is_everywhere) as line:
-        line.quiet = True
+        line.options.quiet = True
         handle = case.hook(line, kind, lambda: None)
         foreign = case.model[1].register_forward_pre_hook(lambda *_: handle.remove())
         case.model(torch.ones(2, 3)).sum().backward()
@@ -296,7 +296,7 @@ def test_another_thread_may_remove_it_in_the_midst_of_a_forward(case, kind):
         assert seen == []
         x = torch.ones(2, requires_grad=True)
         assert (x * x).grad_fn._saved_self is x
-        line.quiet = True
+        line.options.quiet = True
     assert not any(case.hooks())
 
 
@@ -331,7 +331,7 @@ def test_interrupted_while_it_removes_it_is_on_or_off_as_a_whole(
     seen, ways = [], set()
     for step in range(1, 2000):
         line = line_of(case, is_everywhere)
-        line.quiet = True
+        line.options.quiet = True
         _ = case.hook(line, "forward", lambda: None)
         before = case.hooks()
         handle = case.hook(line, kind, lambda: seen.append(1))

@@ -209,7 +209,7 @@ def test_foreign_hooks_stay_where_they_are_among_themselves(model):
     handles = [model[0].register_forward_hook(lambda *_, k=k: None) for k in range(3)]
     before = list(model[0]._forward_hooks)
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         attach_all(line, model, torch.optim.SGD(model.parameters(), lr=0.1))
         kept = [key for key in model[0]._forward_hooks if key in before]
         assert kept == before
@@ -226,7 +226,7 @@ def test_nothing_is_left_however_a_line_ends(model, optimizer, ends):
     errors = {"ValueError": ValueError, "KeyboardInterrupt": KeyboardInterrupt}
     line, seen = hl.attach(model), []
     everywhere = hl.attach(hl.EVERYWHERE)
-    line.quiet = True
+    line.options.quiet = True
     attach_all(line, model, optimizer, lambda *_: seen.append(1))
     for kind in MODULE_KINDS:
         getattr(everywhere, kind)(None, lambda *_: seen.append(1))
@@ -272,7 +272,7 @@ def test_what_is_interrupted_while_it_attaches_is_not_attached(model, optimizer,
     def begin():
         nonlocal line
         line = hl.attach(model)
-        line.quiet = True
+        line.options.quiet = True
 
     def attach():
         if kind == "step_pre":
@@ -334,7 +334,7 @@ def test_a_line_that_holds_every_kind_keeps_nothing_alive():
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with hl.attach(model) as line, hl.attach(hl.EVERYWHERE) as everywhere:
-            line.quiet = True
+            line.options.quiet = True
             attach_all(line, model, optimizer)
             for kind in MODULE_KINDS:
                 getattr(everywhere, kind)(None, lambda *_: None)
@@ -362,7 +362,7 @@ def test_copies_are_clean_after_their_first_run_also_where_a_pre_hook_fails(mode
         raise ValueError("before the hooks of the line")
 
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         for kind in MODULE_KINDS:
             getattr(line, kind)("**", lambda *_: seen.append(1))
         line.saved("**", lambda t: seen.append(1) or t, lambda t: t)
@@ -382,7 +382,7 @@ def test_copies_are_clean_after_their_first_run_also_where_a_pre_hook_fails(mode
 @pytest.mark.parametrize("has_foreign", [False, True])
 def test_a_copy_with_several_hooks_on_its_state_dict_gives_one(model, has_foreign):
     with hl.attach(model) as line:
-        line.quiet = True
+        line.options.quiet = True
         for _ in range(2):
             for kind in STATE_KINDS:
                 getattr(line, kind)("", lambda *_: None)

@@ -197,7 +197,7 @@ def test_a_line_that_ends_in_another_context_than_it_began_in_ends(net, image, l
     line = hl.record(net, "fc")
     contextvars.copy_context().run(line.__enter__)
     net(image)
-    line._line.quiet = True
+    line._line.options.quiet = True
     line.__exit__(None, None, None)
     assert left_as_found(net) == before
 
@@ -290,14 +290,14 @@ class EndsTheLine:
 def test_nothing_is_edited_once_another_thread_has_ended_the_line(net, image, part, site):
     expected = net.get_submodule(part)(image)
     line = hl.edit(net, site, hl.edits.scale(0), every_thread=True)
-    line.quiet = True
+    line.options.quiet = True
     line.passes._lock = EndsTheLine(line)
     assert torch.equal(net.get_submodule(part)(image), expected)
 
 
 def test_a_pass_that_begins_while_another_thread_ends_the_line_is_ended_too(net, image):
     line = hl.record(net, "stem", every_thread=True)
-    line._line.quiet = True
+    line._line.options.quiet = True
     passes, begins, may_begin = line._line.passes, threading.Event(), threading.Event()
     held = passes._lock
 

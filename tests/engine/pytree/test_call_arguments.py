@@ -259,7 +259,7 @@ def test_a_hook_removed_during_a_call_is_still_called_in_it_and_then_no_more():
         else:
             one, other = hl.attach(model), hl.attach(model)
             one.forward("", lambda *_, other=other: other.remove())
-            other.quiet = True
+            other.options.quiet = True
             other.forward("", lambda *_: log.append("hookline"))
         model(torch.ones(1))
         model(torch.ones(1))

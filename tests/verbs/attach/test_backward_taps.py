@@ -113,7 +113,7 @@ def hooked(by, model, back, pre):
             handle.remove()
     else:
         with hl.attach(model) as line:
-            line.quiet = True
+            line.options.quiet = True
             line.backward("inner", back)
             line.backward_pre("inner", pre)
             yield
@@ -381,7 +381,7 @@ def test_gradients_that_nobody_asked_for_are_not_kept():
     def one():
         model, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(1, 3, requires_grad=True)
         with hl.attach(model) as line:
-            line.quiet = True
+            line.options.quiet = True
             line.backward("0", lambda *_: None)
             y = model(x)
             torch.autograd.grad(y.square().sum(), model[0].weight, create_graph=True)

@@ -254,7 +254,7 @@ def test_in_forward_the_order_is_the_same_whatever_was_attached_first():
                     line.forward(nn.Tanh, note("everywhere"))
                 else:
                     line = stack.enter_context(hl.attach(model))
-                    line.quiet = True
+                    line.options.quiet = True
                     if name == "saved":
                         line.saved("0", lambda t: t, lambda t: t)
                     elif name == "backward":
@@ -321,7 +321,7 @@ def test_hooks_of_any_kind_in_any_order_change_nothing_and_leave_nothing(model, 
 
     with ExitStack() as stack:
         line, everywhere = hl.attach(model), hl.attach(hl.EVERYWHERE)
-        line.quiet = True
+        line.options.quiet = True
         stack.enter_context(pytest.raises(ArithmeticError) if fails else ExitStack())
         stack.enter_context(line)
         stack.enter_context(everywhere)
@@ -347,7 +347,7 @@ def test_hooks_of_any_kind_in_any_order_change_nothing_and_leave_nothing(model, 
 
 def test_a_line_everywhere_is_entered_once():
     with hl.attach(hl.EVERYWHERE) as line:
-        line.quiet = True
+        line.options.quiet = True
         with pytest.raises(hl.AttachError, match="is on already"):
             line.__enter__()
     with pytest.raises(hl.AttachError, match="has ended"):

@@ -178,7 +178,7 @@ def test_a_backward_in_a_thread_of_autograds_own_belongs_to_the_line(net, image)
 
 def test_a_tensor_that_is_pickled_meanwhile_leaves_its_hooks_behind(net):
     with hl.attach(net) as line:
-        line.quiet = True
+        line.options.quiet = True
         line.grad("fc.bias", lambda grad: grad * 2)
         other = pickle.loads(pickle.dumps(net.fc.bias))  # a warning would be an error
         state = io.BytesIO()

@@ -152,7 +152,7 @@ def test_nothing_is_left_after_a_thousand_lines(net, image, left_as_found):
         line = hl.attach(net)
         line.forward(nn.Conv2d, print)
         line.forward_pre("fc", print, with_kwargs=True)
-        line.quiet = True
+        line.options.quiet = True
         line.remove()
     gc.collect()
     assert left_as_found(net) == before
@@ -190,7 +190,7 @@ def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_
     modules = ("hookline.verbs.attach.raw_line", "hookline.engine.line.registration")
     for step in range(1, 2000):
         line = attach(net)
-        line.quiet = True
+        line.options.quiet = True
         if not interrupted(step, modules, lambda line=line: line.forward(nn.Conv2d, print)):
             line.remove()
             break
@@ -203,7 +203,7 @@ def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_
 
 def test_a_line_that_has_ended_takes_no_more_hooks(net):
     line = hl.attach(net)
-    line.quiet = True
+    line.options.quiet = True
     line.remove()
     line.remove()
     with pytest.raises(hl.AttachError, match="has ended"):

@@ -147,7 +147,7 @@ def test_hooks_that_return_nothing_are_held_to_it(kind, act):
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hl.attach(model) as line, pytest.raises(hl.StructureError) as caught:
-        line.quiet = True  # of two parameters, the first raises
+        line.options.quiet = True  # of two parameters, the first raises
         getattr(line, kind)(optimizer if kind == "step_post" else "", lambda *_: X)
         act(model, optimizer)
     assert "would be ignored" in str(caught.value)

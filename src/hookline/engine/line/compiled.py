@@ -97,17 +97,14 @@ class Compiled(Attachment):
         nodes: dict[int, ModuleNode | ParameterNode],
     ) -> None:
         self._passes = passes
-        self._root = None if root is None else inside_compiled(root)
+        self._root = root
         self._taps = taps
         self.is_on = False
         self._nodes = nodes
         self._marked: dict[int, nn.Module] = {}
         self._borders: Borders | None = None
-        # The switch is one for all threads, so compiled code runs in one of them at a time.
-        self._lock = fork_safe_lock()
         self._here = _CallStack()
         self._members: set[int] | None = None  # the modules of the model, by id, once asked for
-        self._around_root: WeakIdentityMap[bool] = WeakIdentityMap()
         self._parts: dict[int, list[Tap]] = {}
         self._of_one_call: list[Tap] = []
         self._on: ActiveTaps = [], None  # the taps that compiled code is to see now, and its pass
@@ -129,6 +126,10 @@ class Compiled(Attachment):
         if self.is_on or self._root is None or dynamo_config() is None:
             return
         self.is_on = True
+        self._root = inside_compiled(self._root)
+        # The switch is one for all threads, so compiled code runs in one of them at a time.
+        self._lock = fork_safe_lock()
+        self._around_root: WeakIdentityMap[bool] = WeakIdentityMap()
         not_alone(_hooks_of((Tap, RootTap)))
         self._borders = Borders(self)
         self._borders.open()

@@ -7,10 +7,11 @@ left on the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -30,7 +31,7 @@ from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import explain, gathered
 from hookline.engine.selection.ground import Everywhere, Ground, layout_of
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode
-from hookline.engine.selection.selectors import Selection, Selector, check_ports, select_in
+from hookline.engine.selection.selectors import Selection, Selector, select_in
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
 from hookline.engine.taps.fast_path import FusedTap, fast_path_warning, layer_above
@@ -43,9 +44,25 @@ from hookline.util.locks import fork_safe_lock
 Bound = Callback | SplitCallback | Tap | GradientCallback
 
 
+@final
+@dataclass(slots=True)
+class LineOptions:
+    """What a line says when it ends.
+
+    Args:
+        quiet: no warnings: the verb says itself what is wrong.
+        lenient: everything was chosen, so some of it may well never fire.
+        remark: gives what the verb has to say at the end.
+    """
+
+    quiet: bool = False
+    lenient: bool = False
+    remark: Callable[[], str | None] | None = None
+
+
 @hides(
-    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "layout", "lenient", "nodes",
-    "passes", "quiet", "remark", "root", "select", "tap", "taps",
+    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "layout", "nodes", "options",
+    "passes", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
     """Taps attached together for a while: a context manager, or ended by `remove()`.
@@ -58,6 +75,7 @@ class Line:
         name: what the report and the inventory call this line.
         sink: told when passes begin and end.
         every_thread: whether it sees every thread and task.
+        lenient: whether everything was chosen; see `LineOptions`.
     """
 
     def __init__(
@@ -67,6 +85,7 @@ class Line:
         name: str = "attach",
         sink: Sink | None = None,
         every_thread: bool = False,
+        lenient: bool = False,
     ) -> None:
         if is_dynamo_compiling():
             refuse_inside(name)
@@ -76,14 +95,13 @@ class Line:
                 "\nGive every_thread=True to see every thread and async task."
             )
         self.name = name
+        self.options = LineOptions(lenient=lenient)
         self.passes = Passes(sink, every_thread=every_thread)
+        self._registering = fork_safe_lock()
         self.taps: list[Tap] = []
-        self.quiet = False  # no warnings at the end: the verb says itself what is wrong
-        self.lenient = False  # everything was chosen, so some of it may well never fire
-        self.remark: Callable[[], str | None] | None = None  # what a verb has to say at the end
         self.layout = layout_of(model, name)
         self._nodes: dict[int, ModuleNode | ParameterNode] = {}
-        self._may_fuse = any(issubclass(k, nn.TransformerEncoderLayer) for k in self.layout.kinds)
+        self._may_fuse: bool | None = None  # whether it has such layers, once asked
         self._fused: dict[int, FusedTap] = {}
         self.root = model if isinstance(model, nn.Module) else None
         self.is_everywhere = isinstance(model, Everywhere)
@@ -91,7 +109,6 @@ class Line:
         self._placements = Registrations()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self.attached: list[Attachment] = [self._placements, self._compiled]
-        self._registering = fork_safe_lock()
         self._had_handles = False
         # A handle that nobody holds needs not be known.
         self._handles: weakref.WeakKeyDictionary[HookHandle, CallHooks] = (
@@ -137,8 +154,10 @@ class Line:
         `GradientCallback`. Where a verb must be as fast as a hand-written hook, it may give a tap
         of its own. All are attached, or none.
         """
+        places = selection.places()
+        sites, nodes = [site for site, _ in places], [node for _, node in places]
         with self.all_or_nothing():
-            if self.root is not None and any(site.port == "grad_input" for site in selection):
+            if self.root is not None and any(site.port == "grad_input" for site in sites):
                 border = BorderTap(self.passes)
                 self._placements.place(
                     self.root, "forward_pre", border.fire, Order.JOIN, with_kwargs=True
@@ -146,18 +165,16 @@ class Line:
                 self._placements.place(
                     self.root, "forward", border.leave, Order.GRAD_RECORD, always_call=True
                 )
-            bound = map(bind, selection.sites)
             taps = [
                 one if isinstance(one, Tap) else self._make(site, one, rank)
-                for site, one in zip(selection.sites, bound, strict=True)
+                for site, one in zip(sites, map(bind, sites), strict=True)
             ]
-            nodes = [node for _, node in selection.places()]
             self._keep_all(taps, nodes)
             on_modules: list[tuple[nn.Module, Any]] = []
             for tap, node in zip(taps, nodes, strict=True):
                 if isinstance(node, ParameterNode):
                     self._place_on_tensor(node, tap, rank)
-                elif not (self.lenient and is_scripted(node.module)):
+                elif not (self.options.lenient and is_scripted(node.module)):
                     # Naming a scripted module is an error; met among all, it is in the report.
                     on_modules.append((node.module, tap))
             self._placements.place_taps(on_modules)
@@ -208,6 +225,9 @@ class Line:
     def _keep_all(self, taps: list[Tap], nodes: list[ModuleNode | ParameterNode]) -> None:
         self.taps += taps
         self._nodes.update(zip(map(id, taps), nodes, strict=False))
+        if self._may_fuse is None:
+            kinds = self.layout.kinds
+            self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
         if self._may_fuse:
             for tap, node in zip(taps, nodes, strict=False):
                 if isinstance(node, ModuleNode) and tap.is_on_calls:
@@ -240,7 +260,7 @@ class Line:
         """Attach what the block attaches, or if it raises, nothing of it."""
         placed, n_taps = len(self._placements), len(self.taps)
         try:
-            self._start()
+            self._start(is_first=not placed)
             yield self._placements
             if self._compiled.is_on:
                 self._compiled.hooked(self.taps[n_taps:])
@@ -253,13 +273,13 @@ class Line:
                 forget_checkpoints(self.passes)
             raise
 
-    def _start(self) -> None:
+    def _start(self, *, is_first: bool) -> None:
         """Before the first hook, and no sooner: learn when the root begins and ends."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
         self._refuse_elsewhere()
         watch_checkpoints(self.passes)
-        if self.root is not None and not len(self._placements):
+        if self.root is not None and is_first:
             begin, end = RootTap(self.passes, Order.BEGIN), RootTap(self.passes, Order.END)
             self._placements.place(self.root, "forward_pre", begin.begin, Order.BEGIN)
             self._placements.place(self.root, "forward", end.end, Order.END, always_call=True)
@@ -351,11 +371,13 @@ class Line:
         return tuple([place for place, tap in enumerate(self.taps) if tap.is_removed])
 
     def _explain(self) -> dict[Site, str]:
+        silent = [tap for tap in self.taps if not tap.fired and not tap.is_removed]
+        if not silent:
+            return {}
         elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
         return {
             tap.site: elsewhere or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
-            for tap in self.taps
-            if not tap.fired and not tap.is_removed
+            for tap in silent
         }
 
     def _gathered(self) -> str | None:
@@ -371,19 +393,20 @@ class Line:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [fast_path_warning(self.name, list(self._fused.values()))]
+        fused, remark = list(self._fused.values()), self.options.remark
+        notes = [fast_path_warning(self.name, fused) if fused else None]
         notes += [attachment.note() for attachment in self.attached]
         notes += [self._gathered() if self._why is None else self._beside]
-        notes += [self.remark and self.remark()]
+        notes += [remark and remark()]
         return tuple(note for note in notes if note is not None)
 
     def _warn(self) -> None:
-        if self.quiet:
+        if self.options.quiet:
             return
         report = self.report()
         # A pass that failed, or a choice of everything there is, may well leave sites out.
         some = any(count for _, count in report.fired)
-        excused = self.passes.failed > 0 or (self.lenient and some)
+        excused = self.passes.failed > 0 or (self.options.lenient and some)
         # Of what runs everywhere, nobody can say what should have run.
         message = None if excused or self.is_everywhere else report.warning()
         for note in report.notes:
@@ -391,13 +414,3 @@ class Line:
                 warn(note)
         if message:
             warn(message)
-
-
-def ports_for(model: Ground, ports: str | Sequence[str]) -> tuple[str, ...]:
-    """The ports that a verb was asked for; of tensors by name there is but one.
-
-    Raises:
-        SelectionError: one of them is unknown, or there is none.
-    """
-    names = check_ports(ports)
-    return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -22,13 +23,11 @@ from hookline.engine.torch_private.global_hooks import global_hook_dicts
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
     HookDict,
-    hook_dict,
-    hook_flags,
+    hook_dicts,
     new_hook_id,
     own_hook_id,
     tensor_hook_dict,
 )
-from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -76,15 +75,13 @@ class Registrations(Attachment):
         Raises:
             AttachError: torch would accept the hook and never call it.
         """
-        if is_scripted(module):
+        if isinstance(module, torch.jit.ScriptModule):
             raise AttachError(
                 f"{type(module).__name__} is a ScriptModule: torch takes hooks on it and never"
                 " calls them.\nAttach to the Python model, before torch.jit.script or .trace."
             )
-        hooks = hook_dict(module, kind)
-        dicts: list[Any] = [hooks]
-        if with_kwargs or always_call:
-            dicts += hook_flags(module, kind, with_kwargs=with_kwargs, always_call=always_call)
+        dicts = hook_dicts(module, kind, with_kwargs=with_kwargs, always_call=always_call)
+        hooks = dicts[0]
         with _lock:
             is_first = not hooks  # mostly: then there is no order to look after
             key = own_hook_id(0) if is_first else self._free_id(hooks)
@@ -114,7 +111,7 @@ class Registrations(Attachment):
                 if tap.site.port not in ("output", "grad_output"):
                     self.place(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
                     continue
-                if type(module) not in plain and not is_scripted(module):
+                if type(module) not in plain and not isinstance(module, torch.jit.ScriptModule):
                     plain.add(type(module))
                 attributes = module.__dict__
                 if type(module) not in plain or (hooks := attributes[name]):
@@ -207,21 +204,24 @@ class Registrations(Attachment):
 
     def take_off(self, keep: int = 0) -> None:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
-        placed = self._placed
         try:
-            with _lock:
-                while len(placed) > keep:
-                    dicts, key, module = placed[-1]
-                    for hooks in dicts:
-                        hooks.pop(key, None)
-                    try:
-                        if module is not None and "forward" in module.__dict__:
-                            follow(module)
-                    finally:
-                        placed.pop()
+            self._take_off(keep)
         except BaseException:
             self.take_off(keep)
             raise
+
+    def _take_off(self, keep: int) -> None:
+        placed = self._placed
+        with _lock:
+            while len(placed) > keep:
+                dicts, key, module = placed[-1]
+                for hooks in dicts:
+                    hooks.pop(key, None)
+                try:
+                    if module is not None and "forward" in module.__dict__:
+                        follow(module)
+                finally:
+                    placed.pop()
 
     def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
         """Find where taps are placed, from the entry `start` on; with `hook`, that method alone."""

@@ -160,7 +160,6 @@ class Passes:
     def __init__(self, sink: Sink | None = None, *, every_thread: bool = False) -> None:
         self.lane = _Lane()
         self.sink = sink
-        self._lock = fork_safe_lock()
         self.switch = Switch()
         self.compiler: Compiler | None = None
         self.every_thread = every_thread
@@ -173,6 +172,7 @@ class Passes:
         self._numbers = itertools.count()
         self._open: dict[int, Pass] = {}
         self._latest: Pass | None = None
+        self._lock = fork_safe_lock()
 
     def belong_here(self) -> None:
         """Belong to the present context, and to no other, unless to all; before the first hook."""

@@ -187,6 +187,16 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def ports_for(model: object, ports: str | Sequence[str]) -> tuple[str, ...]:
+    """The ports that a verb was asked for; of tensors by name there is but one.
+
+    Raises:
+        SelectionError: one of them is unknown, or there is none.
+    """
+    names = check_ports(ports)
+    return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
+
+
 def select_in(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Selection:
     """`select` in a layout. An event such as "state_dict" may stand for a port: it is of a module
     itself, which need not have a forward for it."""

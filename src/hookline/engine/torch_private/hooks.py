@@ -60,16 +60,18 @@ def hook_dict(module: nn.Module, kind: str) -> HookDict:
     return hooks
 
 
-def hook_flags(
-    module: nn.Module, kind: str, *, with_kwargs: bool, always_call: bool
-) -> list[dict[int, bool]]:
-    """The dictionaries in which torch marks hooks that want kwargs or must always be called."""
-    flags: list[dict[int, bool]] = []
+def hook_dicts(
+    module: nn.Module, kind: str, *, with_kwargs: bool = False, always_call: bool = False
+) -> list[Any]:
+    """The dictionary of hooks of this kind; behind it those in which torch marks hooks that want
+    kwargs or must always be called, as far as asked for."""
+    attributes = module.__dict__
+    found = [attributes[HOOK_DICTS[kind]]]
     if with_kwargs:
-        flags.append(module.__dict__[f"_{kind}_hooks_with_kwargs"])
+        found.append(attributes[f"_{kind}_hooks_with_kwargs"])
     if always_call:
-        flags.append(module.__dict__[f"_{kind}_hooks_always_called"])
-    return flags
+        found.append(attributes[f"_{kind}_hooks_always_called"])
+    return found
 
 
 def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[object], bool]) -> None:

@@ -138,7 +138,7 @@ def recorder(
     recorder, line = start_recording(
         model, Selection(whole, places), "cam", ports, {"copy": True, "keep": keep}
     )
-    line.quiet = True
+    line.options.quiet = True
     return recorder
 
 

@@ -285,7 +285,7 @@ def clip(
             f"norm_type must be a number, got {norm_type!r}.\nGive norm_type=2.0, or float('inf')."
         )
     line = RawLine(model, name="clip", every_thread=every_thread)
-    line.lenient = selector is None
+    line.options.lenient = selector is None
     selection = line.select(selector, check_ports(ports))
     for site in selection:
         if not site.is_gradient:

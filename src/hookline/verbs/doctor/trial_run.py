@@ -215,7 +215,7 @@ def halves(error: HooklineError) -> tuple[str, str]:
 
 def _run(model: nn.Module, places: list[Place], inputs: Any, run: Run) -> HooklineError | None:
     line = Line(model, name="doctor")
-    line.quiet = line.lenient = True
+    line.options.quiet = line.options.lenient = True
     selection = Selection(line.layout, places)
     wants_gradients = any(site.is_gradient for site in selection)
     try:

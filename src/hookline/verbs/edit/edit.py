@@ -87,7 +87,7 @@ def edit(
             "\nTo put a fixed value there: hl.edits.replace(value)."
         )
     line = Line(model, name="edit", every_thread=every_thread)
-    line.lenient = selector is None
+    line.options.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
 
     change = defaults_by_name(change, 1)
@@ -100,7 +100,7 @@ def edit(
         return _checked(change, effects[-1])
 
     line.tap(selection, bind, Order.EDIT)
-    line.remark = partial(_left_alone, effects)
+    line.options.remark = partial(_left_alone, effects)
     return line
 
 

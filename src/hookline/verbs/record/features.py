@@ -87,7 +87,7 @@ def features(
             raise _Enough(token)
 
     recorder, line = start_recording(model, selector, "features", ("output",), options, after)
-    line.quiet = True
+    line.options.quiet = True
     wanted = recorder.recording.sites
     # The line has walked the model already: `model.modules()` takes 0.6 microseconds a module.
     modules = [model, *[node.module for node in line.nodes]]

@@ -8,7 +8,17 @@ from typing import Any, TypedDict, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Pass, Untold, every_tensor, innermost, local_shards, tensor_holder
+from hookline.engine import (
+    Pass,
+    Untold,
+    defaults_by_name,
+    every_tensor,
+    graph_snapshot,
+    innermost,
+    local_shards,
+    snapshot,
+    tensor_holder,
+)
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, SiteError
 from hookline.recordings import Beside, Unknowable, stamp
@@ -37,8 +47,11 @@ class Keep(TypedDict, total=False):
     copy: bool | None
 
 
-def check_options(verb: str, options: Keep) -> None:
+def checked(verb: str, options: Keep) -> Keep:
     """Refuse an option that a verb does not have, and a device, dtype or copy that is none.
+
+    Returns:
+        The options; `keep` as compiled code can take it.
 
     Raises:
         TypeError: there is no such option.
@@ -77,6 +90,8 @@ def check_options(verb: str, options: Keep) -> None:
             f"device must be a torch.device or its name, got {device!r}.\nGive one such as"
             " device='cpu'."
         ) from None
+    keep = options.get("keep")
+    return options if keep is None else {**options, "keep": defaults_by_name(keep, 1)}
 
 
 def is_plain(options: Keep) -> bool:
@@ -84,6 +99,14 @@ def is_plain(options: Keep) -> bool:
     return options.get("detach", True) and not any(
         options.get(key) for key in ("keep", "device", "dtype", "copy")
     )
+
+
+def in_graph(options: Keep) -> Callable[[Any], Any] | None:
+    """What of keeping a value compiled code does itself; None for what it does anyhow."""
+    keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
+    if keep is None:
+        return None if copied is snapshot else copied
+    return lambda value: copied(measured(keep, value))
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Never, Unpack, final
@@ -22,23 +21,21 @@ from hookline.engine import (
     Pass,
     Passes,
     Report,
+    Selection,
     Selector,
     Site,
     SplitCallback,
+    Tap,
     Untold,
     aside,
-    defaults_by_name,
-    graph_snapshot,
     makes_new_memory,
     no_callback,
     ports_for,
-    snapshot,
 )
 from hookline.errors import SelectionError
 from hookline.recordings import Recording
-from hookline.verbs.record.float32 import measured
 from hookline.verbs.record.gradients import KeepGradient, PlainGradTap
-from hookline.verbs.record.keep import Keep, Keeper, check_options, is_plain
+from hookline.verbs.record.keep import Keep, Keeper, checked, in_graph, is_plain
 from hookline.verbs.shared.verb_line import VerbLine
 
 
@@ -149,54 +146,103 @@ def start_recording(
 
     `after`, if given, is called with a site when its value has been kept.
     """
-    check_options(name, options)
-    if (keep := options.get("keep")) is not None:
-        options = {**options, "keep": defaults_by_name(keep, 1)}
-    line = Line(model, name=name, every_thread=every_thread)
-    line.lenient = selector is None
+    options = checked(name, options)
+    line = Line(model, name=name, every_thread=every_thread, lenient=selector is None)
     selection = line.select(selector, ports)
-    back = None if after is None else next((s for s in selection if s.is_gradient), None)
+    if after is not None:
+        _refuse_gradients(name, selection)
+    recorder = _Recorder(line, selection, options, after)
+    line.tap(selection, recorder.bind, Order.RECORD)
+    return RecordLine(line, recorder.recording), line
+
+
+def _refuse_gradients(name: str, selection: Selection) -> None:
+    back = next((site for site in selection if site.is_gradient), None)
     if back is not None:
         raise SelectionError(
             f"hl.{name} only runs forward, and {back} flows backward.\nUse hl.record(model,"
             f" {str(back)!r}), and call backward() inside the block."
         )
-    modules = tuple([(node.path, type(node.module).__name__) for node in line.nodes])
-    detached = options.get("detach", True)
-    untold = Untold(line.root, len(line.nodes)) if options.get("copy") is None else None
-    report = _report_of(line, selection.sites)
-    recording = Recording(selection.sites, report, modules, keeps_graph=not detached, untold=untold)
-    line.passes.sink = recording
-    numbers = itertools.count()  # `bind` is called once for each site, in their order
-    nodes = [node for _, node in selection.places()]
-    computing = set(filter(makes_new_memory, line.layout.kinds))
-    fast, kept = is_plain(options), Keeper(options, untold)
-    rest = Keeper({**options, "keep": None, "copy": False}, None)  # of what the graph has copied
-    inside = _inside(options)
-    is_plain_output = fast and after is None
 
-    def bind(site: Site) -> Bound:
-        number = next(numbers)
-        is_whole = not site.leaf and site.call is None
-        node: Any = nodes[number]
-        if is_plain_output and site.port == "output" and is_whole:
-            module = node.module
-            computes = type(module) in computing and "forward" not in vars(module)
-            known, may = (None, False) if computes else (untold, _may_hand_on(module))
-            return _PlainTap(site, line.passes, number, kept, known, may_hand_on=may)
+
+@final
+class _Recorder:
+    """Makes the recording of a line, and chooses what stands at each of its sites.
+
+    Args:
+        line: the line, which fills the recording.
+        selection: the sites.
+        options: what is kept.
+        after: called with a site when its value has been kept.
+
+    Attributes:
+        recording: what is filled.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        selection: Selection,
+        options: Keep,
+        after: Callable[[Site], None] | None,
+    ) -> None:
+        sites, places, nodes = selection.sites, selection.places(), line.layout.nodes
+        untold = Untold(line.root, len(nodes)) if options.get("copy") is None else None
+        self._untold = untold
+        self._computing = frozenset(filter(makes_new_memory, line.layout.kinds))
+        self._passes = line.passes
+        self._after = after
+        self._places = enumerate(places)  # what stands at each is asked for once, in their order
+        self._is_fast = after is None and is_plain(options)
+        self._kept = Keeper(options, untold)
+        self._in_graph = in_graph(options)
+        self._of_graph = Keeper({**options, "keep": None, "copy": False}, None)
+        self._keeps_graph = not options.get("detach", True)
+        self.recording = line.passes.sink = Recording(
+            sites,
+            _report_of(line, sites),
+            tuple([(node.path, type(node.module).__name__) for node in nodes]),
+            keeps_graph=self._keeps_graph,
+            untold=untold,
+        )
+
+    def bind(self, site: Site) -> Bound:
+        """Give what stands at the next site."""
+        number, (_, node) = next(self._places)
+        is_fast = self._is_fast and not site.leaf and site.call is None
+        make = _FAST_TAPS.get(site.port) if is_fast else None
+        if make is not None:
+            return make(self, site, number, node)
         if site.is_gradient:
-            parameter = getattr(node, "tensor", None)
-            on = KeepGradient(number, kept, parameter, keeps_graph=not detached)
-            if fast and site.port == "grad_output" and is_whole:
-                return PlainGradTap(site, line.passes, on, number)
-            return on
-        see = _keep(number, kept)
-        if after is not None:
-            return _then(see, after, site)
-        return see if inside is None else SplitCallback(see, inside, _keep(number, rest))
+            return self._gradient(number, node)
+        see = _keep(number, self._kept)
+        if self._after is not None:
+            return _then(see, self._after, site)
+        if self._in_graph is None:
+            return see
+        return SplitCallback(see, self._in_graph, _keep(number, self._of_graph))
 
-    line.tap(selection, bind, Order.RECORD)
-    return RecordLine(line, recording), line
+    def _gradient(self, number: int, node: Any) -> KeepGradient:
+        parameter = getattr(node, "tensor", None)
+        return KeepGradient(number, self._kept, parameter, keeps_graph=self._keeps_graph)
+
+    def _plain_output(self, site: Site, number: int, node: Any) -> Tap:
+        module = node.module
+        if type(module) in self._computing and "forward" not in vars(module):
+            untold, may_hand_on = None, False
+        else:
+            untold, may_hand_on = self._untold, _may_hand_on(module)
+        return _PlainTap(site, self._passes, number, self._kept, untold, may_hand_on=may_hand_on)
+
+    def _plain_gradient(self, site: Site, number: int, node: Any) -> Tap:
+        return PlainGradTap(site, self._passes, self._gradient(number, node), number)
+
+
+# The ports of which whole values, kept as they are, have a tap of their own.
+_FAST_TAPS: dict[str, Callable[[_Recorder, Site, int, Any], Tap]] = {
+    "output": _Recorder._plain_output,
+    "grad_output": _Recorder._plain_gradient,
+}
 
 
 def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
@@ -316,14 +362,6 @@ def _keep(number: int, kept: Keeper) -> Callback:
         current.note((number, found, was))
 
     return see
-
-
-def _inside(options: Keep) -> Callable[[Any], Any] | None:
-    """What of keeping a value compiled code does itself; None for what it does anyhow."""
-    keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
-    if keep is None:
-        return None if copied is snapshot else copied
-    return lambda value: copied(measured(keep, value))
 
 
 def _then(see: Callback, after: Callable[[Site], None], site: Site) -> Callback:

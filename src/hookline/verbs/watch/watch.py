@@ -226,7 +226,7 @@ def watch(
         SelectionError: the selector matches nothing.
     """
     line = Line(model, name="watch", every_thread=every_thread)
-    line.lenient = selector is None
+    line.options.lenient = selector is None
     watching = Watch(line, model, file)
     wanted = ("output", "grad_output") if ports is None else check_ports(ports)
     watching.start(line.select(selector, wanted), optional=ports is None)
