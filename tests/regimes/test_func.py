@@ -203,6 +203,19 @@ def test_the_gradient_of_a_parameter_is_what_the_transform_returns_and_the_line_
             GRADS["grad, functional_call"](net, image)
 
 
+def test_a_silent_parameter_says_so_of_a_module_run_by_hand_too():
+    model = nn.Sequential(nn.Linear(2, 1), nn.ReLU())
+
+    def loss(x):
+        return model[0](x).sum()  # no run of the model
+
+    with pytest.warns(
+        hl.HooklineWarning, match="torch.func returns gradients, and accumulates none"
+    ):
+        with hl.record(model, "0", ports=("output", "grad")):
+            torch.func.grad(loss)(torch.ones(2))
+
+
 @pytest.mark.trap(28)
 @pytest.mark.cell(
     "torch.func.vmap", "record", "statistics", note="the batch in front; keep= sees one example"

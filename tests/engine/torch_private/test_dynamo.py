@@ -17,6 +17,7 @@ from torch._higher_order_ops import effects
 import hookline as hl
 from hookline.engine.compile import compiled_modules
 from hookline.engine.torch_private import dynamo as internals
+from hookline.engine.torch_private import hooks
 
 X = torch.ones(2, 3)
 
@@ -168,9 +169,9 @@ def test_graphs_can_be_told_to_keep_an_operator():
 
 def test_the_dictionaries_that_are_asked_for_are_a_modules():
     tables = vars(nn.Linear(1, 1))
-    assert set(internals._ASKED) <= set(tables)
+    assert set(hooks._ASKED) <= set(tables)
     source = inspect.getsource(sys.modules["torch._dynamo.variables.nn_module"])
-    for name in internals._ASKED:
+    for name in hooks._ASKED:
         assert f'"{name}"' in source, name  # as those of which the empty ones go unguarded
 
 
@@ -178,15 +179,15 @@ def test_the_dictionaries_that_are_asked_for_are_a_modules():
 def test_the_kinds_of_hooks_that_hookline_has_are_told_apart(port):
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_forward_hook(lambda *values: None)
-    assert internals.own_kinds(model[0]) == 0  # it is not hookline's
+    assert hooks.own_kinds(model[0]) == 0  # it is not hookline's
     found = []
     for ports in (port, ("output", "input")):
         with hl.record(model, "0", ports=ports):
             model(X)
-            found.append(internals.own_kinds(model[0]))
-            assert internals.own_kinds(copy.deepcopy(model)[0]) == found[-1]
+            found.append(hooks.own_kinds(model[0]))
+            assert hooks.own_kinds(copy.deepcopy(model)[0]) == found[-1]
     assert len({0, *found}) == 3
-    assert internals.own_kinds(model[0]) == 0
+    assert hooks.own_kinds(model[0]) == 0
 
 
 def test_the_end_of_a_graph_is_told_of_once_by_the_interpreter_that_traces_it():

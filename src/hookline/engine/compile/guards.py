@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hookline.engine.torch_private.dynamo import is_disabled, own_kinds
+from hookline.engine.torch_private.dynamo import is_disabled
+from hookline.engine.torch_private.hooks import own_kinds
 from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 

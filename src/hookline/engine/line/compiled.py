@@ -126,15 +126,16 @@ class Compiled(Attachment):
         if self.is_on or self._root is None or dynamo_config() is None:
             return
         self.is_on = True
+        not_alone(_hooks_of((Tap, RootTap)))
         self._root = inside_compiled(self._root)
         # The switch is one for all threads, so compiled code runs in one of them at a time.
         self._lock = fork_safe_lock()
         self._around_root: WeakIdentityMap[bool] = WeakIdentityMap()
-        not_alone(_hooks_of((Tap, RootTap)))
         self._borders = Borders(self)
         self._borders.open()
         self._find_borders(compiled)
-        self.hooked(self._taps)
+        if self._taps:
+            self.hooked(self._taps)
 
     def _find_borders(self, compiled: list[nn.Module] | None = None) -> None:
         if self._borders is None or self._root is None:

@@ -23,17 +23,11 @@ def _name_text(key: str) -> str:
 def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
     """How `new` differs from `old` in structure, shape, dtype, device, layout; None if not."""
     at = f" at {leaf_text(leaf)}" if leaf else ""
-    if isinstance(old, Tensor):
-        if not isinstance(new, Tensor):
-            return f"expected {in_words(old)}{at}, got {in_words(new)}"
-        if (_size(old), old.dtype, old.device) != (_size(new), new.dtype, new.device):
-            return f"expected {in_full(old)}{at}, got {in_full(new)}"
-        if old.layout is not new.layout:
-            return f"expected the layout {old.layout}{at}, got {new.layout}"
-        return None
-    parts = items(old)
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return _tensor_difference(old, new, at)
+    parts = None if isinstance(old, Tensor) else items(old)
     if parts is None:
-        if isinstance(new, Tensor) or (old is None) != (new is None):
+        if isinstance(old, Tensor) or isinstance(new, Tensor) or (old is None) != (new is None):
             return f"expected {in_words(old)}{at}, got {in_words(new)}"
         return None
     if old is new:
@@ -49,6 +43,14 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         found = difference(part, part_new, (*leaf, key))
         if found:
             return found
+    return None
+
+
+def _tensor_difference(old: Tensor, new: Tensor, at: str) -> str | None:
+    if (_size(old), old.dtype, old.device) != (_size(new), new.dtype, new.device):
+        return f"expected {in_full(old)}{at}, got {in_full(new)}"
+    if old.layout is not new.layout:
+        return f"expected the layout {old.layout}{at}, got {new.layout}"
     return None
 
 

@@ -17,7 +17,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.engine.torch_private.hooks import has_own_hooks
 from hookline.util.weak_map import WeakIdentityMap
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
@@ -92,22 +91,6 @@ class Settings:
                 name, value = next(iter(_held.before.items()))
                 setattr(dynamo_config(), name, value)
                 del _held.before[name]
-
-
-# The dictionaries of a module that code which is compiled asks whether they are empty.
-_ASKED = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
-    "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
-
-
-def own_kinds(module: nn.Module) -> int:
-    """Which of those dictionaries have hooks of hookline's: a bit for each.
-
-    By default nothing in compiled code notices when an empty one is empty no more.
-    """
-    tables = [module.__dict__[name] for name in _ASKED]
-    return sum(1 << bit for bit, table in enumerate(tables) if has_own_hooks(table))
 
 
 def is_disabled(function: Callable[..., Any]) -> bool:

@@ -18,28 +18,32 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     if not isinstance(layer, nn.TransformerEncoderLayer):
         return False
-    attention: Any = layer.self_attn
     given = dict(zip(("src", "src_mask", "src_key_padding_mask"), args, strict=False)) | kwargs
     src = given.get("src")
     is_masked = any(given.get(name) is not None for name in ("src_mask", "src_key_padding_mask"))
-    if (
-        layer.training
-        or type(layer).forward is not nn.TransformerEncoderLayer.forward
-        or not torch.backends.mha.get_fastpath_enabled()
-        or not isinstance(src, Tensor)
-        or src.dim() != 3
-        or (src.is_nested and is_masked)
-        or torch.is_autocast_enabled()
-    ):
+    if not isinstance(src, Tensor) or src.dim() != 3 or (src.is_nested and is_masked):
         return False
     tensors = [src, *layer.parameters()]
+    needs_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and not torch.is_autocast_enabled()
+        and not needs_graph
+        and not torch.overrides.has_torch_function(tensors)
+        and _can_be_fused(layer)
+    )
+
+
+def _can_be_fused(layer: nn.TransformerEncoderLayer) -> bool:
+    """Whether an encoder layer is made as torch's fused one."""
+    attention: Any = layer.self_attn
     return bool(
-        attention.batch_first
+        not layer.training
+        and type(layer).forward is nn.TransformerEncoderLayer.forward
+        and attention.batch_first
         and attention.in_proj_bias is not None
         and attention._qkv_same_embed_dim
         and attention.num_heads % 2 == 0
         and layer.activation_relu_or_gelu
         and layer.norm1.eps == layer.norm2.eps
-        and not torch.overrides.has_torch_function(tensors)
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     )

@@ -45,9 +45,21 @@ def new_hook_id() -> int:
     return number
 
 
-def has_own_hooks(table: dict[Any, Any]) -> bool:
-    """Whether a dictionary of hooks, or of marks on them, has some of hookline's."""
-    return bool(table) and not table.keys().isdisjoint(_own_ids)
+# The dictionaries of a module that code which is compiled asks whether they are empty.
+_ASKED = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
+    "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+
+
+def own_kinds(module: nn.Module) -> int:
+    """Which of those dictionaries have hooks of hookline's: a bit for each.
+
+    By default nothing in compiled code notices when an empty one is empty no more.
+    """
+    tables = [module.__dict__[name] for name in _ASKED]
+    own = _own_ids
+    return sum(1 << bit for bit, table in enumerate(tables) if not table.keys().isdisjoint(own))
 
 
 def hook_dict(module: nn.Module, kind: str) -> HookDict:

@@ -92,9 +92,8 @@ def restore_state(model: nn.Module) -> Iterator[None]:
     devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=devices):
         try:
-            if on_copies:
-                for table, name, _, copy, _ in kept:
-                    table[name] = copy
+            for table, name, _, copy, _ in kept if on_copies else ():
+                table[name] = copy
             yield
         finally:
             for module, training in flags:
@@ -102,13 +101,17 @@ def restore_state(model: nn.Module) -> Iterator[None]:
             for table, name, buffer, copy, version in kept:
                 table[name] = buffer
                 if not on_copies and (version is None or buffer._version != version):
-                    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                        buffer.copy_(copy)
+                    _write(buffer, copy)
 
 
 def _clone(tensor: Tensor) -> Tensor:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # of the same kind
         return tensor.clone()
+
+
+def _write(tensor: Tensor, numbers: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(numbers)
 
 
 def _version(tensor: Tensor) -> int | None:
