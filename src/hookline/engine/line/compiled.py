@@ -197,9 +197,10 @@ class Compiled(Attachment):
     def begin_pass(self, current: Pass) -> None:
         """A pass begins, in which compiled code may run."""
         self._traced = None
-        self.enable_if_dynamo_loaded()
         if not self.is_on:
-            return
+            self.enable_if_dynamo_loaded()
+            if not self.is_on:
+                return
         if has_compiled() and not self._here.visits:
             self._make_ready()
         if self._root in _with_gaps:

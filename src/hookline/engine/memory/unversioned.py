@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, innermost
-from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
+from hookline.engine.torch_private.distributed import is_dtensor, is_grouped, is_shared_job
 from hookline.engine.torch_private.modules import parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -75,9 +75,10 @@ class Untold:
 
     def begin_pass(self, current: Any) -> bool:
         """Have a pass know what is untold in it; whether that is everything."""
-        is_everything = is_shared_job(self._model())
-        current.untold = _EVERYTHING if is_everything else None
-        return is_everything
+        if not is_grouped() or not is_shared_job(self._model()):
+            return False
+        current.untold = _EVERYTHING
+        return True
 
     def has(self, current: Any, tensor: Tensor) -> bool:
         """Whether it is so of a tensor that was seen in a pass."""

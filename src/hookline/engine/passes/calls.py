@@ -32,9 +32,13 @@ class Calls:
         Returns:
             How many; 0 if it never began.
         """
-        keys = [key for key, _, _ in self._calls]
+        calls = self._calls
+        if len(calls) == 1 and calls[0][0] == id(frame):  # mostly: the root seldom calls itself
+            calls.clear()
+            return 1
+        keys = [key for key, _, _ in calls]
         n_ended = len(keys) - keys.index(id(frame)) if id(frame) in keys else 0
-        del self._calls[len(keys) - n_ended :]
+        del calls[len(keys) - n_ended :]
         return n_ended
 
     def drop_dead(self, frame: FrameType | None) -> int:

@@ -252,15 +252,16 @@ class Passes:
 
     def end(self, frame: FrameType | None = None) -> None:
         """The root has run, or failed. Only to be called by those who call `begin`."""
-        current = self.lane.current
+        lane = self.lane
+        current = lane.current
         frame = call_frame(sys._getframe(2)) if frame is None else frame
         if current is None:
-            again = self.lane.outside
+            again = lane.outside
             if again is not None and again.again is not None:
                 again.roots.end(frame)
             return
         if current.roots.end(frame) and not current.roots:
-            self.lane.current = None
+            lane.current = None
             error = sys.exception()
             has_failed = error is not None and id(error) != current.handled
             if error is not None and has_failed and self.compiler is not None:
@@ -325,7 +326,8 @@ class Passes:
 
     def _finish(self, current: Pass, *, failed: bool) -> None:
         self._open.pop(id(current), None)
-        current.close()
+        if current.at_end:
+            current.close()
         if self.compiler is not None:
             self.compiler.end_pass(current)
         current.failed = failed

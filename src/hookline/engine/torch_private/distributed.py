@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_IS_AVAILABLE = dist.is_available()  # asked in every pass: of how torch was built
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is one rank's part of a larger one, and knows how the parts lie."""
@@ -96,7 +98,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def is_grouped() -> bool:
     """Whether this process is one of a group: `init_process_group` was called."""
-    return dist.is_available() and dist.is_initialized()
+    return _IS_AVAILABLE and dist.GroupMember.WORLD is not None
 
 
 def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
