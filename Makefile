@@ -1,6 +1,7 @@
 # Each target does all its own set-up, on a machine with Python 3.11 or later and nothing else.
 #   make demo    the main job, on the network that is shipped in the package
 #   make test    checks, tests, the README's examples: what CI runs
+#   make quick   the tests that need no browser, no process and no compiler: under 90 seconds
 #   make check   ruff and mypy alone
 #   make mutants change the source in 60 places, and see whether a test notices
 #   make bench   the table of ratios, with rivals
@@ -12,7 +13,13 @@ BENCH_VENV := .venv-bench
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: demo test check mutants bench clean
+# A worker on each core takes whole files: what a file compiles, starts or loads is made once. Past
+# eight, the longest file is what is waited for.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
+  --dist=loadfile --no-loadscope-reorder
+
+.PHONY: demo test quick check mutants bench clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -55,7 +62,10 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
+
+quick: $(VENV)/.test
+	$(PYTEST) -m "not compiles and not processes and not slow"
 
 mutants: $(VENV)/.test
 	$(VENV)/bin/python tests/mutants.py

@@ -1,7 +1,9 @@
-"""What the examples in docstrings may use without importing it."""
+"""What the examples in docstrings may use without importing it, and what makes a test slow."""
 
 import io
-from pathlib import Path
+import sys
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,19 +19,71 @@ collect_ignore_glob = [
     "src/hookline/models/_torch*.py",
     "src/hookline/models/demo/train.py",
     "src/hookline/cli/*.py",
+    # Scripts: they measure the tests, and are run by hand.
+    "tests/mutants.py",
+    "tests/reached_lines.py",
 ]
 
 
 @pytest.fixture(autouse=True)
-def _names_in_docstrings(doctest_namespace: dict[str, object], tmp_path: Path) -> None:
-    doctest_namespace.update(
+def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
+    """Name what the examples use: tests import it, and need no model and no folder for it."""
+    if not isinstance(request.node, pytest.DoctestItem):
+        return
+    names = request.getfixturevalue("doctest_namespace")
+    names.update(
         io=io,
         torch=torch,
         nn=nn,
         hl=hl,
-        tmp_path=tmp_path,
+        tmp_path=request.getfixturevalue("tmp_path"),
         load_demo_digits=load_demo_digits,
         load_input=load_input,
         load_model=load_model,
-        loaded=load_model("demo:digits"),
     )
+    if any("loaded" in example.source for example in request.node.dtest.examples):
+        names["loaded"] = load_model("demo:digits")
+
+
+# The fixtures that a test marks itself with, for `make quick` to leave out.
+MARK_OF_FIXTURE = {"fresh_dynamo": "compiles", "ranks": "processes", "browser": "processes"}
+SLOW = {"compiles", "processes", "slow"}
+STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+_processes: list[str] = []
+
+
+def _note(event: str, args: tuple[object, ...]) -> None:
+    if event in STARTS_A_PROCESS:
+        _processes.append(event)
+
+
+sys.addaudithook(_note)
+
+
+def _compiled_frames() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["frames"]["total"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their fixtures, and put the slow files first for the workers of `make test`."""
+    for item in items:
+        for fixture, mark in MARK_OF_FIXTURE.items():
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(mark)
+    if hasattr(config, "workerinput"):
+        # Long files first, so that no worker begins one when the others are about to end.
+        size = Counter(item.path for item in items)
+        slow = Counter(item.path for item in items if SLOW & {m.name for m in item.iter_markers()})
+        items.sort(key=lambda item: (-slow[item.path], -size[item.path], str(item.path)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that compiles or starts a process and does not bear the mark for it."""
+    frames, processes = _compiled_frames(), len(_processes)
+    yield
+    found = {"compiles": _compiled_frames() > frames, "processes": len(_processes) > processes}
+    for mark, is_needed in found.items():
+        if is_needed and isinstance(item, pytest.Function) and not item.get_closest_marker(mark):
+            pytest.fail(f"mark this test with @pytest.mark.{mark}: `make quick` is to leave it out")

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
 import reached_lines
 
 ROOT = Path(__file__).parent.parent

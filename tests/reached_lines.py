@@ -105,7 +105,7 @@ def _record(files: Sequence[str], to: Path) -> None:
 def files() -> list[str]:
     """The files of tests that run in the process itself."""
     tests = ROOT / "tests"
-    found = [path for room in ROOMS for path in sorted((tests / room).glob("test_*.py"))]
+    found = [path for room in ROOMS for path in sorted((tests / room).rglob("test_*.py"))]
     found += [tests / name for name in LOOSE]
     return [str(one.relative_to(ROOT)) for one in found if not one.name.startswith(OUTSIDE)]
 

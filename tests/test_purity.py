@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 EXTRAS = [
     "typer", "PIL", "jinja2.environment", "starlette", "uvicorn", "torchvision", "timm",
     "transformers", "sklearn", "matplotlib", "torch._dynamo", "torch._inductor",

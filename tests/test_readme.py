@@ -28,6 +28,7 @@ def left_in(folder):
     return {path.name for path in folder.iterdir()} - ignored
 
 
+@pytest.mark.compiles
 def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
     namespace: dict[str, object] = {}
     shown = 0
@@ -46,6 +47,7 @@ def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.compiles
 def test_the_examples_in_the_docs_run_in_order_and_print_what_is_shown(page, tmp_path):
     namespace: dict[str, object] = {}
     blocks = re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
@@ -86,6 +88,7 @@ def test_the_recipe_for_the_first_nan_works_for_any_structure():
         assert found["first"] == expected
 
 
+@pytest.mark.processes
 def test_the_commands_run(tmp_path):
     commands = [
         line.partition("#")[0].strip()

@@ -16,6 +16,9 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "tutorial.ipynb"
 NUMBER = re.compile(r"(?<![\w#])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
+pytestmark = pytest.mark.processes
+
+
 @pytest.fixture(scope="module")
 def shown():
     return nbformat.read(NOTEBOOK, as_version=4)

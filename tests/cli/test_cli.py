@@ -54,6 +54,7 @@ def demo(tmp_path_factory):
     return run_process("demo", "--out", "out", cwd=cwd), cwd / "out"
 
 
+@pytest.mark.slow
 def test_the_demo_prints_the_table_and_writes_a_recording_and_a_page(demo):
     done, out = demo
     assert done.returncode == 0, done.stderr
@@ -306,6 +307,7 @@ def test_a_leaf_that_does_not_exist_is_said(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_an_old_code_page_gets_other_characters_and_not_a_traceback(tmp_path):
     (tmp_path / "named.py").write_text(
         "from torch import nn\n"
@@ -324,6 +326,7 @@ def test_an_old_code_page_gets_other_characters_and_not_a_traceback(tmp_path):
     assert "\\u65e5\\u672c: 2 channels of 6x6" in done.stdout
 
 
+@pytest.mark.processes
 def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "typer.py").write_text("raise ImportError('no typer here')")
     done = run_process("demo", cwd=tmp_path, PYTHONPATH=str(tmp_path))

@@ -53,6 +53,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr("hookline.views.page.serving.Serving.run", lambda self: self.close())
 
 
+@pytest.mark.processes
 def test_it_serves_until_ctrl_c_and_says_where(folder):
     command = [sys.executable, "-m", "hookline.cli", "view", folder, "--port", "0", "--no-open"]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

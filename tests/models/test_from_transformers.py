@@ -209,6 +209,7 @@ class _Empty(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.processes
 def test_a_hub_that_has_no_such_model_is_an_error():
     code = (
         "import os\n"

@@ -69,6 +69,7 @@ def run_python(code: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.processes
 def test_importing_models_imports_no_extra():
     code = (
         "import sys, hookline.models\n"
@@ -78,6 +79,7 @@ def test_importing_models_imports_no_extra():
     assert run_python(code) == "[]"
 
 
+@pytest.mark.processes
 def test_without_a_network_the_hub_is_given_up_on_at_once():
     # The libraries themselves would try for half a minute for each file.
     code = (

@@ -3,7 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.processes
 def test_torchvision_is_imported_whole_even_after_an_import_that_failed():
     # Where torchvision's operators fit the installed torch, this is the ordinary import.
     code = (

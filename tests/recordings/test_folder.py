@@ -338,6 +338,7 @@ CRASHES = """
 @pytest.mark.parametrize(
     ("way", "before"), [("at once", "none"), ("at once", "older"), ("in two steps", "older")]
 )
+@pytest.mark.processes
 def test_a_crash_at_any_moment_leaves_no_recording_or_a_whole_one(tmp_path, way, before):
     """A process is killed at the n-th thing that it does on the disk, for every n."""
     script = textwrap.dedent(SAVE) + textwrap.dedent(CRASHES)
@@ -352,6 +353,7 @@ def test_a_crash_at_any_moment_leaves_no_recording_or_a_whole_one(tmp_path, way,
     assert seen["left over"] > 30
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path):
     script = textwrap.dedent(SAVE) + textwrap.dedent("""
         import resource

@@ -211,6 +211,7 @@ WRITERS = """
 
 
 @BOTH_WAYS
+@pytest.mark.processes
 def test_processes_that_write_read_and_are_killed_leave_one_whole_recording(tmp_path, way):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WRITERS), tmp_path, way],
@@ -258,6 +259,7 @@ def test_the_next_save_removes_what_a_killed_writer_left_and_nothing_else(tmp_pa
     )
 
 
+@pytest.mark.processes
 def test_what_a_living_writer_builds_is_not_removed(tmp_path):
     """The writer is another process, which is killed then."""
     script = """
@@ -342,6 +344,7 @@ def test_a_disk_without_locks_keeps_what_may_be_somebodys(tmp_path, without_lock
     assert names_in(tmp_path) == [".run.0123abcd.old", ".run.0123abcd.part", "run"]
 
 
+@pytest.mark.processes
 def test_a_child_that_was_forked_during_a_save_keeps_no_lock(tmp_path):
     script = """
         import os, sys, torch, hookline as hl

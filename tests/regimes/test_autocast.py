@@ -185,6 +185,7 @@ def test_what_hookline_measures_itself_is_in_float32():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.compiles
 def test_in_compiled_code_the_statistics_are_the_same():
     torch.compiler.reset()
     model = make()

@@ -108,6 +108,7 @@ def train(model, loss_of, n_steps=N_STEPS):
 
 @both
 @every_case
+@pytest.mark.slow
 def test_twenty_steps_are_the_same_bit_for_bit_with_a_line_on(case, reentrant):
     build, loss_of, sites = case
     bare = train(build(reentrant), loss_of)

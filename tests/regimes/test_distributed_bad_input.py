@@ -157,6 +157,7 @@ def die_in_the_midst(rank):
     return text, hooks == after, run.passes[0]["0"].shape
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_in_a_pass_is_an_error_elsewhere_and_leaves_nothing_on_the_model():
     with PROCESSES["Processes"](2, 60.0) as processes:
         (kind, found), (other, _) = processes.ask(__file__, "die_in_the_midst")

@@ -305,6 +305,7 @@ child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 
 @pytest.mark.cell("a fork inside the block", "edit gradients", "raw hooks", "clip")
 @both_ports
+@pytest.mark.processes
 def test_in_a_forked_child(site):
     model = make()
     with hooked_by_torch(model, site) as came:

@@ -149,6 +149,7 @@ def test_a_recording_is_opened_and_measured_where_another_device_is_the_default(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("mode", ["default device", "default dtype"])
+@pytest.mark.compiles
 def test_compiled_code_meets_hooklines_own_numbers_on_any_default(mode, model):
     def actions(call):
         with hl.edit(model, "1", hl.edits.scale(1 / 3)):

@@ -126,6 +126,7 @@ class Thawed(Frozen):
 )  # fmt: skip
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "thawed"])
+@pytest.mark.compiles
 def test_where_the_model_switches_gradients_each_site_has_those_it_has(kind, is_compiled):
     if OLD_DYNAMO and is_compiled and kind == "inference_mode":
         pytest.skip("torch before 2.13 fails to compile such a model, with or without hooks")

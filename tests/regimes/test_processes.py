@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 import hookline as hl
 from hookline.util import locks
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
+    pytest.mark.processes,
+]
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ def compiled():
 @pytest.mark.cell("checkpointing, compiled", "record", "edit")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("path", ["first", "block.linear"])
+@pytest.mark.compiles
 def test_in_compiled_code(path, compiled):
     model, run, plain = compiled
     assert_values_are_torchs(lambda: model, lambda _: step(run), path, plain=(lambda: plain, step))
@@ -455,6 +456,7 @@ child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 
 
 @pytest.mark.cell("a fork inside the block", "record", "edit", "features", "watch")
+@pytest.mark.processes
 def test_in_a_forked_child():
     model = make().requires_grad_(False)
     with seen_by_torch(model, "1") as came, seen_by_torch(model, "0") as first:

@@ -11,6 +11,7 @@ import torch.fx
 from torch import nn
 
 import hookline as hl
+from zoo import Delegating
 
 
 class Block(nn.Module):
@@ -175,26 +176,13 @@ def test_a_forward_that_was_replaced_is_seen_and_stays(model, x, when):
     assert "forward" in vars(linear)
 
 
-class Delegating(nn.Module):
-    """Passes on what it lacks, and lets nobody set what looks like a hook."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.inner, name)
+class Guarding(Delegating):
+    """Lets nobody set what looks like a hook, too."""
 
     def __setattr__(self, name, value):
         if "hook" in name:
             raise RuntimeError(f"{name} may not be set")
         super().__setattr__(name, value)
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 class Holding(nn.Module):
@@ -213,7 +201,7 @@ class Holding(nn.Module):
 
 @pytest.mark.cell("attributes of their own", "record", "gradients", "edit")
 def test_modules_with_attributes_of_their_own_are_hooked_as_any_other(model, x, left_as_found):
-    delegating = Delegating(model)
+    delegating = Guarding(model)
     before = left_as_found(delegating)
     with (
         hl.record(delegating, ports=("output", "grad_output", "grad")) as run,

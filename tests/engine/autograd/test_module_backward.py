@@ -11,40 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-
-
-class Residual(nn.Module):
-    """x + f(x)."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.stem, self.inner, self.head = nn.Linear(4, 4), inner, nn.Linear(4, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(x + self.inner(x))
-
-
-class Asking(nn.Module):
-    """Calls its attention with one tensor three times, as self-attention is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.attention = nn.Linear(4, 4), Attention()
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.attention(x, x, value=x, mask=torch.ones(4)) + x
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, query, key, value, *, mask=None):
-        assert query is key is value  # by which torch's own chooses its way
-        return self.linear(query)
+from zoo import Asking, Residual
 
 
 @pytest.fixture

@@ -13,18 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import hookline as hl
-
-
-class Residual(nn.Module):
-    """x + f(x)."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.stem, self.inner, self.head = nn.Linear(4, 4), inner, nn.Linear(4, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(x + self.inner(x))
+from zoo import Asking, Residual
 
 
 class Thrice(nn.Module):
@@ -36,28 +25,6 @@ class Thrice(nn.Module):
 
     def forward(self, x):
         return self.q(x) * self.k(x) + self.v(x)
-
-
-class Attention(nn.Module):
-    """Wants to know whether it is self-attention, as torch's own does."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, query, key, value, *, mask=None):
-        assert query is key is value
-        return self.linear(query)
-
-
-class Asking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.attention = nn.Linear(4, 4), Attention()
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.attention(x, x, value=x, mask=torch.ones(4)) + x
 
 
 class Adding(nn.Module):
@@ -348,6 +315,7 @@ def test_a_step_leaves_no_tensor_alive(options, ports, steps):
 
 
 @pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.slow
 def test_two_hundred_steps_with_lines_attached_keep_nothing(has_backward):
     def bytes_alive():
         gc.collect()

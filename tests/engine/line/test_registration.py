@@ -16,16 +16,10 @@ from torch import nn
 from torch.nn.modules import module as tables
 
 import hookline as hl
+from zoo import Two
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
 STATE_KINDS = ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
-
-
-class Two(nn.Module):
-    """Two inputs, two outputs."""
-
-    def forward(self, a, b):
-        return a * b, a.tanh() + b
 
 
 class Inside(nn.Module):

@@ -37,6 +37,7 @@ def test_what_was_kept_is_held_so_that_no_other_thing_gets_its_id():
 
 
 @pytest.mark.parametrize("n_same", [1, 3])
+@pytest.mark.compiles
 def test_code_that_is_compiled_finds_the_same_tensors(n_same):
     def by_number(x):
         made = [x + 1, x + 1]

@@ -27,6 +27,7 @@ def fresh(fresh_dynamo):
     """Nothing compiled is left over."""
 
 
+@pytest.mark.processes
 def test_nothing_loads_dynamo_and_that_alone_compiles_nothing():
     code = (
         "import sys, torch, hookline.engine.torch_private.dynamo as internals\n"

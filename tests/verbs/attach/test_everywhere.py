@@ -230,6 +230,7 @@ def test_what_torch_has_no_process_wide_hooks_for_is_refused_with_the_remedy(kin
 # -- order in forward -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_forward_the_order_is_the_same_whatever_was_attached_first():
     acts = ["edit", "hook", "prepended", "record", "everywhere", "saved", "backward"]
     for order in itertools.permutations(acts, 5):
@@ -451,6 +452,7 @@ def test_a_hook_may_be_removed_while_torch_calls_those_on_a_module():
 
 
 @pytest.mark.filterwarnings("ignore:an hl.attach line was dropped")
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_nothing_on_torch(interrupted):
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -139,6 +139,7 @@ def test_a_pre_hook_that_returns_nonsense_is_an_error(net, image, returned, with
             net(image)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_thousand_lines(net, image, left_as_found):
     net(image)
     before = left_as_found(net)

@@ -54,6 +54,7 @@ def by_hooks(module, run, read):
         ("timm:swin_tiny_patch4_window7_224", "norm", lambda t: t.permute(0, 3, 1, 2)),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_the_map_of_a_photograph_is_the_one_that_hooks_by_hand_give(cat, name, layer, read):
     loaded = named(name)
     model, image = loaded.model, loaded.preprocess(cat)[None]
@@ -221,6 +222,7 @@ def test_half_precision_is_summed_in_float32(dtype):
 # Torch's own, of what flows into compiled code.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", ["wrapped", "in place", "one layer"])
+@pytest.mark.compiles
 def test_a_compiled_model_gives_the_same_map(how, x):
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -216,6 +216,7 @@ def test_a_keep_that_fails_names_the_site_and_what_it_got(holder):
     assert any("at inner (Nested)" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_when_recordings_are_dropped(net, image):
     def tensors():
         gc.collect()

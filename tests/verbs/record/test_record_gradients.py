@@ -172,6 +172,7 @@ def test_the_gradients_of_recurrent_layers_and_attention_are_autograds():
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+@pytest.mark.slow
 def test_the_gradients_of_every_module_of_a_language_model_are_autograds(kind):
     transformers = import_package("transformers", "the tests")
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ def test_what_is_installed_is_given():
     assert load("jinja2").__name__ == "jinja2"
 
 
+@pytest.mark.processes
 def test_importing_the_views_imports_neither():
     code = (
         "import sys, hookline.views;"

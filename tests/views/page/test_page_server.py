@@ -299,6 +299,7 @@ def test_the_table_of_a_recording_of_2000_sites_and_50_gb_reads_no_tensor(
     assert set(read) == {"values-0-00000.safetensors/1"}
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_what_was_looked_at(tmp_path):
     folder = write_large(tmp_path / "large", 200, 25 * 1024**2, per_file=50)
     shelf = OpenRecordings(FolderSource(folder))

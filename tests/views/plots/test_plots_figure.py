@@ -38,6 +38,7 @@ assert "matplotlib.pyplot" not in sys.modules
 """
 
 
+@pytest.mark.processes
 def test_matplotlib_is_imported_on_use_and_pyplot_never():
     done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

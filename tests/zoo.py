@@ -1,0 +1,143 @@
+"""Small models that behave like real ones, for the tests of all rooms."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """Conv, batch norm, an in-place ReLU that overwrites the batch norm's output, a residual."""
+
+    def __init__(self, channels: int = 4):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.bn(self.conv(x))) + x
+
+
+class SmallNet(nn.Module):
+    """A little convolutional network with the shapes of a big one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.layer1 = nn.Sequential(Block(), Block())
+        self.layer2 = nn.Sequential(Block(), Block())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.layer2(self.layer1(self.stem(x)))
+        return self.fc(self.pool(x).flatten(1))
+
+
+class Looped(nn.Module):
+    """One block, run three times in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(2, 2)
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return self.head(x)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Out:
+    """A dataclass that torch's pytrees do not know."""
+
+    hidden: torch.Tensor
+    extra: object = None
+
+
+class Nested(nn.Module):
+    """Returns every kind of structure, from every kind of argument."""
+
+    def forward(self, x, *rest, scale=None, **options):
+        return OrderedDict(
+            pair=Pair(x + 1, [x * 2, None]),
+            out=Out(x - 1, extra={"n": 3, "deep": (x,)}),
+            text="kept",
+        )
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Nested()
+
+    def forward(self, x):
+        return self.inner(x, x, scale=2.0, mask=x > 0)
+
+
+class Residual(nn.Module):
+    """x + f(x), between two linear layers."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(4, 4), inner, nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.inner(x))
+
+
+class Attention(nn.Module):
+    """Wants to know whether it is self-attention, as torch's own does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, query, key, value, *, mask=None):
+        assert query is key is value
+        return self.linear(query)
+
+
+class Asking(nn.Module):
+    """Calls its attention with one tensor three times, as self-attention is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.attention = nn.Linear(4, 4), Attention()
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.attention(x, x, value=x, mask=torch.ones(4)) + x
+
+
+class Two(nn.Module):
+    """Two inputs, two outputs."""
+
+    def forward(self, a, b):
+        return a * b, a.tanh() + b
+
+
+class Delegating(nn.Module):
+    """Gives the attributes of another module as its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x)
