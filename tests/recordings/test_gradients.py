@@ -156,3 +156,10 @@ def test_without_gradients_the_remedy_is_said(model, x):
         model(x).sum().backward()
     with pytest.raises(hl.NotRecordedError, match="has no gradients here"):
         run.gradients()["nothing"]
+
+
+def test_a_table_without_a_backward_says_so():
+    model = nn.Linear(2, 2)
+    with pytest.warns(hl.HooklineWarning), hl.record(model, ports="grad") as run:
+        model(torch.ones(1, 2))
+    assert str(run.gradients()).splitlines()[-1].startswith("no gradient came back: call backward")

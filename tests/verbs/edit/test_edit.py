@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict, UserList, namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -451,3 +452,24 @@ def test_a_ready_made_edit_of_what_shows_no_tensor_says_what_to_do():
         model(torch.ones(2))
     assert str(caught.value).endswith("Select a module that returns one, or give a function that"
                                       " returns a new value.")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (hl.edits.scale, "hl.edits.scale makes the function that hl.edit needs, and was not"),
+        (lambda module, args, output: output, "the value alone, got one that takes (module, args"),
+        (lambda: None, "the value alone, got one that takes ()"),
+    ],
+)
+def test_what_cannot_be_called_with_the_value_alone_is_refused(looped, change, said):
+    with pytest.raises(hl.AttachError, match=re.escape(said)):
+        hl.edit(looped, "head", change)
+    assert len(hl.inventory(looped)) == 0
+
+
+@pytest.mark.parametrize("change", [torch.relu, nn.ReLU(), lambda t, k=2: t * k])
+def test_any_function_of_one_value_is_an_edit(looped, change):
+    with hl.edit(looped, "head", change), hl.record(looped, "head") as run:
+        looped(torch.ones(1, 2))
+    assert "head" in run

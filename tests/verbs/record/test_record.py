@@ -308,3 +308,13 @@ def test_random_models_with_random_subsets_hooked_compute_and_record_the_same(sp
 def test_an_option_that_there_is_not_is_refused(net, run):
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'cpoy'.\nGive some of keep="):
         run(net, cpoy=True)
+
+
+@pytest.mark.parametrize("name", ["cat", "save", "passes"])
+def test_a_line_that_is_taken_for_its_recording_says_where_that_is(looped, name):
+    line = hl.record(looped, "head")
+    with line:
+        looped(torch.ones(1, 2))
+    with pytest.raises(AttributeError, match=f"or line.recording.{name}"):
+        getattr(line, name)
+    assert not hasattr(line, "__deepcopy__")

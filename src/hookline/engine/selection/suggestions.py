@@ -107,7 +107,8 @@ def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
         advice = "select it with ''" if asked.works("") else "give a model with a forward"
         return f"Its only module is the root, {nodes[0].type_name}: {advice}."
     first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
-    return f"Its {plural(len(nodes), what)} begin{'s' if len(nodes) == 1 else ''}: {first}."
+    n_named = sum(bool(node.path) for node in nodes)  # the root has no name to list
+    return f"Its {plural(n_named, what)} begin{'s' if n_named == 1 else ''}: {first}."
 
 
 def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:

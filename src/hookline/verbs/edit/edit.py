@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -26,6 +27,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe
 from hookline.errors import AttachError, StructureError
+from hookline.verbs.edit import edits
 
 
 def edit(
@@ -76,16 +78,13 @@ def edit(
         A line: a context manager, or ended by `remove()`. `line.report()` says how often it fired.
 
     Raises:
+        AttachError: `change` cannot be called with the value alone.
         SelectionError: the selector matches nothing.
         StructureError: (when the model runs) `change` returned another structure, shape, dtype or
             device; a raw hook (`hl.attach`, `line.forward`) may return anything. Or it wrote in
             place to the value or gradient it was given.
     """
-    if not callable(change):
-        raise AttachError(
-            f"hl.edit needs a function of the value, got {type(change).__name__}."
-            "\nTo put a fixed value there: hl.edits.replace(value)."
-        )
+    _check_change(change)
     line = Line(model, name="edit", every_thread=every_thread)
     line.options.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
@@ -102,6 +101,30 @@ def edit(
     line.tap(selection, bind, Order.EDIT)
     line.options.remark = partial(_left_alone, effects)
     return line
+
+
+def _check_change(change: Any) -> None:
+    if not callable(change):
+        raise AttachError(
+            f"hl.edit needs a function of the value, got {type(change).__name__}."
+            "\nTo put a fixed value there: hl.edits.replace(value)."
+        )
+    if any(change is getattr(edits, name) for name in edits.__all__):
+        raise AttachError(
+            f"hl.edits.{change.__name__} makes the function that hl.edit needs, and was not called."
+            f"\nWrite hl.edits.{change.__name__}(...), with what it takes."
+        )
+    try:
+        signature = inspect.signature(change)
+    except (TypeError, ValueError):  # of a function in C, nobody may know it
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise AttachError(
+            f"hl.edit calls its function with the value alone, got one that takes {signature}."
+            "\nFor torch's (module, args, output): line = hl.attach(model); line.forward(...)."
+        ) from None
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Never, Unpack, final
+from typing import Any, Never, NoReturn, Unpack, final
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -56,6 +56,14 @@ class RecordLine(VerbLine[Line]):
             "this is the line, which fills a recording.\nLook values up in that:"
             " with hl.record(...) as run: ..., or line.recording[...]."
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("_") and hasattr(Recording, name):
+            raise AttributeError(
+                f"this is the line, which fills a recording, and it has no {name!r}.\nUse that of"
+                f" the recording: with hl.record(...) as run: ..., or line.recording.{name}."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _ended(self, error: BaseException | None) -> None:
         self.recording.finish(self._line.report())
