@@ -164,7 +164,7 @@ def test_a_lock_that_another_thread_held_is_free_in_the_child(model, x):
 
 
 def test_a_lock_that_the_forking_thread_holds_it_holds_in_the_child_as_well():
-    with locks.lock() as was_free:
+    with locks.fork_safe_lock() as was_free:
         assert was_free
         assert child(lambda: [lock.acquire(blocking=False) for lock in locks._locks]) == [
             True for _ in locks._locks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import types
 
 import pytest
@@ -225,9 +226,10 @@ def test_containers_are_no_sites_and_what_they_hold_are(x):
     for parameter, expected in zip(model.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
     assert {"blocks.0", "heads.main", "scales.0:grad", "named.shift:grad"} <= set(run)
-    for name in ("scales", "named", "blocks", "heads"):
-        with pytest.raises(hl.SelectionError, match=rf"Select what it holds: '{name}\.\*'"):
+    for name, held in (("scales", ":grad"), ("named", ":grad"), ("blocks", ".*"), ("heads", ".*")):
+        with pytest.raises(hl.SelectionError, match=rf": {re.escape(repr(name + held))}\.$"):
             hl.select(model, name)
+        assert hl.select(model, name + held)
 
 
 @pytest.mark.cell("packed sequences", "record", "gradients", "edit")

@@ -85,15 +85,15 @@ def _without_port(asked: Asked) -> str:
         )
         return f"{kind} at {path!r} has no parameters.\n{advice}"
     held = asked.working(*(f"{node.path}.{each}" if node.path else each for each in ("*", "**")))
-    advice = (
-        f"Select what it holds: {held[0]!r}."
-        if held
-        else "Select a module that has a forward: it holds none."
-    )
-    return (
-        f"nothing flows through {path!r}: {kind} only holds other modules and has no forward."
-        f"\n{advice}"
-    )
+    trained = asked.working(f"{path}:grad")
+    if held:
+        advice = f"Select what it holds: {held[0]!r}."
+    elif trained:
+        advice = f"Select the gradients of the parameters that it holds: {trained[0]!r}."
+    else:
+        advice = "Select a module that has a forward: it holds none."
+    what = "parameters" if trained and not held else "other modules"
+    return f"nothing flows through {path!r}: {kind} only holds {what} and has no forward.\n{advice}"
 
 
 def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
