@@ -32,13 +32,13 @@ class Calls:
         Returns:
             How many; 0 if it never began.
         """
-        calls = self._calls
+        calls = self._calls[:]  # another thread, as it ends the line, may clear them meanwhile
         if len(calls) == 1 and calls[0][0] == id(frame):  # mostly: the root seldom calls itself
-            calls.clear()
+            self._calls.clear()
             return 1
         keys = [key for key, _, _ in calls]
         n_ended = len(keys) - keys.index(id(frame)) if id(frame) in keys else 0
-        del calls[len(keys) - n_ended :]
+        del self._calls[len(keys) - n_ended :]
         return n_ended
 
     def drop_dead(self, frame: FrameType | None) -> int:

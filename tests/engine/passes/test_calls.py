@@ -1,0 +1,36 @@
+"""Calls: the calls of a module that are under way."""
+
+from __future__ import annotations
+
+import sys
+
+from hookline.engine.passes.calls import Calls
+
+
+def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():
+    """Another thread clears them as it ends the line; here, each instruction of `end` in turn."""
+    frame, n_instructions, moment = sys._getframe(), 0, 0
+    before = sys.gettrace()
+    while moment <= n_instructions:
+        calls, n_instructions = Calls(), 0
+        calls.begin(frame)
+
+        def at_instruction(_, event, __, calls=calls, moment=moment):
+            nonlocal n_instructions
+            n_instructions += event == "opcode"
+            if n_instructions == moment:
+                calls._calls.clear()
+            return at_instruction
+
+        def at_call(called, *_, trace=at_instruction):
+            called.f_trace_opcodes = called.f_code is Calls.end.__code__
+            return trace if called.f_trace_opcodes else None
+
+        sys.settrace(at_call)
+        try:
+            calls.end(frame)
+        finally:
+            sys.settrace(before)
+        assert len(calls) == 0
+        moment += 1
+    assert n_instructions > 10
