@@ -38,11 +38,11 @@ def test_a_loaded_model_prints_on_one_line(linear):
     labels = tuple(f"class {k}" for k in range(1000))
     loaded = LoadedModel("file.py:make", nn.Linear(2, 3), preprocess=print, labels=labels)
     assert repr(loaded) == (
-        "Loaded 'file.py:make': Linear of 9 parameters, takes pictures, 1,000 labels ('class 0',"
-        " 'class 1', 'class 2', …)"
+        "LoadedModel 'file.py:make': Linear of 9 parameters, takes pictures, 1,000 labels"
+        " ('class 0', 'class 1', 'class 2', …)"
     )
     assert repr(LoadedModel("a\u202eb", nn.Identity())) == (
-        "Loaded 'a\\u202eb': Identity of 0 parameters"
+        "LoadedModel 'a\\u202eb': Identity of 0 parameters"
     )
 
 

@@ -173,6 +173,7 @@ def test_gradients_are_of_all_uses_and_before_later_writes(layers, form):
     assert form == "layers" or not lost
 
 
+@pytest.mark.processes
 def test_inductor_gives_and_takes_the_gradients_of_eager_code():
     """By site: in which order the gradients of one graph are handed out, inductor chooses."""
     net, x = made(Layer("linear relu", "+"))

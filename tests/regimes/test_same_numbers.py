@@ -25,6 +25,8 @@ pytestmark = [
 
 PORTS = ("output", "grad_output")
 
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.processes)  # it compiles in workers
+
 
 @functools.cache
 def llama():
@@ -60,7 +62,7 @@ def recorded(make, run):
 
 
 @pytest.mark.parametrize("make", [llama, resnet34], ids=["llama", "resnet34"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.cell("torch.compile", "record", "gradients")
 def test_every_block_has_the_eager_models_values_and_gradients(make, backend):
     model = make()[0]
@@ -72,7 +74,7 @@ def test_every_block_has_the_eager_models_values_and_gradients(make, backend):
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * scale, msg=name)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_twenty_steps_of_training_are_the_same_with_a_line_on(backend):
     def losses(attach):
         torch.compiler.reset()

@@ -119,6 +119,7 @@ def test_hostile_names_stay_text(strange, strange_run):
         assert any("<script>alert(1)<" in row[0] for row in shown.rows)
 
 
+@pytest.mark.processes
 def test_it_can_be_read_on_light_and_on_dark_ground(net, image):
     html = hl.summary(net, image)._repr_html_()
     with sync_playwright() as playwright:

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 FORMS = ["whole", "method", "regional"]
 CALL = OptimizedModule.__call__
 
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.processes)  # it compiles in workers
+
 
 @pytest.fixture(autouse=True)
 def whole_and_put_back(fresh_dynamo):
@@ -82,7 +84,7 @@ def recorded(model, call, ports=PORTS, select=Step, x=X):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_records_are_those_of_the_eager_model(form, backend):
     model = make()
     expected = recorded(model, model)

@@ -32,11 +32,13 @@ from hookline.engine.torch_private.dynamo import (
     shares_outputs,
 )
 from hookline.errors import AttachError
+from hookline.util.locks import fork_safe_lock
 
 # By number, whoever waits. What a graph holds is a tensor with the number in it: another number
 # needs no other graph.
 _waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_defining = fork_safe_lock()
 
 
 ENDED = (
@@ -53,10 +55,14 @@ def number_of(waiting: Any) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-@functools.cache
 def define() -> None:
-    """Define the operator."""
+    """Define the operator. Idempotent, also where several threads need it first."""
+    with _defining:
+        _define()
 
+
+@functools.cache
+def _define() -> None:
     @torch.library.custom_op("hookline::gradient", mutates_args=())
     def gradient(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
         waiting = _waiting.get(int(tap))

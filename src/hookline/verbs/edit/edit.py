@@ -84,8 +84,8 @@ def edit(
             device; a raw hook (`hl.attach`, `line.forward`) may return anything. Or it wrote in
             place to the value or gradient it was given.
     """
-    _check_change(change)
     line = Line(model, name="edit", every_thread=every_thread)
+    _check_change(change)
     line.options.lenient = selector is None
     selection = line.select(selector, ports_for(model, ports))
 

@@ -22,8 +22,8 @@ _PORTS = 20  # how many are tried, one after the other
 class Serving:
     """A server that is bound to its port, and answers once it runs.
 
-        >>> from hookline.views.page.sources import FolderSource, Shelf
-        >>> serving = Serving(Shelf(FolderSource(tmp_path)), port=0)
+        >>> from hookline.views.page.sources import FolderSource, OpenRecordings
+        >>> serving = Serving(OpenRecordings(FolderSource(tmp_path)), port=0)
         >>> serving.address.startswith("http://127.0.0.1:")
         True
         >>> serving.close()
