@@ -194,3 +194,10 @@ def test_hooks_are_registered_in_one_file():
         # torch_private puts hooks on what a pass computed: they go with its graph.
         allowed = path.name == "registration.py" or path.parent.name == "torch_private"
         assert not registers or allowed, path.name
+
+
+def test_names_of_tests_are_short_enough_to_be_read():
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                assert len(node.name) <= 60, f"{path.name}: {node.name}"

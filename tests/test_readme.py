@@ -29,7 +29,7 @@ def left_in(folder):
 
 
 @pytest.mark.compiles
-def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
+def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
     namespace: dict[str, object] = {}
     shown = 0
     with chdir(tmp_path):
@@ -48,7 +48,7 @@ def test_the_python_examples_run_in_order_and_print_what_is_shown(tmp_path):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 @pytest.mark.compiles
-def test_the_examples_in_the_docs_run_in_order_and_print_what_is_shown(page, tmp_path):
+def test_the_docs_examples_run_in_order_and_print_as_shown(page, tmp_path):
     namespace: dict[str, object] = {}
     blocks = re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
     with chdir(tmp_path):

@@ -27,7 +27,7 @@ def cat(resnet):
     return resnet.preprocess(Image.fromarray(data.chelsea()))[None]
 
 
-def test_all_36_convolutions_of_resnet34_are_recorded_to_the_last_bit(resnet, cat):
+def test_all_36_convolutions_of_resnet34_are_recorded_exactly(resnet, cat):
     model = resnet.model
     expected = {}
 
@@ -52,7 +52,7 @@ def test_all_36_convolutions_of_resnet34_are_recorded_to_the_last_bit(resnet, ca
     assert torch.equal(hooked, plain)
 
 
-def test_the_readme_counts_the_batch_norm_outputs_that_are_overwritten(resnet, cat):
+def test_the_readme_counts_the_batch_norms_that_are_overwritten(resnet, cat):
     with torch.no_grad(), hl.record(resnet.model, nn.BatchNorm2d) as run:
         resnet.model(cat)
     overwritten = 0
@@ -84,7 +84,7 @@ def test_the_outputs_before_in_place_relus_are_right_or_refused(resnet, cat):
     assert len(before_relu) == 17
 
 
-def test_features_of_resnet34_are_those_of_torchvisions_extractor(resnet, cat):
+def test_features_of_resnet34_are_torchvisions_extractors(resnet, cat):
     from torchvision.models.feature_extraction import create_feature_extractor
 
     names = ["layer2.1.conv1", "layer4", "avgpool"]
@@ -139,7 +139,7 @@ def test_keyword_inputs_of_blocks_are_bound_by_name(gpt2):
     assert set(given) <= {*names, "return_dict", "output_attentions", "output_hidden_states"}
 
 
-def test_a_real_sentence_transformer_gives_the_same_embedding_hooked_and_saved(tmp_path):
+def test_a_sentence_transformer_embeds_the_same_hooked_and_saved(tmp_path):
     loaded = load_model(f"hf:{minilm()}")
     batch = loaded.tokenize(["A hook catches a value.", "The cat sat on the mat."])
     with torch.no_grad():

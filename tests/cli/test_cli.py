@@ -55,7 +55,7 @@ def demo(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_demo_prints_the_table_and_writes_a_recording_and_a_page(demo):
+def test_the_demo_prints_the_table_and_writes_recording_and_page(demo):
     done, out = demo
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -97,7 +97,7 @@ def test_inspect_takes_a_factory_and_random_input(tmp_path):
     assert torch.equal(recording["1"], recording["0"].relu())
 
 
-def test_a_forward_that_fails_exits_1_names_the_module_and_keeps_what_ran(tmp_path):
+def test_a_failing_forward_exits_1_with_the_module_and_what_ran(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(),"
         " nn.Linear(99, 1))\n"
@@ -124,7 +124,7 @@ def test_an_input_shape_that_the_model_refuses_is_explained(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_selection_that_never_fires_exits_1_says_why_and_writes_nothing(tmp_path):
+def test_a_selection_that_never_fires_exits_1_and_writes_nothing(tmp_path):
     done = run("inspect", "demo:digits", "demo", "--at", "block1#7", "--out", "r", cwd=tmp_path)
     assert complaint(done, code=1) == (
         "hookline: nothing was recorded, so nothing was written.\n"
@@ -144,7 +144,7 @@ def test_a_part_of_a_selection_that_never_fires_is_told_of(tmp_path):
     assert list(hl.open(tmp_path / "r")) == ["head"]
 
 
-def test_plots_of_values_that_cannot_be_drawn_exit_1_after_the_recording(tmp_path):
+def test_plots_that_cannot_be_drawn_exit_1_after_the_recording(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\nclass Silent(nn.Module):\n    def forward(self, x):\n"
         "        return None\n"
@@ -308,7 +308,7 @@ def test_a_leaf_that_does_not_exist_is_said(tmp_path):
 
 
 @pytest.mark.processes
-def test_an_old_code_page_gets_other_characters_and_not_a_traceback(tmp_path):
+def test_an_old_code_page_gets_other_characters_no_traceback(tmp_path):
     (tmp_path / "named.py").write_text(
         "from torch import nn\n"
         "class Net(nn.Module):\n"

@@ -99,7 +99,7 @@ def test_keys_that_do_not_fit_are_named_up_to_three_of_each_kind(said):
     )
 
 
-def test_a_file_that_needs_unpickling_is_refused_and_the_class_named(tmp_path, said):
+def test_a_file_that_needs_unpickling_is_refused_with_its_class(tmp_path, said):
     torch.save({"state_dict": {"a": NeedsUnpickling()}}, tmp_path / "whole.pt")
     with pytest.raises(ModelError, match=r"whole\.pt needs unpickling") as raised:
         read_state_dict(tmp_path / "whole.pt")

@@ -51,7 +51,7 @@ def test_an_unknown_tag_is_an_error_with_the_tags_that_there_are(said):
     assert "timm:resnet18.tv_in1k" in said(raised)
 
 
-def test_weights_that_cannot_be_fetched_are_an_error_that_says_what_else_there_is(said):
+def test_weights_that_cannot_be_fetched_are_an_error_with_help(said):
     with pytest.raises(ModelError, match="its weights cannot be fetched") as raised:
         load_model(NAME)
     assert "--weights none for random weights" in said(raised)

@@ -9,7 +9,7 @@ from hookline.models import load_model
 from hookline.models._torchvision_import import import_torchvision
 
 
-def test_random_weights_come_with_the_published_preparation_and_labels(resnet18):
+def test_random_weights_have_published_preparation_and_labels(resnet18):
     vision = import_torchvision()
     assert type(resnet18.model) is vision.models.ResNet
     assert not resnet18.model.training
@@ -32,7 +32,7 @@ def test_random_weights_are_the_same_each_time(resnet18):
     assert torch.equal(again.model.fc.weight, resnet18.model.fc.weight)
 
 
-def test_a_segmenter_downloads_no_backbone_when_no_weights_are_wanted():
+def test_a_segmenter_without_weights_downloads_no_backbone():
     loaded = load_model("torchvision:lraspp_mobilenet_v3_large", weights="none")
     assert loaded.labels[1] == "aeroplane"
 
@@ -54,7 +54,7 @@ def hub_dir(tmp_path):
     torch.hub.set_dir(before)
 
 
-def test_weights_that_cannot_be_fetched_are_an_error_that_says_what_else_there_is(hub_dir, said):
+def test_weights_that_cannot_be_fetched_are_an_error_with_help(hub_dir, said):
     with pytest.raises(ModelError) as raised:
         load_model("torchvision:resnet18")
     assert "its weights cannot be fetched (no connection to https://" in said(raised)

@@ -81,7 +81,7 @@ def test_a_checkpoint_file_is_loaded(minilm_folder, minilm):
     assert torch.equal(weight, minilm.model.encoder.layer[5].output.dense.weight)
 
 
-def test_a_vision_model_comes_with_its_own_preparation_and_labels(vit_folder, tmp_path):
+def test_a_vision_model_comes_with_its_preparation_and_labels(vit_folder, tmp_path):
     loaded = load_model(f"hf:{vit_folder}")
     assert type(loaded.model).__name__ == "ViTForImageClassification"
     assert loaded.tokenize is None
@@ -129,7 +129,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end(transformers, tmp_path):
     assert loaded.tokenize(["a", "a cat"])["input_ids"].tolist() == [[0, 2], [0, 1]]
 
 
-def test_a_configuration_that_names_no_model_is_read_as_its_type_says(minilm_folder, tmp_path):
+def test_a_configuration_without_a_model_is_read_by_its_type(minilm_folder, tmp_path):
     config = json.loads((minilm_folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["pipeline"]}))
     assert type(load_model(f"hf:{tmp_path}", weights="none").model).__name__ == "BertModel"

@@ -85,7 +85,7 @@ def test_a_file_that_is_not_there_is_an_error_with_close_matches(digits, minilm,
         assert f"Did you mean {picture}?" in said(raised)
 
 
-def test_what_ends_like_a_file_is_a_file_also_for_a_model_of_text(minilm, tmp_path, said):
+def test_what_ends_like_a_file_is_a_file_for_a_text_model_too(minilm, tmp_path, said):
     with pytest.raises(InputError, match="does not exist") as raised:
         load_input(str(tmp_path / "tokens.npy"), minilm)
     assert "a text with a space in it is text" in said(raised)

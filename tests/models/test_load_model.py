@@ -33,9 +33,7 @@ def test_a_malformed_name_is_an_error_that_lists_the_forms(said, name, hint):
     assert said(raised) == f"{name!r} does not name a model{hint}\n{FORMS}"
 
 
-def test_the_bare_name_of_a_folder_of_transformers_is_an_error_that_says_the_form(
-    minilm_folder, said
-):
+def test_a_bare_folder_of_transformers_is_an_error_with_the_form(minilm_folder, said):
     with pytest.raises(ModelError) as raised:
         load_model(str(minilm_folder))
     assert f"did you mean hf:{minilm_folder}?" in said(raised)
@@ -72,7 +70,7 @@ def test_weights_that_do_not_fit_name_the_file_and_the_model(tmp_path, said):
     assert "38 missing (stem.conv.weight, stem.norm.weight, stem.norm.bias, ...)" in said(raised)
 
 
-def test_a_missing_weights_file_is_found_out_before_the_model_is_built(said):
+def test_a_missing_weights_file_is_found_before_the_model(said):
     with pytest.raises(ModelError, match=r"the checkpoint never\.pt is not there") as raised:
         load_model("package_that_is_not_there:make", weights="never.pt")
     said(raised)

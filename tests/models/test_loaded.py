@@ -46,5 +46,5 @@ def test_a_loaded_model_prints_on_one_line(linear):
     )
 
 
-def test_lazy_parameters_do_not_hinder_the_printing_of_a_loaded_model():
+def test_lazy_parameters_do_not_hinder_printing_a_loaded_model():
     assert "LazyLinear" in repr(LoadedModel("lazy", nn.LazyLinear(2)))

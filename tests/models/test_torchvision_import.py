@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.processes
-def test_torchvision_is_imported_whole_even_after_an_import_that_failed():
+def test_torchvision_is_imported_whole_after_a_failed_import():
     # Where torchvision's operators fit the installed torch, this is the ordinary import.
     code = (
         "import sys\n"

@@ -106,7 +106,7 @@ def test_tensors_in_sets_and_in_lists_of_users_come_back():
     assert lost == []
 
 
-def test_a_set_with_a_member_that_cannot_come_back_is_named_as_lost():
+def test_a_set_with_a_member_that_cannot_come_back_is_named():
     back, lost = there_and_back([{Odd()}, frozenset({namedtuple("Pair", "x")(1)})])
     why = "(a member would come back as what a set cannot hold: use a tuple)"
     assert lost == [f"builtins.set {why}", f"builtins.frozenset {why}"]
@@ -156,7 +156,7 @@ def test_what_encode_does_not_write_is_refused(data):
         decode(data, lambda _: torch.zeros(1))
 
 
-def test_one_class_is_made_for_a_named_tuple_however_often_it_is_read():
+def test_one_class_is_made_for_a_named_tuple_read_many_times():
     pair = namedtuple("Pair", ["x", "y"])
     back, _ = there_and_back([pair(1, 2), pair(3, 4)])
     assert type(back[0]) is type(back[1])

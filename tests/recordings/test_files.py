@@ -97,7 +97,7 @@ def test_a_tensor_that_two_sites_share_is_noticed_at_both(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["cut off", "written to", "replaced"])
-def test_a_file_that_changes_after_a_look_up_is_noticed_at_the_next(tmp_path, way):
+def test_a_file_changed_after_a_look_up_is_noticed_at_the_next(tmp_path, way):
     opened = opened_of([torch.ones(4096), torch.ones(4096)], tmp_path / "run")
     (file,) = (tmp_path / "run").glob("*.safetensors")
     first, data = opened["v1"], file.read_bytes()

@@ -59,7 +59,7 @@ def record_value(value) -> hl.Recording:
 Point = namedtuple("Point", ["x", "y"])
 
 
-def test_structures_come_back_and_foreign_classes_as_their_fields(holder, tmp_path):
+def test_structures_come_back_foreign_classes_as_their_fields(holder, tmp_path):
     with hl.record(holder, "inner", ports=("input", "output")) as run:
         holder(torch.ones(2))
     opened = hl.open(run.save(tmp_path / "run"))
@@ -164,7 +164,7 @@ def test_a_folder_with_a_manifest_of_its_own_is_left_alone(tmp_path):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_an_opened_recording_never_gives_the_values_of_one_that_replaced_it(tmp_path):
+def test_an_opened_recording_gives_no_value_of_its_replacement(tmp_path):
     folder = record_value(torch.zeros(2)).save(tmp_path / "run")
     old = hl.open(folder)
     record_value(torch.ones(2)).save(folder)
@@ -173,7 +173,7 @@ def test_an_opened_recording_never_gives_the_values_of_one_that_replaced_it(tmp_
     assert hl.open(folder)["0"].tolist() == [1.0, 1.0]
 
 
-def test_conjugated_and_negated_views_are_saved_as_what_they_equal(tmp_path):
+def test_conjugated_and_negated_views_are_saved_as_they_equal(tmp_path):
     z = torch.randn(3, dtype=torch.complex64)
     value = (z, z.conj(), z.to(torch.complex128).conj(), torch._neg_view(z.real.clone()))
     back = hl.open(record_value(value).save(tmp_path / "run"))["0"]
@@ -194,7 +194,7 @@ def test_the_current_folder_and_a_link_can_be_named(tmp_path):
         run.save("a\0b")
 
 
-def test_what_was_lost_or_made_into_fields_survives_a_second_saving(holder, tmp_path):
+def test_what_was_lost_or_made_fields_survives_a_second_saving(holder, tmp_path):
     with hl.record(holder, "inner") as run:
         holder(torch.ones(2))
     once = hl.open(run.save(tmp_path / "one"))
@@ -339,7 +339,7 @@ CRASHES = """
     ("way", "before"), [("at once", "none"), ("at once", "older"), ("in two steps", "older")]
 )
 @pytest.mark.processes
-def test_a_crash_at_any_moment_leaves_no_recording_or_a_whole_one(tmp_path, way, before):
+def test_a_crash_at_any_moment_leaves_no_recording_or_all_of_it(tmp_path, way, before):
     """A process is killed at the n-th thing that it does on the disk, for every n."""
     script = textwrap.dedent(SAVE) + textwrap.dedent(CRASHES)
     done = subprocess.run(
@@ -405,7 +405,7 @@ def test_what_is_no_recording_is_refused(tmp_path):
         hl.open(folder)
 
 
-def test_a_hostile_manifest_reads_nothing_outside_its_folder_and_runs_nothing(tmp_path):
+def test_a_hostile_manifest_reads_and_runs_nothing_outside(tmp_path):
     folder = record_value(torch.ones(1)).save(tmp_path / "run")
     other = record_value(torch.zeros(1)).save(tmp_path / "other")
     (file,) = other.glob("*.safetensors")

@@ -76,7 +76,7 @@ def test_leaves_come_from_a_folder_too(lstm, tmp_path):
     assert all(torch.equal(opened.tensor(key), value) for key, value in lstm.leaves("0").items())
 
 
-def test_the_recordings_of_all_ranks_are_read_by_the_only_rank_that_has_a_site(net, image):
+def test_all_ranks_are_read_by_the_only_one_that_has_a_site(net, image):
     ranks = []
     for part in ("stem", "fc"):  # a pipeline of two
         with hl.record(net, part) as run:

@@ -99,7 +99,7 @@ def check_damaged(folder, expected):
         max_size=3,
     ),
 )
-def test_flipped_bytes_anywhere_give_the_right_values_or_an_error(whole, which, changes):
+def test_flipped_bytes_anywhere_give_right_values_or_an_error(whole, which, changes):
     folder = list(whole)[which]
     paths = files_of(folder)
     before = {path: (folder / path).read_bytes() for path in paths}
@@ -148,7 +148,7 @@ def test_a_file_that_is_another_is_an_error_or_right(whole, tmp_path, change):
             shutil.rmtree(copy)
 
 
-def test_a_damaged_value_names_its_file_and_site_and_says_what_to_do(tmp_path):
+def test_a_damaged_value_names_its_file_and_site_and_what_to_do(tmp_path):
     model = nn.Sequential(nn.Identity(), nn.Identity())
     with hl.record(model, copy=True) as run:
         model(torch.full((8,), 7.0))
@@ -255,7 +255,7 @@ def test_a_site_that_is_listed_twice_is_refused_at_once(tmp_path, monkeypatch):
         hl.open(folder)
 
 
-def test_modules_named_as_a_manifest_names_its_parts_are_no_sites_to_it(tmp_path):
+def test_modules_named_as_parts_of_a_manifest_are_not_its_sites(tmp_path):
     model = nn.ModuleDict({name: nn.Identity() for name in ("path", "port", "leaf", "call")})
     model.forward = model["leaf"].forward
     with pytest.warns(hl.HooklineWarning, match="never fired"), hl.record(model, "*") as run:

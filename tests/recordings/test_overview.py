@@ -11,7 +11,7 @@ from torch import nn
 import hookline as hl
 
 
-def test_a_recording_prints_shapes_dtypes_and_how_often_each_site_ran(looped):
+def test_a_recording_prints_shapes_dtypes_and_counts_of_sites(looped):
     with hl.record(looped, ["block", "head"]) as run:
         looped(torch.ones(1, 2))
         looped(torch.ones(4, 2))
@@ -100,7 +100,7 @@ def test_a_recording_without_passes_is_one_line(net):
     line.remove()
 
 
-def test_an_opened_recording_prints_the_same_and_without_its_folder_what_it_knows(net, tmp_path):
+def test_an_opened_recording_prints_the_same_without_a_folder(net, tmp_path):
     with hl.record(net, ["stem", "fc"], ports=("output", "input")) as run:
         net(torch.ones(2, 3, 8, 8))
     opened = hl.open(run.save(tmp_path / "run"))
@@ -110,7 +110,7 @@ def test_an_opened_recording_prints_the_same_and_without_its_folder_what_it_know
     assert "cannot be read" in str(opened)
 
 
-def test_names_that_would_turn_the_text_round_are_shown_as_they_are():
+def test_names_that_would_turn_the_text_round_are_escaped():
     model = nn.Sequential()
     model.add_module("a\u202eb", nn.Identity())
     with hl.record(model, "*") as run:

@@ -41,7 +41,7 @@ def test_a_look_up_that_does_not_say_which_backward_raises(twice, where):
     assert twice["head"].shape == (1, 1)  # a value has one answer
 
 
-def test_a_backward_holds_its_own_gradients_in_the_order_in_which_they_came(twice):
+def test_a_backward_holds_its_gradients_in_the_order_they_came(twice):
     expected = ["head:grad_output", *(f"block:grad_output#{k}" for k in (2, 1, 0))]
     for run in twice.passes[0].backwards:
         assert run.order == expected
@@ -51,7 +51,7 @@ def test_a_backward_holds_its_own_gradients_in_the_order_in_which_they_came(twic
         assert torch.equal(run["head"], twice["head"])  # the value that they belong to
 
 
-def test_gradients_have_the_number_of_the_call_that_their_value_flowed_in(looped):
+def test_gradients_have_the_call_number_of_their_value(looped):
     with hl.record(looped, ["block", "block:grad_output"]) as run:
         looped(torch.ones(1, 2)).sum().backward()
     assert run.passes[0].order == [
@@ -66,7 +66,7 @@ def test_gradients_have_the_number_of_the_call_that_their_value_flowed_in(looped
         run["block:grad_output#3"]
 
 
-def test_they_come_back_from_a_folder_and_from_pickle_as_they_were(twice, tmp_path):
+def test_gradients_come_back_from_a_folder_and_from_pickle(twice, tmp_path):
     twice.save(tmp_path / "run")
     for other in (
         hl.open(tmp_path / "run"), copy.deepcopy(twice), pickle.loads(pickle.dumps(twice)),
@@ -90,7 +90,7 @@ def test_structured_gradients_come_back_from_a_folder(tmp_path):
     assert rest == (None, None)
 
 
-def test_a_structured_gradient_that_was_changed_in_place_is_never_returned():
+def test_a_structured_gradient_changed_in_place_is_not_returned():
     lstm = torch.nn.LSTM(3, 4)
     with hl.record(lstm, "", ports="grad_output") as run:
         out, (h, _) = lstm(torch.randn(5, 2, 3))

@@ -71,14 +71,14 @@ def test_several_passes_are_kept_apart(net, image):
     assert next(iter(run.passes[0])) == "fc"
 
 
-def test_a_site_that_fired_in_one_of_several_passes_is_not_ambiguous(net, image):
+def test_a_site_that_fired_in_one_of_the_passes_is_unambiguous(net, image):
     with hl.record(net, ["layer1", "fc"]) as run:
         net(image)
         net.layer1(net.stem(image))
     assert run["fc"].shape == (2, 5)
 
 
-def test_sites_that_were_never_selected_are_refused_with_close_ones(net, image):
+def test_sites_never_selected_are_refused_with_close_ones(net, image):
     with hl.record(net, "layer1.**") as run:
         net(image)
     with pytest.raises(hl.NotRecordedError) as caught:
@@ -123,7 +123,7 @@ def test_a_recording_can_be_read_while_its_line_is_still_on(net, image):
         assert run["fc"].shape == (2, 5)
 
 
-def test_paths_with_signs_of_the_grammar_are_looked_up_as_they_stand():
+def test_paths_with_signs_of_the_grammar_are_looked_up():
     model = nn.ModuleDict({"a:b": nn.Linear(1, 1)})
     model.forward = model["a:b"].forward
     with hl.record(model, "a:b") as run:
@@ -150,7 +150,7 @@ def test_every_key_that_iteration_gives_can_be_looked_up():
 
 
 @pytest.mark.parametrize("port", ["input", "output"])
-def test_the_root_is_looked_up_in_every_way_and_its_key_can_be_seen(net, image, port):
+def test_the_root_is_looked_up_in_every_way_and_its_key_is_shown(net, image, port):
     with hl.record(net, "", ports=port) as run:
         out = net(image)
     is_output = port == "output"
@@ -175,7 +175,7 @@ class NamedRoot(nn.Module):
         return self.get_submodule("(root)")(x) + 1
 
 
-def test_a_module_that_is_called_root_in_parentheses_is_told_from_the_root(tmp_path):
+def test_a_module_called_root_in_parentheses_is_not_the_root(tmp_path):
     model = NamedRoot()
     with hl.record(model, ports=("input", "output")) as run:
         out = model(torch.ones(1, 1))
@@ -257,7 +257,7 @@ def test_an_ambiguous_gradient_names_a_key_that_works(looped):
         run["block:grad_output"]
 
 
-def test_a_key_of_a_pass_or_backward_that_was_not_says_which_were(looped):
+def test_a_key_of_a_missing_pass_or_backward_says_which_were(looped):
     x = torch.ones(1, 2)
     with hl.record(looped, ["head", "head:grad_output"]) as run:
         looped(x).sum().backward()
@@ -275,7 +275,7 @@ def test_a_key_of_a_pass_or_backward_that_was_not_says_which_were(looped):
     assert torch.equal(run["head:grad_output#backward0"], run["head:grad_output"])
 
 
-def test_modules_whose_names_end_like_a_run_are_looked_up_as_they_stand():
+def test_modules_whose_names_end_like_a_run_are_looked_up():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()

@@ -88,9 +88,7 @@ def test_a_replacement_that_fails_leaves_the_older_recording(tmp_path, monkeypat
     assert (folder / "report.html").read_text() == "its page"
 
 
-def test_a_folder_that_comes_to_hold_something_else_meanwhile_is_not_replaced(
-    tmp_path, monkeypatch
-):
+def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     folder = recorded(1).save(tmp_path / "run")
     write = hl.recordings.folder.write_contents
 
@@ -105,7 +103,7 @@ def test_a_folder_that_comes_to_hold_something_else_meanwhile_is_not_replaced(
     assert names_in(tmp_path) == ["run"]
 
 
-def test_two_names_are_exchanged_in_one_step_where_the_system_can(tmp_path):
+def test_two_names_are_exchanged_in_one_step_where_possible(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -115,7 +113,7 @@ def test_two_names_are_exchanged_in_one_step_where_the_system_can(tmp_path):
 
 
 @pytest.mark.parametrize("replaced", ["at once", "in two steps"], indirect=True)
-def test_of_two_writers_one_wins_and_a_reader_sees_one_or_the_other(tmp_path, replaced):
+def test_of_two_writers_one_wins_and_a_reader_sees_either(tmp_path, replaced):
     folder = recorded(0).save(tmp_path / "run")
     errors, seen, writing = [], set(), [1, 2]
 
@@ -212,7 +210,7 @@ WRITERS = """
 
 @BOTH_WAYS
 @pytest.mark.processes
-def test_processes_that_write_read_and_are_killed_leave_one_whole_recording(tmp_path, way):
+def test_processes_that_write_and_are_killed_leave_one_recording(tmp_path, way):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(WRITERS), tmp_path, way],
         capture_output=True, text=True, check=False,
@@ -236,7 +234,7 @@ def left_behind(folder, name, number=None):
     return hidden
 
 
-def test_the_next_save_removes_what_a_killed_writer_left_and_nothing_else(tmp_path):
+def test_the_next_save_removes_only_what_a_killed_writer_left(tmp_path):
     left_behind(tmp_path, ".run.0123abcd.part")
     left_behind(tmp_path, ".run.0123abce.part", 7)
     ranks = left_behind(tmp_path, ".run.0123abcf.part")
@@ -301,7 +299,7 @@ def test_an_interrupted_replacement_is_recovered_by_opening(tmp_path):
     assert names_in(tmp_path) == ["run"]
 
 
-def test_an_interrupted_replacement_is_put_back_before_a_save_that_fails(tmp_path, monkeypatch):
+def test_an_interrupted_replacement_is_undone_by_a_failing_save(tmp_path, monkeypatch):
     left_behind(tmp_path, ".run.0123abcd.old", 1)
 
     def full(*_):

@@ -65,7 +65,7 @@ def test_a_file_of_safetensors_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_a_tensor_that_was_written_to_is_noticed_and_its_neighbours_are_not(tmp_path, is_inference):
+def test_a_tensor_written_to_is_noticed_its_neighbours_are_not(tmp_path, is_inference):
     path = tmp_path / "x.safetensors"
     file = TensorFile(path, write_tensors(path, [torch.zeros(2), torch.zeros(2)]))
     with torch.inference_mode(is_inference):
@@ -114,7 +114,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize("head", HEADS, ids=range(len(HEADS)))
-def test_a_head_that_lies_is_refused_even_with_its_right_checksum(tmp_path, head):
+def test_a_head_that_lies_is_refused_even_with_a_right_checksum(tmp_path, head):
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     data = len(text).to_bytes(8, "little") + text + bytes(8)

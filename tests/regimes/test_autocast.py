@@ -23,7 +23,7 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * 100
 
 @pytest.mark.cell("autocast", "record", note="values in the dtype in which they flow")
 @pytest.mark.parametrize("dtype", NARROW)
-def test_what_is_recorded_is_what_flows_and_the_model_keeps_its_numbers(dtype):
+def test_what_is_recorded_is_what_flows_and_numbers_are_kept(dtype):
     model = make()
     with torch.autocast("cpu", dtype=dtype):
         expected = model(X)
@@ -107,7 +107,7 @@ def test_what_is_cut_from_a_value_stays_in_its_dtype():
     assert {part.dtype for part in run["0"]} == {torch.bfloat16}
 
 
-def test_nothing_is_switched_where_autocast_is_off_and_numbers_are_wide():
+def test_nothing_is_switched_without_autocast_numbers_are_wide():
     model, seen = make(), []
 
     def keep(value):
@@ -121,7 +121,7 @@ def test_nothing_is_switched_where_autocast_is_off_and_numbers_are_wide():
 
 
 @pytest.mark.cell("autocast", "gradients", "edit gradients")
-def test_gradients_are_those_of_a_hook_by_hand_and_their_statistics_exact():
+def test_gradients_are_a_hand_hooks_and_their_statistics_exact():
     model, by_hand = make(), []
 
     def loss():

@@ -161,7 +161,7 @@ def test_training_is_the_same_with_a_line_on(way):
 
 @every_way
 @pytest.mark.cell("checkpointing", "edit")
-def test_an_edit_is_made_in_both_runs_and_the_gradients_are_right(way):
+def test_an_edit_is_made_in_both_runs_with_right_gradients(way):
     plain, model = Net(), Net(way)
     for one in (plain, model):
         with (
@@ -187,7 +187,7 @@ def test_noise_is_the_same_in_both_runs(way):
 
 
 @every_way
-def test_what_an_edit_draws_from_torchs_generator_is_the_same_in_both_runs(way):
+def test_what_an_edit_draws_from_torch_is_the_same_in_both_runs(way):
     plain, model = Net(), Net(way)
     for one in (plain, model):
         with hl.edit(one, "**.up", lambda t: t + torch.randn_like(t)):
@@ -207,7 +207,7 @@ def test_an_edit_that_depends_on_how_often_it_ran_is_refused(way):
 
 
 @every_way
-def test_an_edit_that_ended_before_backward_is_refused_where_it_mattered(way):
+def test_an_edit_ended_before_backward_is_refused_if_it_mattered(way):
     model = Net(way)
     with hl.edit(model, "shared.up", lambda t: t * 2):
         loss = model(X).sum()

@@ -92,7 +92,7 @@ def test_compiled_stretches_are_recorded_and_edited_as_in_eager(backend):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_stretches_whose_parts_are_compiled_are_recorded_once_and_edited_twice(reentrant):
+def test_stretches_of_compiled_parts_record_once_and_edit_twice(reentrant):
     plain, model, found = Net(), Net(reentrant), []
     model.blocks[0].compile(fullgraph=True, backend="aot_eager")
     for one in (plain, model):
@@ -113,7 +113,7 @@ def test_stretches_whose_parts_are_compiled_are_recorded_once_and_edited_twice(r
     close(found[0][1], found[1][1])
 
 
-def test_a_raw_hook_that_keeps_a_value_there_is_refused_by_dynamo():
+def test_a_raw_hook_that_keeps_a_value_is_refused_by_dynamo():
     class Keep:
         value = None
 
@@ -155,7 +155,7 @@ def residuals(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_came_into_a_compiled_stretch_has_the_gradient_of_all_its_uses(reentrant):
+def test_what_enters_a_compiled_stretch_has_its_whole_gradient(reentrant):
     found = []
     for model in (residuals(None), residuals(reentrant)):
         with hl.record(model, ["block.*", "inner.*"], ports=("grad_input", "grad_output")) as run:
@@ -170,7 +170,7 @@ def test_what_came_into_a_compiled_stretch_has_the_gradient_of_all_its_uses(reen
 
 @pytest.mark.parametrize("path", ["block", "inner"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_an_edit_of_what_came_into_a_compiled_stretch_is_of_all_or_refused(reentrant, path):
+def test_an_edit_of_what_enters_a_compiled_stretch_is_of_all(reentrant, path):
     plain, model = residuals(None), residuals(reentrant)
     site = f"{path}.0:grad_input"
     if reentrant:

@@ -129,7 +129,7 @@ def test_gradients_changed_are_those_without_checkpoints(parts, n, port, change)
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("is_reentrant", [True, False])
-def test_the_first_module_of_the_innermost_stretch_has_its_grad_input(depth, is_reentrant):
+def test_the_innermost_stretchs_first_module_has_its_grad_input(depth, is_reentrant):
     parts = [2]
     for n in range(depth):
         parts = [n % 2, (is_reentrant, False, parts)]

@@ -61,7 +61,7 @@ def test_hooks_fire_once_where_raw_ones_fire_twice(reentrant):
 
 @pytest.mark.trap(16)
 @both
-def test_an_edit_that_is_gone_in_backward_is_refused_where_a_raw_hook_gives_wrong_gradients(
+def test_an_edit_gone_in_backward_is_refused_unlike_a_raw_hook(
     reentrant,
 ):
     plain, raw, model = Net(), Net(reentrant), Net(reentrant)
@@ -78,7 +78,7 @@ def test_an_edit_that_is_gone_in_backward_is_refused_where_a_raw_hook_gives_wron
 
 
 @both
-def test_lines_made_between_forward_and_backward_see_and_change_nothing(reentrant):
+def test_lines_between_forward_and_backward_see_nothing(reentrant):
     plain, model = Net(), Net(reentrant)
     plain(X).sum().backward()
     loss = model(X).sum()
@@ -111,7 +111,7 @@ def test_a_recording_line_may_end_between_forward_and_backward(reentrant):
 
 
 @both
-def test_a_gradient_that_was_to_be_changed_and_was_not_is_warned_of(reentrant):
+def test_a_gradient_edit_that_was_not_made_is_warned_of(reentrant):
     model = Net(reentrant)
     line = hl.edit(model, "block.0:grad_output", lambda g: g * 0)
     loss = model(X).sum()
@@ -230,7 +230,7 @@ def test_a_backward_in_another_thread_is_made_with_the_edit(reentrant):
 
 
 @both
-def test_nothing_is_left_of_a_line_or_of_a_second_run_that_stopped(reentrant):
+def test_nothing_is_left_of_a_line_or_a_stopped_second_run(reentrant):
     before = checkpointing._checkpoint_hook, dict(vars(checkpointing.CheckpointFunction))
     model = Net(reentrant)
     with hl.record(model, "block.*") as run, hl.record(model, "stem"):
@@ -280,7 +280,7 @@ def test_why_no_gradient_came_is_said(reentrant):
 
 @both
 @pytest.mark.parametrize("detach", [True, False])
-def test_what_was_recorded_is_freed_with_the_recording_and_the_graph(reentrant, detach):
+def test_what_was_recorded_is_freed_with_recording_and_graph(reentrant, detach):
     model = Net(reentrant)
     gc.collect()
     gc.disable()

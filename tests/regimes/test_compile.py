@@ -193,7 +193,7 @@ def test_a_compiled_part_that_is_called_by_hand_is_seen():
     assert is_bare(model)
 
 
-def test_a_line_on_a_part_of_what_is_compiled_has_a_pass_for_each_run_of_the_whole():
+def test_a_line_on_a_compiled_part_has_a_pass_for_each_run():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -221,7 +221,7 @@ def test_what_is_compiled_inside_the_block_is_seen():
     assert [len(one) for one in seen.passes] == [4, 4, 4]
 
 
-def test_a_compiled_function_inside_the_model_costs_one_graph_for_all_lines():
+def test_a_compiled_function_inside_is_one_graph_for_all_lines():
     model, graphs = Inside(), []
     for _ in range(12):
         with hl.record(model, "inner.*", ports=("output", "grad_output")) as seen:
@@ -234,7 +234,7 @@ def test_a_compiled_function_inside_the_model_costs_one_graph_for_all_lines():
 
 
 @pytest.mark.parametrize("kind", ["limit", "untraceable"])
-def test_what_fails_in_a_compiled_function_inside_the_model_is_explained_once(kind):
+def test_what_fails_in_a_compiled_function_is_explained_once(kind):
     model = Inside()
 
     def sweep():
@@ -251,7 +251,7 @@ def test_what_fails_in_a_compiled_function_inside_the_model_is_explained_once(ki
     assert is_bare(model)
 
 
-def test_another_thread_that_runs_the_compiled_model_meanwhile_is_not_mixed_in():
+def test_a_thread_that_runs_the_compiled_model_is_not_mixed_in():
     model = make()
     run = torch.compile(model, **OPTIONS)
     expected, n_runs = model(X), 0
@@ -274,7 +274,7 @@ def test_another_thread_that_runs_the_compiled_model_meanwhile_is_not_mixed_in()
     assert all(torch.equal(one["3"], expected) for one in seen.passes)
 
 
-def test_threads_of_a_line_of_every_thread_have_passes_of_their_own():
+def test_threads_of_a_line_of_every_thread_have_their_own_passes():
     model = make()
     run = torch.compile(model, **OPTIONS)
     run(X)
@@ -311,7 +311,7 @@ def test_a_line_that_another_thread_ends_leaves_dynamos_settings():
     assert torch.equal(line.recording["1"], model[1](model[0](X)))
 
 
-def test_compiled_parts_inside_a_compiled_model_are_part_of_its_graph():
+def test_compiled_parts_inside_a_compiled_model_join_its_graph():
     model = make()
     model[1] = torch.compile(model[1], **OPTIONS)
     model[2].compile(**OPTIONS)
@@ -355,7 +355,7 @@ def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("verb", ["record", "edit", "attach"])
-def test_a_line_that_is_made_inside_a_compiled_function_is_refused(fullgraph, verb):
+def test_a_line_made_inside_a_compiled_function_is_refused(fullgraph, verb):
     model = make()
     make_line = {
         "record": lambda: hl.record(model, "1"),
@@ -374,7 +374,7 @@ def test_a_line_that_is_made_inside_a_compiled_function_is_refused(fullgraph, ve
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_graph_limit_that_is_reached_is_explained_and_never_wrong(fullgraph):
+def test_a_graph_limit_reached_is_explained_and_never_wrong(fullgraph):
     model = make()
     run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     run(X)
@@ -395,7 +395,7 @@ def test_a_graph_limit_that_is_reached_is_explained_and_never_wrong(fullgraph):
 
 
 @pytest.mark.parametrize("verb", ["edit", "record", "forward", "forward_pre"])
-def test_functions_that_differ_in_their_defaults_alone_are_told_apart(verb):
+def test_functions_that_differ_in_defaults_alone_are_told_apart(verb):
     """Torch 2.11 guards on a function's code, not on its defaults."""
     model = make()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -469,7 +469,7 @@ def test_gradients_of_parameters_are_clipped_and_seen():
 
 @pytest.mark.cell("torch.compile", "record", "edit", "statistics", "gradients", "edit gradients")
 @pytest.mark.trap(1)
-def test_a_raw_hook_after_the_first_compiled_call_is_silent_and_a_line_is_not():
+def test_a_raw_hook_after_compiling_is_silent_a_line_is_not():
     model, fired = make(), []
     run = torch.compile(model, **OPTIONS)
     expected = run(X)
@@ -491,7 +491,7 @@ def test_a_raw_hook_after_the_first_compiled_call_is_silent_and_a_line_is_not():
 
 
 @pytest.mark.trap(7)
-def test_a_hook_that_leaves_compiled_code_alone_records_nothing_and_a_line_does():
+def test_a_hook_that_leaves_the_code_is_silent_a_line_is_not():
     model, kept = make(), []
 
     def hook(module, args, output):
@@ -510,7 +510,7 @@ def test_a_hook_that_leaves_compiled_code_alone_records_nothing_and_a_line_does(
 
 
 @pytest.mark.trap(9)
-def test_a_record_taken_from_compiled_code_has_no_gradient_and_the_port_has():
+def test_a_record_of_compiled_code_has_no_gradient_the_port_has():
     model, kept = make(), {}
     handle = model[1].register_forward_hook(lambda m, a, output: kept.update(one=output))
     loss = torch.compile(model, **OPTIONS)(X).sum()

@@ -115,7 +115,7 @@ CLIPS = {
 @pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input", ":grad_output"])
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_what_flows_is_clipped_as_in_eager_and_a_sweep_of_bounds_is_one_graph(name, site, backend):
+def test_clipping_is_as_in_eager_a_sweep_of_bounds_one_graph(name, site, backend):
     model, graphs = make(), CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
     for k in (*range(1, 10), 1e6):
@@ -144,7 +144,7 @@ def test_a_compiled_clip_that_ended_before_backward_is_an_error():
         loss.backward()
 
 
-def test_what_of_gradients_no_graph_can_hold_is_named_with_the_choices():
+def test_what_of_gradients_no_graph_can_hold_is_named():
     model = make()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with hl.edit(model, "0:grad_output", lambda grad: grad if grad.sum() > 0 else -grad) as line:

@@ -128,7 +128,7 @@ def test_one_call_is_edited(kind, port, call):
     assert not torch.equal(model.block.linear.weight.grad, found[0]["weight"])
 
 
-def test_the_settings_of_dynamo_are_put_back_whichever_of_two_lines_ends_its_pass_first():
+def test_dynamos_settings_are_put_back_whichever_line_ends_first():
     class Inside(nn.Module):
         def __init__(self):
             super().__init__()
@@ -150,7 +150,7 @@ def test_the_settings_of_dynamo_are_put_back_whichever_of_two_lines_ends_its_pas
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradients_of_a_compiled_part_of_a_checkpointed_stretch_are_recorded(reentrant):
+def test_gradients_of_compiled_parts_in_a_stretch_are_recorded(reentrant):
     class Saving(nn.Module):
         def __init__(self):
             super().__init__()
@@ -179,7 +179,7 @@ def test_gradients_of_a_compiled_part_of_a_checkpointed_stretch_are_recorded(ree
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_gradient_whose_edit_has_ended_is_refused_and_not_changed_silently(is_held):
+def test_a_gradient_whose_edit_has_ended_is_refused_aloud(is_held):
     model, x = nn.Sequential(Step(), Step()), X.clone().requires_grad_()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     line = hl.edit(model, "0:grad_output", lambda g: g * 100)
@@ -195,7 +195,7 @@ def test_a_gradient_whose_edit_has_ended_is_refused_and_not_changed_silently(is_
     assert torch.isfinite(x.grad).all()
 
 
-def test_what_ran_before_a_line_was_ended_in_the_midst_of_compiled_code_is_kept():
+def test_what_ran_before_a_line_ended_in_compiled_code_is_kept():
     class Ending(nn.Module):
         line = None
 
@@ -223,7 +223,7 @@ def test_what_ran_before_a_line_was_ended_in_the_midst_of_compiled_code_is_kept(
     assert not len(hl.inventory(model))
 
 
-def test_copies_of_a_compiled_model_with_a_line_on_record_nothing_and_keep_no_mark():
+def test_copies_of_a_compiled_model_with_a_line_are_free_of_it():
     model = nn.Sequential(Step(), Step())
     run = compiled(model)
     with hl.record(model, "1") as seen:

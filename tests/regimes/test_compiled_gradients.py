@@ -192,7 +192,7 @@ def test_inductor_gives_and_takes_the_gradients_of_eager_code():
 
 @pytest.mark.parametrize("port", PORTS)
 @pytest.mark.parametrize("kind", ["linear", "linear relu linear"])
-def test_an_edit_of_what_flows_past_a_module_too_changes_all_of_it(kind, port):
+def test_an_edit_of_what_flows_past_a_module_changes_all_of_it(kind, port):
     net, x = made(Layer(kind, "+"))
     other, call = compiled(net, "whole")
     site = f"layers.0.linear:{port}"
@@ -201,7 +201,7 @@ def test_an_edit_of_what_flows_past_a_module_too_changes_all_of_it(kind, port):
     )
 
 
-def test_edits_of_what_compiled_code_was_given_come_before_what_is_recorded_there():
+def test_edits_of_arguments_come_before_what_is_recorded_there():
     net, x = made(Layer("linear", "+"))
     other, call = compiled(net, "layers")
     found = []
@@ -230,7 +230,7 @@ class Cell(nn.Module):
 
 
 @pytest.mark.parametrize("change", [None, shifted])
-def test_hooks_are_not_called_for_a_result_that_nothing_comes_back_to(change):
+def test_hooks_are_not_called_for_a_result_that_nothing_reaches(change):
     """Torch calls the hooks on all results of one operation, with None for some."""
     net, x = nn.Sequential(nn.Identity(), Chunk()), torch.ones(2, 4, requires_grad=True)
     if change is None:
@@ -243,7 +243,7 @@ def test_hooks_are_not_called_for_a_result_that_nothing_comes_back_to(change):
     assert x.grad[0].tolist() == pytest.approx([1.6, 1.6, 0.0, 0.0])
 
 
-def test_one_of_several_results_of_a_layer_compiled_by_itself_can_be_edited_alone():
+def test_one_of_a_compiled_layers_results_can_be_edited():
     two = Two()
     two.compile(backend="aot_eager")
     net, x = nn.Sequential(nn.Identity(), two), torch.ones(2, requires_grad=True)
@@ -257,7 +257,7 @@ def test_one_of_several_results_of_a_layer_compiled_by_itself_can_be_edited_alon
         sum(net(x)).sum().backward()
 
 
-def test_what_comes_back_through_another_result_of_a_layer_compiled_by_itself_is_not_known():
+def test_gradients_through_a_layers_other_result_are_unknown():
     torch.manual_seed(0)
     net, x = Cell(), torch.randn(2, 4, WIDTH)
     with hl.record(net, "cell:grad_output") as run:
@@ -293,7 +293,7 @@ class GivesOne(nn.Module):
         return first
 
 
-def test_a_lone_result_out_of_several_of_a_layer_compiled_by_itself_is_not_known():
+def test_a_lone_result_out_of_several_of_a_layer_is_not_known():
     model, x = GivesOne(), torch.randn(2, 3)
     with hl.record(model, ports="grad_output") as run:
         (model(x).sum() + model.second.sum()).backward()
@@ -307,7 +307,7 @@ def test_a_lone_result_out_of_several_of_a_layer_compiled_by_itself_is_not_known
 
 
 @pytest.mark.parametrize("shape", [(3, WIDTH), (2, 3, WIDTH)])
-def test_a_value_from_outside_that_compiled_code_writes_to_is_refused(shape):
+def test_an_outside_value_that_compiled_code_writes_is_refused(shape):
     """`linear` of three dimensions returns a view."""
     net, _ = made(Layer("relu linear"))
     x = torch.randn(*shape, dtype=torch.float64)
@@ -334,7 +334,7 @@ class Views(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:hl.record. 1 of 2 sites never fired")
-def test_a_view_that_compiled_code_returns_beside_its_base_is_refused():
+def test_a_view_compiled_code_returns_with_its_base_is_refused():
     net, x = Views(), torch.ones(2, WIDTH)
     call = torch.compile(net, backend="aot_eager", fullgraph=True)
     reason = r"flat:grad_output has no gradient: it is a view .* returns together with others"
@@ -352,7 +352,7 @@ def test_a_view_that_compiled_code_returns_beside_its_base_is_refused():
 
 
 @pytest.mark.parametrize("ports", PORTS)
-def test_another_batch_that_requires_gradients_needs_no_other_graph(ports):
+def test_a_batch_that_requires_gradients_needs_no_new_graph(ports):
     net = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH))
     call = torch.compile(net, backend="aot_eager", fullgraph=True)
     with hl.record(net, ports=ports):
@@ -361,7 +361,7 @@ def test_another_batch_that_requires_gradients_needs_no_other_graph(ports):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_without_gradients_no_hook_is_put_on_what_compiled_code_was_given():
+def test_without_gradients_compiled_arguments_get_no_hook():
     net, x = made(Layer("linear"))
     other, call = compiled(net, "layers")
     with torch.no_grad(), warnings.catch_warnings():
@@ -387,7 +387,7 @@ layers = st.builds(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(st.lists(layers, min_size=1, max_size=3), st.booleans(), st.sampled_from(FORMS), st.data())
-def test_gradients_of_random_nets_are_those_of_eager_code_or_refused(parts, again, form, data):
+def test_gradients_of_random_nets_are_as_in_eager_or_refused(parts, again, form, data):
     net, x = made(*parts, again=again)
     for layer in net.layers:
         layer.breaks = form == "pieces" and data.draw(st.booleans())
@@ -413,7 +413,7 @@ def test_gradients_of_random_nets_are_those_of_eager_code_or_refused(parts, agai
         close(other_edited, expected)
 
 
-def test_two_edits_of_one_gradient_in_pieces_of_compiled_code_are_both_made():
+def test_two_edits_of_one_gradient_in_pieces_are_both_made():
     parts = Layer("flat", "+", "same"), Layer("linear relu", "", "plain")
     sites = ["layers.1.relu:grad_input", "layers.1.linear:grad_output"]
     net, x = made(*parts, again=True)
@@ -443,7 +443,7 @@ class WrittenLast(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
-def test_a_view_that_is_written_to_last_has_no_more_than_its_own_gradient(backend):
+def test_a_view_written_to_last_has_its_own_gradient_only(backend):
     """The node of the write is found when the forward has been traced: in backward it has run."""
     net, x = WrittenLast(), torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
     call = torch.compile(net, backend=backend)
@@ -486,7 +486,7 @@ def around(form):
 
 @pytest.mark.parametrize("selector", [None, "part.f"])
 @pytest.mark.parametrize("form", ["eager", "part"])
-def test_what_a_part_is_called_with_by_hand_has_the_gradient_of_all_its_uses(form, selector):
+def test_what_a_part_is_called_with_has_the_gradient_of_all_uses(form, selector):
     net, _ = around(form)
     h = torch.randn(2, WIDTH, dtype=torch.float64).requires_grad_() * 2
     y = net.part.f(h) + h
@@ -501,7 +501,7 @@ def test_what_a_part_is_called_with_by_hand_has_the_gradient_of_all_its_uses(for
 
 
 @pytest.mark.parametrize("sites", [":grad_input", "f:grad_input", "f"])
-def test_what_comes_back_through_a_model_is_apart_where_more_than_it_is_compiled(sites):
+def test_gradients_through_a_model_are_apart_in_larger_code(sites):
     x, found = torch.randn(2, WIDTH, dtype=torch.float64), []
     for form in ("eager", "part", "whole"):
         net, call = around(form)

@@ -34,7 +34,7 @@ sharded, split, tokens = (PARALLEL[name] for name in ("sharded", "split", "token
 
 @pytest.mark.cell("DDP", "record", "gradients")
 @on_ranks
-def test_under_ddp_each_rank_records_what_its_part_of_the_batch_gives(rank, folder):
+def test_under_ddp_each_rank_records_its_part_of_the_batch(rank, folder):
     plain, mine = conv_net(), half(images(), rank)
     expected = recorded(plain, mine)
     model = DistributedDataParallel(conv_net())
@@ -51,9 +51,7 @@ def test_under_ddp_each_rank_records_what_its_part_of_the_batch_gives(rank, fold
 @pytest.mark.cell("DDP", "gradients", note="parameters: before the reduction")
 @pytest.mark.trap(30)
 @on_ranks
-def test_a_parameters_gradient_under_ddp_is_local_and_reduced_it_is_what_the_optimizer_gets(
-    rank, folder
-):
+def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
     model = DistributedDataParallel(conv_net())
     raw = []
     handle = model.module.fc.weight.register_hook(lambda grad: raw.append(grad.clone()))
@@ -85,7 +83,7 @@ def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
 
 
 @on_ranks
-def test_full_joins_the_parts_of_a_batch_in_the_order_of_the_ranks(rank, folder):
+def test_full_joins_the_parts_of_a_batch_by_rank(rank, folder):
     model = DistributedDataParallel(conv_net())
     run = recorded(model, half(images(), rank))
     whole = recorded(conv_net(), images())
@@ -102,7 +100,7 @@ def test_full_joins_the_parts_of_a_batch_in_the_order_of_the_ranks(rank, folder)
 
 @pytest.mark.cell("DDP", "edit", "edit gradients", "raw hooks", "watch", "features")
 @on_ranks
-def test_lines_change_and_see_under_ddp_what_they_do_in_one_process(rank, folder):
+def test_lines_under_ddp_change_and_see_as_in_one_process(rank, folder):
     model, mine = DistributedDataParallel(conv_net()), half(images(), rank)
     with hl.edit(model, "block", hl.edits.scale(0)), hl.record(model, "fc:input") as run:
         model(mine)
@@ -167,7 +165,7 @@ def test_under_ddp_what_is_clipped_is_the_reduced_gradient(rank, folder):
 @pytest.mark.cell("FSDP2", "record", "gradients")
 @pytest.mark.trap(30)
 @on_ranks
-def test_the_gradients_of_sharded_parameters_are_seen_reduced_and_in_parts(rank, folder):
+def test_gradients_of_sharded_parameters_are_reduced_in_parts(rank, folder):
     model, mine = sharded(llama()), half(tokens(), rank)
     raw = []
     for parameter in model.parameters():
@@ -191,7 +189,7 @@ def test_the_gradients_of_sharded_parameters_are_seen_reduced_and_in_parts(rank,
 
 
 @on_ranks
-def test_parameters_are_the_sharded_ones_even_while_the_model_holds_them_unsharded(rank, folder):
+def test_parameters_are_the_sharded_ones_even_while_unsharded(rank, folder):
     model, mine = sharded(conv_net()), half(images(), rank)
     with torch.no_grad():
         model(mine)
@@ -202,7 +200,7 @@ def test_parameters_are_the_sharded_ones_even_while_the_model_holds_them_unshard
 
 @pytest.mark.cell("FSDP2", "edit", "edit gradients", "raw hooks", "watch", "features")
 @on_ranks
-def test_lines_change_and_see_under_fsdp2_what_they_do_in_one_process(rank, folder):
+def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
     model, plain, mine = sharded(conv_net()), conv_net(), half(images(), rank)
     order = []
     with (
@@ -295,7 +293,7 @@ def test_gradients_that_fsdp2_adds_up_are_told_and_not_edited(rank, folder):
 
 
 @on_ranks
-def test_what_was_selected_before_wrapping_keeps_working_or_tells(rank, folder):
+def test_what_was_selected_before_wrapping_works_or_tells(rank, folder):
     model = conv_net()
     modules, parameters = hl.select(model, "block"), hl.select(model, "fc.weight:grad")
     early = hl.record(model, "fc.weight:grad")

@@ -74,7 +74,7 @@ def test_ranks_that_ask_for_different_things_are_told_which(rank, folder):
 
 
 @on_ranks
-def test_a_rank_that_does_not_come_is_named_after_the_time_that_was_given(rank, folder):
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank, folder):
     run = recorded()
     if rank == 0:
         text = said(lambda: run.full("0", dim=0, timeout=1))
@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_that_was_given(rank, 
 
 
 @on_ranks
-def test_what_cannot_be_joined_or_reduced_is_refused_on_every_rank_with_the_remedy(rank, folder):
+def test_what_cannot_be_joined_is_refused_on_every_rank(rank, folder):
     run = recorded()
     text = said(lambda: run.full("0"), hl.AmbiguousError)
     assert "dim=0 where each has a part of the batch" in text
@@ -127,7 +127,7 @@ def test_what_cannot_be_joined_or_reduced_is_refused_on_every_rank_with_the_reme
 
 
 @on_ranks
-def test_clipping_sharded_parameters_on_one_rank_only_is_an_error_and_no_hang(rank, folder):
+def test_clipping_shards_on_one_rank_only_is_an_error_no_hang(rank, folder):
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     text = said(lambda: hl.clip(model, "0" if rank else "2", norm=1.0))
@@ -158,7 +158,7 @@ def die_in_the_midst(rank):
 
 
 @pytest.mark.processes
-def test_a_rank_that_dies_in_a_pass_is_an_error_elsewhere_and_leaves_nothing_on_the_model():
+def test_a_rank_that_dies_in_a_pass_is_an_error_elsewhere():
     with PROCESSES["Processes"](2, 60.0) as processes:
         (kind, found), (other, _) = processes.ask(__file__, "die_in_the_midst")
     assert (kind, other) == ("ok", "died"), found

@@ -117,7 +117,7 @@ def test_where_one_rank_cannot_write_nothing_is_left_on_any(rank, folder):
 
 @pytest.mark.cell("pipeline", "record", "gradients", "edit", note="a pass is one microbatch")
 @on_ranks
-def test_in_a_pipeline_each_microbatch_is_a_pass_of_the_ranks_own_stage(rank, folder):
+def test_in_a_pipeline_each_microbatch_is_a_pass_of_its_stage(rank, folder):
     stage_model = blocks()
     for name in list(stage_model.blocks):
         if int(name) // 2 != rank:

@@ -46,7 +46,7 @@ sharded, split, tokens = (PARALLEL[name] for name in ("sharded", "split", "token
 
 @pytest.mark.cell("tensor parallel", "record", "gradients", "statistics")
 @on_ranks
-def test_what_is_gathered_under_tensor_parallelism_is_the_single_processs(rank, folder):
+def test_tensor_parallel_values_gathered_are_a_single_processs(rank, folder):
     model, batch = split(llama()), tokens()
     run = recorded(model, batch)
     expected = recorded(llama(), batch)
@@ -79,7 +79,7 @@ def test_what_is_gathered_under_tensor_parallelism_is_the_single_processs(rank, 
     "tensor parallel", "edit", "edit gradients", "raw hooks", "watch", "features", "clip"
 )
 @on_ranks
-def test_lines_change_under_tensor_parallelism_what_they_do_in_one_process(rank, folder):
+def test_tensor_parallel_lines_change_as_in_one_process(rank, folder):
     model, plain, batch = split(llama()), llama(), tokens()
     found = []
     for one in (model, plain):
@@ -138,7 +138,7 @@ SITES = ("0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input", "2:gr
 
 @pytest.mark.cell("tensor parallel", "clip")
 @on_ranks
-def test_the_norm_of_a_gradient_that_ranks_split_is_that_of_the_whole(rank, folder):
+def test_the_norm_of_a_split_gradient_is_that_of_the_whole(rank, folder):
     bounds = ({"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"norm": 0.05, "norm_type": inf},
               {"norm": inf}, {"value": 0.01})  # fmt: skip
     models = [stack(is_split=is_split) for is_split in (True, False)]
@@ -164,7 +164,7 @@ def test_the_norm_of_a_gradient_that_ranks_split_is_that_of_the_whole(rank, fold
 
 
 @on_ranks
-def test_clips_of_split_gradients_that_cannot_be_right_are_refused(rank, folder):
+def test_clips_of_split_gradients_that_are_wrong_are_refused(rank, folder):
     with pytest.raises(hl.RanksError, match="the ranks clip"):
         hl.clip(stack(is_split=True), f"{rank}:grad_output", norm=0.1)
     model = stack(is_split=True)
@@ -204,7 +204,7 @@ def trained(wrap, make, batch, *, is_watched):
 
 
 @on_ranks
-def test_twenty_steps_with_a_line_on_give_the_same_losses_to_the_last_bit(rank, folder):
+def test_twenty_steps_under_a_line_give_the_same_losses_exactly(rank, folder):
     setups = (
         (DistributedDataParallel, conv_net, half(images(), rank)),
         (DistributedDataParallel, llama, half(tokens(), rank)),
@@ -264,7 +264,7 @@ DEEP = {
 
 
 @on_ranks
-def test_every_block_of_a_deep_model_has_the_single_processs_values_and_gradients(rank, folder):
+def test_every_block_of_a_deep_model_has_one_processs_values(rank, folder):
     for name, (wrap, make, batch, blocks) in DEEP.items():
         mine = batch() if "TP" in name else half(batch(), rank)
         ports = ("output", "grad_output")

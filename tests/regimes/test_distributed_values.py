@@ -50,7 +50,7 @@ KEEPS = [{}, {"keep": lambda t: t}, {"keep": lambda t: t[:, :1]}, {"copy": True}
 
 @pytest.mark.cell("tensor parallel", "record")
 @on_ranks
-def test_a_value_that_a_collective_overwrites_is_kept_as_it_was_at_the_site(rank, folder):
+def test_a_value_overwritten_by_a_collective_is_kept(rank, folder):
     x = torch.full((1, 2), float(rank + 1))
     for options in KEEPS:
         model = Parallel("forward")
@@ -62,7 +62,7 @@ def test_a_value_that_a_collective_overwrites_is_kept_as_it_was_at_the_site(rank
 
 
 @on_ranks
-def test_a_gradient_that_a_collective_overwrites_is_kept_as_it_was_at_the_site(rank, folder):
+def test_a_gradient_overwritten_by_a_collective_is_kept(rank, folder):
     for options in KEEPS:
         model = Parallel("backward")
         x = torch.ones(1, 2, requires_grad=True)
@@ -76,7 +76,7 @@ def test_a_gradient_that_a_collective_overwrites_is_kept_as_it_was_at_the_site(r
 
 
 @on_ranks
-def test_with_the_graph_a_value_that_a_collective_overwrites_is_told_of(rank, folder):
+def test_a_graphs_value_overwritten_by_a_collective_is_told_of(rank, folder):
     model = Parallel("forward")
     with hl.record(model, ["lin", "act"], detach=False) as run:
         out = model(torch.ones(1, 2))
@@ -135,7 +135,7 @@ def test_a_gathered_weight_is_kept_when_its_memory_is_freed(rank, folder):
 
 @pytest.mark.cell("FSDP2", "gradients")
 @on_ranks
-def test_a_sharded_gradient_is_kept_through_clipping_stepping_and_zeroing(rank, folder):
+def test_a_sharded_gradient_is_kept_through_clip_step_and_zero(rank, folder):
     for options in ({}, {"keep": lambda t: t}, {"copy": True}):
         model = sharded_net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)

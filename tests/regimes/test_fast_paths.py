@@ -69,7 +69,7 @@ OFF = r"turned off torch's fast path of layers\.0.*\n.*set_fastpath_enabled\(Fal
     "edit",
     note="warned: the last bits may be the slow path's",
 )
-def test_a_hook_inside_turns_the_fast_path_off_and_the_line_says_so(x, padding, fused_calls):
+def test_a_hook_inside_turns_the_fast_path_off_and_that_is_said(x, padding, fused_calls):
     model = encoder(norm_first=True)
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=padding)
@@ -100,9 +100,7 @@ def test_a_hook_inside_turns_the_fast_path_off_and_the_line_says_so(x, padding, 
 @pytest.mark.usefixtures("without_fast_path")
 @pytest.mark.cell("encoder layers, fast path off", "record", "watch", "statistics")
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_with_the_fast_path_off_the_bits_are_the_models_own_and_nothing_is_said(
-    x, padding, norm_first, capsys
-):
+def test_without_the_fast_path_bits_are_the_models_own_unsaid(x, padding, norm_first, capsys):
     model = encoder(norm_first=norm_first)
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=padding)
@@ -118,7 +116,7 @@ def test_with_the_fast_path_off_the_bits_are_the_models_own_and_nothing_is_said(
 
 
 @pytest.mark.cell("encoder layers, with gradients", "record", "gradients")
-def test_with_gradients_there_is_no_fast_path_and_nothing_is_said(x):
+def test_with_gradients_is_no_fast_path_and_nothing_is_said(x):
     model, bare = encoder(), encoder()
     plain = bare(x)
     plain.sum().backward()
@@ -136,7 +134,7 @@ def test_with_gradients_there_is_no_fast_path_and_nothing_is_said(x):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_it_is_said_also_where_something_else_was_compiled_before(x):
+def test_it_is_said_also_after_something_else_was_compiled(x):
     """Then a line gives modules forwards of their own, for which they are not taken."""
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
     model = encoder()
@@ -153,7 +151,7 @@ def test_what_is_not_in_a_layer_leaves_the_fast_path_on(x, fused_calls):
     assert len(run) == 3
 
 
-def test_a_layer_that_had_a_hook_of_somebody_else_had_no_fast_path_to_turn_off(x):
+def test_a_layer_hooked_by_others_had_no_fast_path_to_turn_off(x):
     model = encoder()
     model.layers[0].norm1.register_forward_hook(lambda *a: None)
     with torch.no_grad(), hl.record(model, "layers.0"):
@@ -175,7 +173,7 @@ def test_a_copy_sheds_the_hooks_and_has_its_fast_path(x, fused_calls):
 
 @pytest.mark.trap(34)
 @pytest.mark.cell("encoder layers, fast path", "record", note="padded: nested tensors")
-def test_nested_tensors_inside_the_encoder_are_recorded_as_they_are(x, padding, tmp_path):
+def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     model = encoder()
     with torch.no_grad(), nested_tensors():
         plain = model(x, src_key_padding_mask=padding)
@@ -196,7 +194,7 @@ def test_nested_tensors_inside_the_encoder_are_recorded_as_they_are(x, padding, 
     "encoder layers, fast path", "raw hooks", refused="HooklineWarning",
     note="`hl.EVERYWHERE` does not see the modules inside",
 )  # fmt: skip
-def test_everywhere_says_that_it_does_not_see_inside_fused_layers(x):
+def test_everywhere_says_that_it_does_not_see_into_fused_layers(x):
     model = nn.Sequential(nn.Linear(16, 16), encoder()).eval()
     seen = []
     with torch.no_grad():
@@ -221,7 +219,7 @@ def test_everywhere_says_that_it_does_not_see_inside_fused_layers(x):
 @pytest.mark.cell("MultiheadAttention", "record", "gradients", "edit")
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
-def test_attention_gives_its_own_bits_and_its_out_proj_is_explained(x, need_weights, grad):
+def test_attention_gives_its_bits_and_its_out_proj_is_explained(x, need_weights, grad):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

@@ -98,7 +98,7 @@ def test_of_nested_derivatives_the_innermost_is_recorded(net, image):
 
 
 @pytest.mark.parametrize("name", ["grad", "vjp", "vmap of grad"])
-def test_raw_backward_hooks_are_given_what_they_are_given_without_transforms(name, net, image):
+def test_raw_backward_hooks_are_given_what_they_are_elsewhere(name, net, image):
     def seen(run):
         found = []
 
@@ -124,7 +124,7 @@ def test_raw_backward_hooks_are_given_what_they_are_given_without_transforms(nam
             torch.testing.assert_close(one + 0, other)
 
 
-def test_raw_backward_hooks_on_several_tensors_are_refused_under_transforms():
+def test_raw_backward_hooks_on_several_tensors_are_refused():
     class Both(nn.Module):
         def forward(self, a, b):
             return a * b
@@ -140,7 +140,7 @@ def test_raw_backward_hooks_on_several_tensors_are_refused_under_transforms():
 
 
 @pytest.mark.cell("torch.func.grad, vjp", "edit", "edit gradients")
-def test_edits_of_values_and_gradients_are_those_without_transforms(net, image):
+def test_edits_of_values_and_gradients_are_as_without_transforms(net, image):
     change = hl.edits.scale(0.5)
     for site in ("layer1.0.bn", "layer1.0.bn:grad_output", "fc:grad_input"):
         x = image.clone().requires_grad_()
@@ -181,7 +181,7 @@ def test_a_value_with_its_graph_is_part_of_the_loss_inside(net, image):
     torch.testing.assert_close(grad(penalised)(image), x.grad)
 
 
-def test_a_value_that_is_overwritten_in_place_is_refused_inside_transforms_too(net, image):
+def test_a_value_overwritten_inside_transforms_is_refused_too(net, image):
     for transform in (GRADS["grad"], lambda net, x: vmap(net)(x[:, None])):
         with hl.record(net, ["layer1.0.bn", "stem"]) as run:
             transform(net, image)
@@ -195,7 +195,7 @@ def test_a_value_that_is_overwritten_in_place_is_refused_inside_transforms_too(n
     "gradients",
     note="`grad` of a parameter never fires: the transform returns it",
 )
-def test_the_gradient_of_a_parameter_is_what_the_transform_returns_and_the_line_says_so(net, image):
+def test_a_parameters_gradient_is_what_the_transform_returns(net, image):
     with pytest.warns(
         hl.HooklineWarning, match="torch.func returns gradients, and accumulates none"
     ):
@@ -220,7 +220,7 @@ def test_a_silent_parameter_says_so_of_a_module_run_by_hand_too():
 @pytest.mark.cell(
     "torch.func.vmap", "record", "statistics", note="the batch in front; keep= sees one example"
 )
-def test_under_vmap_the_whole_batch_is_recorded_with_the_batch_in_front():
+def test_under_vmap_the_whole_batch_is_recorded_batch_in_front():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     x = torch.randn(5, 4)
@@ -266,7 +266,7 @@ def test_an_ensemble_is_recorded_member_by_member():
 @pytest.mark.cell(
     "torch.func.vmap", "gradients", note="with the gradient taken inside: vmap(grad(f))"
 )
-def test_gradients_of_each_example_are_those_of_each_example_alone(net, image):
+def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     alone = []
     for one in image:
         alone.append(by_batch(net, one[None]))
@@ -349,7 +349,7 @@ def test_a_transform_inside_the_models_forward_leaks_nothing():
         torch.testing.assert_close(value, model.inner(x).detach())
 
 
-def test_what_was_recorded_under_one_vmap_is_plain_under_the_next(net, image):
+def test_what_one_vmap_recorded_is_plain_under_the_next(net, image):
     with hl.record(net, "fc") as run:
         vmap(lambda x: net(x[None]))(image)
     shapes = []
@@ -376,7 +376,7 @@ def test_recordings_of_transforms_are_saved_copied_and_freed(net, image, tmp_pat
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "jacrev"])
-def test_views_that_are_written_to_have_their_own_gradients_under_transforms(transform):
+def test_written_views_have_their_own_gradients_under_transforms(transform):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     sequences = torch.randn(2, 3, 4)  # of which linear returns a view

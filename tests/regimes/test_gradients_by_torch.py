@@ -168,7 +168,7 @@ def test_with_pruned_and_normed_weights(site, change):
 
 
 @pytest.mark.cell("pruning; old weight and spectral norm", "clip")
-def test_the_gradient_of_a_pruned_parameter_is_clipped_as_torch_does():
+def test_a_pruned_parameters_gradient_is_clipped_as_torch_does():
     change = partial(prune.l1_unstructured, name="weight", amount=0.5)
     bare = gradients_of(make(change), step)
     model = make(change)

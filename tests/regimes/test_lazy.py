@@ -22,7 +22,7 @@ def x():
 
 
 @pytest.mark.cell("lazy modules, before their first run", "record", "gradients", "statistics")
-def test_lines_made_before_the_first_run_see_it_and_leave_the_module_as_torch_would(model, x):
+def test_lines_before_the_first_run_see_it_and_leave_no_trace(model, x):
     ports = ("input", "output", "grad_output", "grad_input")
     with hl.record(model, ports=ports) as run, hl.record(model, "0", keep=torch.mean) as mean:
         y = model(x)
@@ -68,7 +68,7 @@ def test_a_type_selects_lazy_modules_that_will_be_of_it(model, kind):
     assert site.module_type == f"Lazy{kind.__name__.removeprefix('Lazy')}"
 
 
-def test_after_the_first_run_lazy_types_match_nothing_and_the_error_shows_the_types(model, x):
+def test_after_the_first_run_lazy_types_match_nothing(model, x):
     model(x)
     with pytest.raises(hl.SelectionError, match="BatchNorm2d, Conv2d, Flatten, Linear"):
         hl.select(model, nn.LazyLinear)
@@ -78,7 +78,7 @@ def test_after_the_first_run_lazy_types_match_nothing_and_the_error_shows_the_ty
     "lazy modules, before their first run", "gradients", "clip", refused="AttachError",
     note="of parameters: run the model once first",
 )  # fmt: skip
-def test_hooks_on_lazy_parameters_are_refused_by_name_and_work_after_the_first_run(model, x):
+def test_hooks_on_lazy_parameters_are_refused_until_a_first_run(model, x):
     def hook(line, what):
         with line as attached:
             getattr(attached, what)("0.weight", lambda value: None)
@@ -100,7 +100,7 @@ def test_hooks_on_lazy_parameters_are_refused_by_name_and_work_after_the_first_r
     assert model[0].weight.grad.norm() <= 1.001e-3
 
 
-def test_a_pickled_copy_is_free_of_the_line_and_its_first_run_sheds_the_hooks(model, x):
+def test_a_pickled_copy_is_free_and_its_first_run_sheds_hooks(model, x):
     with hl.record(model, "0") as run:
         other = pickle.loads(pickle.dumps(model))
         other(x)
@@ -118,7 +118,7 @@ def test_a_lazy_root_is_a_root(x):
     assert len(run.passes) == 1
 
 
-def test_a_summary_without_a_run_lists_them_and_one_with_a_run_is_refused(model, x):
+def test_a_summary_without_a_run_lists_them_one_with_is_refused(model, x):
     assert [row.module_type for row in hl.summary(model).rows[1:3]] == [
         "LazyConv2d", "LazyBatchNorm2d",
     ]  # fmt: skip

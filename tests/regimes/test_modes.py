@@ -136,7 +136,7 @@ def test_what_is_seen_and_changed_is_the_same_in_the_mode(name, model, left_as_f
     assert left_as_found(model) == before
 
 
-def test_a_recording_is_opened_and_measured_where_another_device_is_the_default(model, tmp_path):
+def test_a_recording_is_opened_under_another_default_device(model, tmp_path):
     with hl.record(model, ports=("output", "grad")) as run:
         model(X).sum().backward()
     run.save(tmp_path / "run")
@@ -150,7 +150,7 @@ def test_a_recording_is_opened_and_measured_where_another_device_is_the_default(
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("mode", ["default device", "default dtype"])
 @pytest.mark.compiles
-def test_compiled_code_meets_hooklines_own_numbers_on_any_default(mode, model):
+def test_compiled_code_meets_hooklines_numbers_on_any_default(mode, model):
     def actions(call):
         with hl.edit(model, "1", hl.edits.scale(1 / 3)):
             with hl.record(model, "1", ports=("output", "grad_output")) as run:
@@ -193,7 +193,7 @@ def test_dual_numbers_are_recorded_whole_where_that_is_asked_for(model):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_mode_still_finds_where_a_nan_began_behind_a_line(model):
+def test_anomaly_mode_still_finds_a_nan_behind_a_line(model):
     with torch.autograd.detect_anomaly(), hl.record(model, ports=PORTS) as run:
         y = model(X.clone().requires_grad_())
         with pytest.raises(RuntimeError, match=r"SqrtBackward0.*nan"):
@@ -201,7 +201,7 @@ def test_anomaly_mode_still_finds_where_a_nan_began_behind_a_line(model):
     assert run["2"].shape == (3, 2)
 
 
-def test_deterministic_algorithms_still_refuse_what_is_not_so_inside_a_model(model):
+def test_deterministic_algorithms_still_refuse_inside_a_model(model):
     class Random(nn.Module):
         def forward(self, x):
             out = x.new_zeros(4)
@@ -212,7 +212,7 @@ def test_deterministic_algorithms_still_refuse_what_is_not_so_inside_a_model(mod
         whole(torch.ones(4))
 
 
-def test_a_mode_that_counts_functions_sees_the_models_own_in_their_order(model):
+def test_a_mode_that_counts_functions_sees_the_models_in_order(model):
     with Logged() as alone:
         model(X)
     with hl.record(model), Logged() as mode:

@@ -17,7 +17,7 @@ REASON = "it ran under torch.no_grad() or inference_mode(); run it with gradient
 
 @pytest.mark.cell("no_grad, inference_mode", "record", "statistics", "edit", "features", "watch")
 @pytest.mark.parametrize("mode", MODES)
-def test_values_edits_and_features_are_those_of_a_run_with_gradients(mode, net, image):
+def test_values_edits_and_features_are_as_with_gradients(mode, net, image):
     with hl.record(net, ports=("output", "input"), copy=True) as expected:
         net(image)
     with hl.edit(net, "layer1", hl.edits.scale(0.5)):
@@ -39,7 +39,7 @@ def test_values_edits_and_features_are_those_of_a_run_with_gradients(mode, net, 
 
 
 @pytest.mark.trap(26)
-def test_what_is_recorded_in_inference_mode_can_be_used_with_autograd(net, image):
+def test_what_inference_mode_recorded_can_be_used_with_autograd(net, image):
     by_hand = []
     handle = net.stem.register_forward_hook(lambda module, args, output: by_hand.append(output))
     with torch.inference_mode(), hl.record(net, "stem") as run:
@@ -54,7 +54,7 @@ def test_what_is_recorded_in_inference_mode_can_be_used_with_autograd(net, image
     assert net.layer1[0].conv.weight.grad is not None
 
 
-def test_in_inference_mode_what_is_overwritten_later_was_copied_in_time(net, image):
+def test_in_inference_mode_overwritten_values_were_copied(net, image):
     with torch.inference_mode(), hl.record(net, "layer1.0.bn") as run:
         net(image)
     with hl.record(net, "layer1.0.bn", copy=True) as expected:
@@ -72,7 +72,7 @@ def test_in_inference_mode_what_is_overwritten_later_was_copied_in_time(net, ima
     note="none flow: a warning says why, and looking one up raises", refused="NotRecordedError",
 )  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
-def test_that_no_gradient_flows_is_said_with_the_reason_and_the_remedy(mode, net, image):
+def test_no_gradient_flows_is_said_with_reason_and_remedy(mode, net, image):
     def raw():
         line = hl.attach(net)
         line.backward("fc", lambda *a: None)
@@ -127,7 +127,7 @@ class Thawed(Frozen):
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "thawed"])
 @pytest.mark.compiles
-def test_where_the_model_switches_gradients_each_site_has_those_it_has(kind, is_compiled):
+def test_where_the_model_switches_gradients_sites_have_theirs(kind, is_compiled):
     if OLD_DYNAMO and is_compiled and kind == "inference_mode":
         pytest.skip("torch before 2.13 fails to compile such a model, with or without hooks")
     torch.manual_seed(0)

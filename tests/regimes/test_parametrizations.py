@@ -52,7 +52,7 @@ def x():
 @pytest.mark.cell("parametrized weights", "record", "gradients")
 @pytest.mark.cell("pruning; old weight and spectral norm", "record", "gradients")
 @pytest.mark.parametrize("change", ALL)
-def test_a_recorded_model_gives_its_own_numbers_and_all_its_gradients(change, x):
+def test_a_recorded_model_gives_its_numbers_and_all_gradients(change, x):
     bare, model = build(change), build(change)
     y = bare(x)
     y.sum().backward()
@@ -96,7 +96,7 @@ def test_what_a_parametrization_computes_is_a_site_of_its_own(name, x):
 @pytest.mark.cell(
     "parametrized weights", "record", note="`parametrize.cached()`: once in the block"
 )
-def test_a_cached_parametrization_runs_once_and_later_passes_say_so(x):
+def test_a_cached_parametrization_runs_once_later_passes_say_so(x):
     model = build(parametrizations.spectral_norm)
     with parametrize.cached(), hl.record(model, ["0.parametrizations.weight", "0"]) as run:
         model(x)
@@ -108,7 +108,7 @@ def test_a_cached_parametrization_runs_once_and_later_passes_say_so(x):
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_the_weight_that_is_computed_is_no_parameter_and_the_error_names_what_is(name):
+def test_the_error_for_a_computed_weight_names_the_parameters(name):
     change, parameters = NEW[name]
     model = build(change)
     for select in (
@@ -126,7 +126,7 @@ def test_the_weight_that_is_computed_is_no_parameter_and_the_error_names_what_is
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_the_error_for_a_weight_that_a_hook_computes_names_its_parameters(name):
+def test_the_error_for_a_weight_of_a_hook_names_its_parameters(name):
     change, parameters = OLD[name]
     model = build(change)
     with pytest.raises(hl.SelectionError, match="computed before each call") as caught:
@@ -136,7 +136,7 @@ def test_the_error_for_a_weight_that_a_hook_computes_names_its_parameters(name):
 
 @pytest.mark.cell("pruning; old weight and spectral norm", "edit", "raw hooks", "clip")
 @pytest.mark.parametrize("change", [pytest.param(old_weight_norm, id="norm"), pruned])
-def test_torchs_own_hooks_keep_their_place_and_edits_of_the_input_stay_edits(change, x):
+def test_torchs_hooks_keep_their_place_input_edits_stay_edits(change, x):
     model = build(change)
     before = [entry for entry in hl.inventory(model) if entry.owner == "torch"]
     seen = []
@@ -160,7 +160,7 @@ def test_torchs_own_hooks_keep_their_place_and_edits_of_the_input_stay_edits(cha
     assert [entry.path for entry in hl.inventory(model)] == ["0"] * len(before)
 
 
-def test_a_parametrization_made_inside_the_block_is_named_as_a_reason(x):
+def test_a_parametrization_made_inside_the_block_is_a_reason(x):
     model = nn.Sequential(nn.Linear(3, 4))
     line = hl.record(model, ["0", "0.weight:grad"])
     parametrizations.weight_norm(model[0])

@@ -63,7 +63,7 @@ def child(action):
     "a fork inside the block", "record", "gradients", "edit", "edit gradients", "clip",
     note="the child goes on with a copy of the line: nothing of it comes back",
 )  # fmt: skip
-def test_a_child_goes_on_by_itself_and_the_parents_line_is_as_if_it_had_never_been(model, x):
+def test_a_child_goes_on_alone_and_the_parents_line_is_untouched(model, x):
     plain = model(x)
     with (
         hl.record(model, "0", ports=("output", "grad_output")) as run,
@@ -87,7 +87,7 @@ def test_a_child_goes_on_by_itself_and_the_parents_line_is_as_if_it_had_never_be
 
 
 @pytest.mark.cell("a fork inside the block", "raw hooks", "features", "watch")
-def test_a_child_that_ends_its_lines_takes_no_hook_off_the_parents_model(model, x, capsys):
+def test_a_child_that_ends_its_lines_leaves_the_parents_hooks(model, x, capsys):
     seen = []
     line = hl.attach(model)
     line.forward("0", lambda m, args, output: seen.append(1))
@@ -123,7 +123,7 @@ class Forking(nn.Module):
         return self.second(x)
 
 
-def test_a_fork_in_the_midst_of_a_forward_leaves_both_with_their_own_pass(x):
+def test_a_fork_amid_a_forward_leaves_both_with_their_own_pass(x):
     model = Forking()
     with hl.record(model) as run:
         model.between = lambda: said.append(child(lambda: (model.second(x), list(run))[1]))
@@ -163,7 +163,7 @@ def test_a_lock_that_another_thread_held_is_free_in_the_child(model, x):
         model(x)
 
 
-def test_a_lock_that_the_forking_thread_holds_it_holds_in_the_child_as_well():
+def test_a_lock_held_by_the_forking_thread_is_held_in_the_child():
     with locks.fork_safe_lock() as was_free:
         assert was_free
         assert child(lambda: [lock.acquire(blocking=False) for lock in locks._locks]) == [
@@ -190,7 +190,7 @@ class Encoded(Dataset):
     note="the recording stays in the worker",
 )  # fmt: skip
 @pytest.mark.cell("workers of a DataLoader, forked", "edit")
-def test_forked_workers_edit_and_what_they_record_stays_with_them(model):
+def test_forked_workers_edit_and_keep_what_they_record(model):
     def load():
         workers = DataLoader(Encoded(model), batch_size=4, num_workers=1)
         return next(iter(workers))

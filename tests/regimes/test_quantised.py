@@ -57,7 +57,7 @@ def test_a_type_of_the_same_name_is_shown_with_its_module(dynamic):
 @pytest.mark.cell(
     "dynamically quantised", "gradients", "clip", refused="SelectionError", note="no parameters"
 )
-def test_there_are_no_parameters_and_packed_weights_are_explained(dynamic, x):
+def test_there_are_no_parameters_packed_weights_are_explained(dynamic, x):
     for action in (
         lambda: hl.record(dynamic, "0", ports="grad"),
         lambda: hl.clip(dynamic, norm=1.0),
@@ -124,7 +124,7 @@ def static(image):
 
 
 @pytest.mark.cell("statically quantised", "record", "statistics")
-def test_quantised_values_are_recorded_as_they_are_and_lost_ones_are_named(static, image, tmp_path):
+def test_quantised_values_are_recorded_and_lost_ones_are_named(static, image, tmp_path):
     plain = static(image)
     with (
         hl.record(static, ports=("input", "output")) as run,
@@ -143,7 +143,7 @@ def test_quantised_values_are_recorded_as_they_are_and_lost_ones_are_named(stati
 @pytest.mark.cell(
     "statically quantised", "edit", note="by a function that returns a quantised tensor"
 )
-def test_a_quantised_value_is_edited_by_a_quantised_one_and_others_are_refused(static, image):
+def test_a_quantised_value_is_edited_by_a_quantised_one_only(static, image):
     def zero(t):
         return torch.quantize_per_tensor(t.dequantize() * 0, t.q_scale(), t.q_zero_point(), t.dtype)
 
@@ -172,7 +172,7 @@ def torchao_model():
 
 
 @pytest.mark.cell("torchao, int8 weights", "record", "edit", "gradients", "raw hooks")
-def test_weights_that_are_tensor_subclasses_are_weights_and_frozen_ones_are_said(torchao_model):
+def test_weights_of_subclasses_are_weights_frozen_are_said(torchao_model):
     model = torchao_model
     x = torch.randn(4, 64, requires_grad=True)
     plain = model(x)

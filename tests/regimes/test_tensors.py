@@ -81,7 +81,7 @@ def wide(tensor):
     " quantized, nested and complex32 ones the numbers are not saved, and `run.lost` says so",
 )  # fmt: skip
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
-def test_a_tensor_is_recorded_as_it_is_copied_and_saved_or_named_as_lost(name, tmp_path):
+def test_a_tensor_is_recorded_as_saved_or_named_as_lost(name, tmp_path):
     value, model = {**SAVED, **LOST}[name](), nn.Sequential(Same())
     with hl.record(model, "0") as run, hl.watch(model, file=io.StringIO()):
         model(value)
@@ -157,7 +157,7 @@ def test_an_edit_is_right_or_refused_and_keeps_the_kind(name, edit):
         torch.testing.assert_close(wide(found), wide(expected(value)))
 
 
-def test_the_refusal_of_an_edit_names_the_kind_and_a_way_that_works():
+def test_the_refusal_of_an_edit_names_the_kind_and_a_way():
     model, value = nn.Sequential(Same()), SAVED["float8"]()
     with hl.edit(model, "0", hl.edits.scale(2.0)), pytest.raises(hl.StructureError) as caught:
         model(value)
@@ -219,7 +219,7 @@ def total(value):
     note="both layouts; not saved, and `run.lost` says so",
 )  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_values_and_gradients_of_nested_tensors_are_those_of_their_parts(layout):
+def test_values_and_gradients_of_nested_tensors_are_their_parts(layout):
     torch.manual_seed(0)
     model, x = Pooled(), nested(layout)
     sites = ["linear", "act"]
@@ -246,7 +246,7 @@ def test_values_and_gradients_of_nested_tensors_are_those_of_their_parts(layout)
 
 
 @pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="of the jagged layout")
-def test_gradients_of_jagged_tensors_are_changed_and_given_to_raw_hooks():
+def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
     model, x, given = Pooled(), nested(torch.jagged), []
     with hl.attach(model) as line:
@@ -273,7 +273,7 @@ def with_holes():
 @pytest.mark.parametrize(
     "options", [{"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"value": 0.1}]
 )
-def test_gradients_of_jagged_tensors_are_clipped_as_all_their_elements(make, options):
+def test_gradients_of_jagged_tensors_are_clipped_as_elements(make, options):
     model, x = nn.ModuleDict({"act": nn.ReLU()}), make().requires_grad_()
     model.forward = lambda x: model["act"](x * 2)
     with hl.record(model, "act:grad_output") as run:
@@ -292,7 +292,7 @@ def test_gradients_of_jagged_tensors_are_clipped_as_all_their_elements(make, opt
 
 
 @pytest.mark.parametrize("options", [{"norm": 0.1}, {"value": 0.1}])
-def test_gradients_of_the_older_layout_are_not_clipped_and_the_error_says_so(options):
+def test_gradients_of_the_older_layout_are_not_clipped(options):
     model = Pooled()
     with (
         hl.clip(model, "act:grad_output", **options),
@@ -301,7 +301,7 @@ def test_gradients_of_the_older_layout_are_not_clipped_and_the_error_says_so(opt
         total(model(nested(torch.strided))).backward()
 
 
-def test_what_torch_cannot_do_with_gradients_of_the_older_layout_is_refused():
+def test_what_torch_cannot_do_with_the_older_layout_is_refused():
     model, x = Pooled(), nested(torch.strided)
     with hl.edit(model, "act:grad_output", lambda g: g * 0):
         with pytest.raises(hl.StructureError, match=r"Make it with layout=torch\.jagged"):
@@ -370,7 +370,7 @@ class Boxed(torch.Tensor):
     "tensor subclasses", "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks"
 )
 @pytest.mark.parametrize("kind", [Tagged, Boxed])
-def test_a_subclass_is_recorded_as_one_and_its_gradients_are_right(kind, net, image):
+def test_a_subclass_is_recorded_as_one_with_right_gradients(kind, net, image):
     def of(value):
         return value.inner if kind is Boxed else value
 
@@ -418,7 +418,7 @@ class Times(nn.Module):
         return torch.sparse.mm(self.weights(), x).sum()
 
 
-def test_the_gradient_at_a_sparse_leaf_is_told_to_be_nowhere_but_at_the_parameter():
+def test_a_sparse_leafs_gradient_is_told_to_be_at_the_parameter():
     model, x = Times(), torch.rand(3, 2)
     with (
         pytest.warns(hl.HooklineWarning, match="weights:grad_output has no gradient: .*'grad'"),

@@ -107,7 +107,7 @@ def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
 @pytest.mark.cell(
     "thread pools", "record", note="the context is taken along, or `every_thread=True`"
 )
-def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how_it_would_be(model):
+def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how(model):
     with ThreadPoolExecutor(2) as pool:
         with (
             pytest.warns(hl.HooklineWarning, match=r"copy_context\(\)\.run\(model, \.\.\.\)"),
@@ -170,7 +170,7 @@ def test_everywhere_is_of_one_task(model):
 @pytest.mark.cell(
     "DataParallel", "record", note="several devices: `every_thread=True`, each replica a pass"
 )
-def test_replicas_share_the_hooks_and_run_in_threads_of_their_own(model):
+def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     # What DataParallel does on several devices, which are not here: replicas, one thread each.
     line = hl.record(model, "0", every_thread=True)
     replicas = [model._replicate_for_data_parallel() for _ in range(2)]
@@ -201,7 +201,7 @@ def elsewhere():
 
 
 @pytest.mark.trap(32)
-def test_from_its_first_hook_on_a_line_changes_nothing_in_other_threads(model, elsewhere):
+def test_from_its_first_hook_a_line_leaves_other_threads_alone(model, elsewhere):
     expected = model(batch(1))
     line = elsewhere(hl.edit, model, "1", hl.edits.scale(0))  # made, and not entered yet
     assert torch.equal(model(batch(1)), expected)
@@ -220,7 +220,7 @@ def test_a_line_sees_what_its_own_thread_ran_before_the_block(model):
     assert torch.equal(second["0"], model[0](batch(2)))
 
 
-def test_a_line_is_entered_and_given_hooks_only_where_it_was_made(model, elsewhere):
+def test_a_line_is_entered_and_hooked_only_where_it_was_made(model, elsewhere):
     line = elsewhere(hl.attach, model)
     with pytest.raises(hl.AttachError, match="thread or async task that made it, got another"):
         line.forward("0", lambda *_: None)
@@ -264,7 +264,7 @@ def test_everywhere_in_every_thread(model, elsewhere):
     assert seen == ["forward", "backward", "forward"]
 
 
-def test_a_pass_that_was_broken_off_is_over_for_whoever_runs_next(model):
+def test_a_pass_broken_off_is_over_for_whoever_runs_next(model):
     class Stop(BaseException):
         pass
 

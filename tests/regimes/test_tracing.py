@@ -80,9 +80,7 @@ def code(traced):
 )
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("tracer", TRACERS)
-def test_a_line_that_is_on_is_refused_and_leaves_the_model_and_the_tracer_unhurt(
-    tracer, name, model, left_as_found
-):
+def test_a_line_that_is_on_is_refused_model_and_tracer_unhurt(tracer, name, model, left_as_found):
     trace = TRACERS[tracer]
     before, expected = left_as_found(model), model(X)
     with pytest.raises(hl.AttachError) as caught, LINES[name](model):
@@ -127,7 +125,7 @@ def test_a_pass_that_was_refused_is_none_and_the_line_goes_on(model):
     assert torch.equal(run["head"], expected.detach())
 
 
-def test_a_traced_program_is_called_inside_a_module_that_has_a_line(model):
+def test_a_traced_program_is_called_inside_a_module_with_a_line(model):
     traced = torch.jit.trace(model, (X,))
     whole = nn.Sequential(nn.Identity(), traced)
     with hl.record(whole, "0") as run:
@@ -137,7 +135,7 @@ def test_a_traced_program_is_called_inside_a_module_that_has_a_line(model):
 
 @pytest.mark.trap(29)
 @pytest.mark.parametrize("how", ["script", "trace"])
-def test_a_script_module_that_is_named_is_refused_and_among_all_it_is_in_the_report(model, how):
+def test_a_named_script_module_is_refused_among_all_reported(model, how):
     fired = []
     scripted = torch.jit.script(model.inner) if how == "script" else torch.jit.trace(model.inner, X)
     scripted.linear._forward_hooks[0] = lambda *a: fired.append(a)
@@ -155,9 +153,7 @@ def test_a_script_module_that_is_named_is_refused_and_among_all_it_is_in_the_rep
     assert run["1"].shape == (3, 2)
 
 
-def test_to_script_a_model_with_a_line_on_is_torchs_own_error_and_leaves_nothing(
-    model, left_as_found
-):
+def test_scripting_under_a_line_is_torchs_error(model, left_as_found):
     torch.jit.script(model)  # torch leaves an attribute on it
     before = left_as_found(model)
     with hl.record(model):

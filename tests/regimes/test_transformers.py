@@ -42,7 +42,7 @@ OPTIONS = {"max_new_tokens": 3, "do_sample": False, "min_new_tokens": 3}
 
 @pytest.mark.trap(36)
 @pytest.mark.cell("transformers", "record", "edit")
-def test_hidden_states_show_the_edit_although_transformers_own_hooks_were_there_first(llama):
+def test_hidden_states_show_the_edit_behind_transformers_hooks(llama):
     with torch.no_grad():
         llama(IDS, output_hidden_states=True)
         assert {entry.owner for entry in hl.inventory(llama)} == {"transformers"}  # they stay
@@ -61,7 +61,7 @@ def test_hidden_states_show_the_edit_although_transformers_own_hooks_were_there_
     assert {entry.owner for entry in hl.inventory(llama)} == {"transformers"}
 
 
-def test_hooks_that_transformers_puts_on_inside_a_block_see_the_edit_and_stay(llama):
+def test_transformers_hooks_inside_a_block_see_the_edit_and_stay(llama):
     with torch.no_grad():
         with hl.edit(llama, "model.layers.1", hl.edits.scale(0.0)):
             first = llama(IDS, output_hidden_states=True)
@@ -75,7 +75,7 @@ def test_hooks_that_transformers_puts_on_inside_a_block_see_the_edit_and_stay(ll
 @pytest.mark.cell(
     "transformers", "record", note="attention patterns: under `eager`, not under sdpa"
 )
-def test_attention_patterns_are_there_under_eager_and_none_under_sdpa(llama):
+def test_attention_patterns_are_there_under_eager_not_under_sdpa(llama):
     with torch.no_grad():
         with hl.record(llama, "model.layers.0.self_attn") as run:
             llama(IDS)
@@ -120,9 +120,7 @@ def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
         ({"num_beams": 2}, [4, 1, 1], 2),
     ],
 )
-def test_each_step_of_generate_is_a_pass_of_the_model_that_was_given(
-    llama, inner, options, lengths, rows
-):
+def test_each_step_of_generate_is_a_pass_of_the_given_model(llama, inner, options, lengths, rows):
     root, prefix = (llama.model, "") if inner else (llama, "model.")
     steps = []
     plain = llama.generate(IDS, **OPTIONS, **options)
@@ -151,7 +149,7 @@ class Outer(nn.Module):
 @pytest.mark.cell(
     "transformers, generate", "record", note="attached to what is not called: one pass, said so"
 )
-def test_a_root_that_generate_does_not_call_is_said_in_the_report_and_the_warning(llama):
+def test_a_root_that_generate_does_not_call_is_reported(llama):
     outer = Outer(llama)
     with (
         pytest.warns(
@@ -190,7 +188,7 @@ def test_an_encoder_decoder_is_recorded_whole(t5):
         assert torch.equal(t5(**given).logits, zeroed)
 
 
-def test_generate_of_an_encoder_decoder_runs_the_encoder_outside_of_the_steps(t5):
+def test_generate_runs_the_encoder_outside_of_the_steps(t5):
     with hl.record(t5, ["encoder.block.0", "decoder.block.0"]) as run:
         t5.generate(IDS, **OPTIONS)
     assert [list(one) for one in run.passes] == [

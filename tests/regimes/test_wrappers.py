@@ -36,7 +36,7 @@ def x():
 
 
 @pytest.mark.cell("AveragedModel (EMA, SWA)", "record", "gradients", "edit")
-def test_an_averaged_model_is_a_copy_with_the_paths_of_the_original(model, x):
+def test_an_averaged_model_is_a_copy_with_the_original_paths(model, x):
     averaged = torch.optim.swa_utils.AveragedModel(model)
     with (
         hl.edit(averaged, "1", hl.edits.scale(2.0)),
@@ -55,7 +55,7 @@ def test_an_averaged_model_is_a_copy_with_the_paths_of_the_original(model, x):
 
 
 @pytest.mark.cell("torch.fx.GraphModule", "record", "gradients", "edit", "raw hooks", "features")
-def test_a_traced_model_is_a_model_whose_paths_are_those_of_the_modules_it_calls(model, x):
+def test_a_traced_model_has_the_paths_of_the_modules_it_calls(model, x):
     traced = torch.fx.symbolic_trace(model)
     with (
         hl.record(traced, ports=("output", "grad_output")) as run,
@@ -76,7 +76,7 @@ def test_a_traced_model_is_a_model_whose_paths_are_those_of_the_modules_it_calls
 @pytest.mark.cell(
     "tracing by torch.fx", "record", "gradients", "edit", "raw hooks", refused="AttachError"
 )
-def test_hooks_would_become_part_of_traced_code_so_tracing_is_refused(model, x):
+def test_tracing_is_refused_as_hooks_would_become_code(model, x):
     handle = model[0].register_forward_hook(lambda module, args, output: output * 0)
     baked = torch.fx.symbolic_trace(model)
     handle.remove()
@@ -107,7 +107,7 @@ def test_hooks_would_become_part_of_traced_code_so_tracing_is_refused(model, x):
     "a feature extractor made by torch.fx", "record",
     note="a line on the original sees the modules that hold no others",
 )  # fmt: skip
-def test_a_traced_copy_calls_the_originals_innermost_modules_and_the_report_says_which(model, x):
+def test_a_traced_copy_calls_innermost_modules_and_reports_which(model, x):
     traced = torch.fx.symbolic_trace(model)
     with (
         pytest.warns(hl.HooklineWarning, match="by a copy that torch.fx traced"),
@@ -137,7 +137,7 @@ class Adding(nn.Module):
 @pytest.mark.cell(
     "a __call__ of its own", "record", note="what `forward` returns; not seen without `super()`"
 )
-def test_a_call_of_its_own_is_seen_from_within_or_the_reason_is_said(x):
+def test_a_call_of_its_own_is_seen_from_within_or_explained(x):
     wrapped = Adding(calls_super=True)
     with hl.record(wrapped) as run:
         y = wrapped(x)
@@ -201,7 +201,7 @@ class Holding(nn.Module):
 
 
 @pytest.mark.cell("attributes of their own", "record", "gradients", "edit")
-def test_modules_with_attributes_of_their_own_are_hooked_as_any_other(model, x, left_as_found):
+def test_modules_with_attributes_of_their_own_are_hooked(model, x, left_as_found):
     delegating = Guarding(model)
     before = left_as_found(delegating)
     with (
@@ -259,7 +259,7 @@ class Recursive(nn.Module):
 
 
 @pytest.mark.cell("modules that call themselves", "record", "gradients", "edit", "raw hooks")
-def test_a_module_that_calls_itself_is_one_pass_with_its_calls_apart(x):
+def test_a_module_that_calls_itself_is_one_pass_calls_apart(x):
     model, seen = Recursive(), []
     with (
         hl.record(model, ports=("output", "grad_output")) as run,
@@ -277,7 +277,7 @@ def test_a_module_that_calls_itself_is_one_pass_with_its_calls_apart(x):
     assert not run.calls("linear")[1].any()
 
 
-def test_lines_may_come_and_go_while_a_model_runs_and_while_its_modules_are_walked(model, x):
+def test_lines_come_and_go_while_a_model_runs_or_is_walked(model, x):
     lines = [hl.record(model, module) for module in model.modules()]
     for module in model.modules():
         with hl.record(model, module) as run:
@@ -303,7 +303,7 @@ def test_lines_may_come_and_go_while_a_model_runs_and_while_its_modules_are_walk
 
 @pytest.mark.trap(22)
 @pytest.mark.cell("copies made inside the block", "record", "gradients", "edit", "raw hooks")
-def test_a_copy_made_inside_the_block_shows_inert_hooks_and_sheds_them(model, x):
+def test_a_copy_made_inside_the_block_sheds_its_inert_hooks(model, x):
     seen = []
     with (
         hl.record(model, ports=("output", "grad_output", "grad")) as run,
@@ -336,7 +336,7 @@ def test_a_copy_made_inside_the_block_shows_inert_hooks_and_sheds_them(model, x)
     ],
     ids=["autograd.grad", "inputs=", "functional_call"],
 )  # fmt: skip
-def test_a_backward_that_passes_a_parameter_by_is_among_the_reasons(model, x, backward):
+def test_a_backward_that_passes_a_parameter_by_is_a_reason(model, x, backward):
     for verb in (
         lambda: hl.record(model, "0.linear.weight:grad"),
         lambda: hl.clip(model, "0.linear.weight", norm=1.0),
@@ -349,7 +349,7 @@ def test_a_backward_that_passes_a_parameter_by_is_among_the_reasons(model, x, ba
         assert "functional_call" in said
 
 
-def test_torchvisions_extractor_is_made_outside_and_calls_the_originals_innermost_modules():
+def test_torchvisions_extractor_calls_the_innermost_modules():
     from hookline.models import load_model
 
     resnet = load_model("torchvision:resnet18", weights="none").model

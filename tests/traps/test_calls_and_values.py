@@ -33,7 +33,7 @@ X = torch.linspace(-1, 1, 12).view(4, 3)
 
 
 @pytest.mark.trap(20)
-def test_a_shared_module_has_one_name_and_a_dict_keeps_one_of_its_calls():
+def test_a_shared_module_has_one_name_and_a_dict_keeps_one_call():
     model, kept = Looped(), {}
     expected = [model.first(X)]
     for k in range(3):
@@ -69,7 +69,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.trap(21)
-def test_a_tied_parameter_is_seen_once_under_one_name_with_the_total_gradient():
+def test_a_tied_parameter_is_seen_once_with_the_total_gradient():
     model, kept, ids = Tied(), {}, torch.tensor([1, 2])
     handles = [
         parameter.register_hook(lambda grad, name=name: kept.update({name: grad}))
@@ -87,7 +87,7 @@ def test_a_tied_parameter_is_seen_once_under_one_name_with_the_total_gradient():
 
 
 @pytest.mark.trap(22)
-def test_a_hook_on_a_copy_writes_into_the_originals_store_and_a_lambda_breaks_pickle():
+def test_a_hook_on_a_copy_writes_to_the_originals_store():
     model, kept = Looped(), []
     handle = model.first.register_forward_hook(lambda module, args, output: kept.append(output))
     copy.deepcopy(model)(X)
@@ -162,7 +162,7 @@ def test_full_backward_hooks_skip_structured_outputs(form):
 
 
 @pytest.mark.trap(23)
-def test_full_backward_hooks_leave_out_keyword_arguments_and_give_none_for_frozen_ones():
+def test_full_backward_hooks_leave_out_keyword_arguments():
     model, seen = Outer(lambda t: {"hidden": t}), []
     model.inner.form = torch.Tensor.clone
     model.forward = lambda x, scale: model.inner(x, scale=scale).sum()
@@ -220,7 +220,7 @@ class Unpacks(nn.Module):
 
 
 @pytest.mark.trap(25)
-def test_an_edit_that_returns_the_first_of_a_tuple_is_unpacked_to_rows():
+def test_an_edit_that_returns_the_first_of_a_tuple_gives_rows():
     model, x = Unpacks(), X[:2]
     handle = model.split.register_forward_hook(lambda module, args, output: output[0])
     wrong = model(x)

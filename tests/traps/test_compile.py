@@ -68,7 +68,7 @@ class Tap:
 
 
 @pytest.mark.trap(2)
-def test_a_hooked_block_is_served_the_code_of_an_unhooked_one_of_its_class():
+def test_a_hooked_block_is_served_the_code_of_an_unhooked_one():
     model, tap = by_part(make()), Tap()
     handle = model[2].linear.register_forward_hook(tap)  # before anything is compiled
     model(X)
@@ -102,7 +102,7 @@ def test_nothing_tells_of_a_hook_that_was_compiled_out():
 
 @pytest.mark.trap(4)
 @config.patch(recompile_limit=3)
-def test_a_hook_that_appends_to_a_list_is_compiled_again_for_each_call():
+def test_a_hook_that_appends_to_a_list_is_recompiled_each_call():
     kept = []
     model = linears(3)
     handle = model[1].register_forward_hook(lambda module, args, output: kept.append(output))
@@ -123,7 +123,7 @@ def test_a_hook_that_appends_to_a_list_is_compiled_again_for_each_call():
 
 @pytest.mark.trap(5)
 @config.patch(recompile_limit=3)
-def test_a_hook_that_reads_its_own_name_is_compiled_again_for_each_block():
+def test_a_hook_that_reads_its_name_is_recompiled_for_each_block():
     class Named:
         def __init__(self, name):
             self.name, self.kept = name, {}
@@ -239,7 +239,7 @@ sink.register_fake(torch.empty_like)
 
 
 @pytest.mark.trap(10)
-def test_an_operator_that_keeps_gradients_is_dead_code_if_nothing_uses_what_it_returns():
+def test_an_operator_that_keeps_gradients_is_dead_code_if_unused():
     def hook(module, args, output):
         output.register_hook(lambda grad: (sink(grad), None)[1])
 
@@ -260,7 +260,7 @@ def test_an_operator_that_keeps_gradients_is_dead_code_if_nothing_uses_what_it_r
 
 
 @pytest.mark.trap(11)
-def test_an_operation_in_place_after_the_hook_changes_what_it_kept_and_the_version_hides_it():
+def test_an_in_place_operation_changes_a_record_and_hides_it():
     torch.manual_seed(0)
     model, tap = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), Tap()
     handle = model[0].register_forward_hook(tap)
@@ -278,7 +278,7 @@ def test_an_operation_in_place_after_the_hook_changes_what_it_kept_and_the_versi
 
 
 @pytest.mark.trap(12)
-def test_a_hook_that_keeps_a_value_in_a_compiled_checkpoint_is_an_unsafe_side_effect():
+def test_a_hook_that_keeps_in_a_compiled_checkpoint_is_unsafe():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -303,7 +303,7 @@ def test_a_hook_that_keeps_a_value_in_a_compiled_checkpoint_is_an_unsafe_side_ef
 
 @pytest.mark.trap(13)
 @config.patch(recompile_limit=3)
-def test_a_sweep_of_one_edit_over_the_sites_hits_the_recompile_limit():
+def test_a_sweep_of_one_edit_over_sites_hits_the_recompile_limit():
     model = linears(5)
     run = torch.compile(model, **OPTIONS)
 
@@ -329,7 +329,7 @@ def test_a_sweep_of_one_edit_over_the_sites_hits_the_recompile_limit():
 
 @pytest.mark.trap(13)
 @config.patch(recompile_limit=3)
-def test_a_sweep_of_lines_at_one_site_each_says_at_the_limit_what_to_do():
+def test_a_sweep_of_lines_says_at_the_limit_what_to_do():
     model = linears(5)
 
     def sweep(run):

@@ -26,7 +26,7 @@ class Fails(nn.Module):
 
 @pytest.mark.trap(31)
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_a_forward_that_raises_skips_hooks_and_what_they_should_have_put_back(error):
+def test_a_forward_that_raises_skips_hooks_that_put_things_back(error):
     model, inside, told = nn.Sequential(nn.Linear(3, 3), Fails()), [], []
     handles = [
         model.register_forward_pre_hook(lambda module, args: inside.append("pass")),
@@ -79,7 +79,7 @@ REASONS = {
 
 @pytest.mark.trap(33)
 @pytest.mark.parametrize("path", REASONS)
-def test_hooks_on_what_is_not_called_never_fire_and_nobody_says_so(path):
+def test_hooks_on_what_is_not_called_never_fire_in_silence(path):
     model, fired = Bypasses(), []
     handle = model.get_submodule(path).register_forward_hook(lambda *_: fired.append(1))
     model(X)
@@ -93,7 +93,7 @@ def test_hooks_on_what_is_not_called_never_fire_and_nobody_says_so(path):
 
 
 @pytest.mark.trap(33)
-def test_who_looks_for_modules_of_functions_is_told_that_there_are_none():
+def test_who_selects_modules_of_functions_is_told_there_are_none():
     model = Bypasses()
     assert not [module for module in model.modules() if isinstance(module, nn.ReLU)]  # and no word
     with pytest.raises(hl.SelectionError, match="ReLU"):
@@ -114,7 +114,7 @@ def test_a_hook_on_a_module_list_never_fires():
 
 
 @pytest.mark.trap(34)
-def test_a_process_wide_hook_leaves_the_fast_path_on_and_misses_what_is_in_it():
+def test_a_process_wide_hook_misses_what_is_in_the_fast_path():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     model, seen = nn.TransformerEncoder(layer, 1).eval(), []
@@ -142,7 +142,7 @@ def test_a_process_wide_hook_leaves_the_fast_path_on_and_misses_what_is_in_it():
 
 
 @pytest.mark.trap(35)
-def test_attention_patterns_are_none_under_sdpa_and_empty_where_they_were_asked_for():
+def test_attention_patterns_are_none_under_sdpa_or_empty():
     import_torchvision()  # transformers imports it, and cannot where its operators are missing
     import transformers
 
@@ -170,7 +170,7 @@ def test_attention_patterns_are_none_under_sdpa_and_empty_where_they_were_asked_
 
 
 @pytest.mark.trap(37)
-def test_a_recorder_sees_the_unedited_value_if_it_was_registered_before_the_edit():
+def test_a_recorder_before_the_edit_sees_the_unedited_value():
     model, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), []
     handles = [
         model[0].register_forward_hook(lambda module, args, output: kept.append(output)),

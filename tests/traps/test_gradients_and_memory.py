@@ -27,7 +27,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.trap(39)
-def test_a_gradient_that_is_changed_in_place_changes_that_of_another_branch():
+def test_a_gradient_changed_in_place_changes_another_branchs():
     model = Branches()
 
     def zeroed(grad):
@@ -52,7 +52,7 @@ def test_a_gradient_that_is_changed_in_place_changes_that_of_another_branch():
 
 
 @pytest.mark.trap(39)
-def test_a_recorded_grad_changes_when_it_is_clipped_or_set_to_zero():
+def test_a_recorded_grad_changes_when_it_is_clipped_or_zeroed():
     model, kept = nn.Sequential(nn.Linear(3, 1)), []
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
     with hl.record(model, "0.weight:grad") as run:
@@ -80,7 +80,7 @@ class Two(nn.Module):
 
 @pytest.mark.trap(40)
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-def test_the_legacy_backward_hooks_grad_input_is_that_of_the_last_operation():
+def test_the_legacy_hooks_grad_input_is_the_last_operations():
     model, seen, x = nn.Sequential(Two(), nn.Linear(2, 2)), [], X.clone().requires_grad_()
     handles = [
         module.register_backward_hook(lambda module, grads_in, grads_out: seen.append(grads_in))
@@ -154,7 +154,7 @@ def test_a_kept_slice_keeps_the_storage_of_the_whole():
 
 
 @pytest.mark.trap(41)
-def test_a_tensor_hook_that_closes_over_its_tensor_is_never_freed():
+def test_a_tensor_hook_that_closes_over_its_tensor_is_not_freed():
     model, by_hand = Sized(), Sized()
 
     def hook(module, args, output):
@@ -177,7 +177,7 @@ class Stop(Exception):
 
 
 @pytest.mark.trap(41)
-def test_an_exception_that_stops_early_keeps_the_activations_as_long_as_it_is_held():
+def test_an_exception_that_stops_early_keeps_activations_if_held():
     model = Sized()
 
     def hook(module, args, output):

@@ -36,7 +36,7 @@ def truth(model):
 
 
 @pytest.mark.trap(17)
-def test_an_in_place_layer_rewrites_what_was_recorded_before_it_detached_or_not():
+def test_an_in_place_layer_rewrites_what_was_recorded_before_it():
     model = Net().eval()
     expected, _ = truth(model)
     kept = {}
@@ -64,7 +64,7 @@ def test_an_in_place_layer_rewrites_what_was_recorded_before_it_detached_or_not(
 
 
 @pytest.mark.trap(18)
-def test_gradients_of_a_record_that_was_written_to_are_those_of_the_later_value():
+def test_gradients_of_a_written_record_are_the_later_values():
     model = Net().eval()
     _, expected = truth(model)
     kept = {}
@@ -87,7 +87,7 @@ def test_gradients_of_a_record_that_was_written_to_are_those_of_the_later_value(
 
 
 @pytest.mark.trap(19)
-def test_a_full_backward_hook_before_an_in_place_layer_is_an_error_about_views():
+def test_a_full_backward_hook_before_in_place_is_an_error():
     model = Net().eval()
     _, expected = truth(model)
     handle = model.bn1.register_full_backward_hook(lambda *_: None)

@@ -25,7 +25,7 @@ class Keep:
 
 
 @pytest.mark.trap(26)
-def test_a_hook_on_a_tensor_under_no_grad_is_an_error_that_names_no_module(model):
+def test_a_tensor_hook_under_no_grad_fails_naming_no_module(model):
     handle = model[0].register_forward_hook(
         lambda module, args, output: output.register_hook(torch.zeros_like) and None
     )
@@ -42,7 +42,7 @@ def test_a_hook_on_a_tensor_under_no_grad_is_an_error_that_names_no_module(model
 
 
 @pytest.mark.trap(26)
-def test_a_record_of_inference_mode_is_rewritten_without_a_trace_and_is_no_part_of_autograd(model):
+def test_a_record_of_inference_mode_is_rewritten_without_a_trace(model):
     kept, weight = Keep(), torch.ones(3, requires_grad=True)
     model[1] = nn.ReLU(inplace=True)
     expected = model[0](X).detach()
@@ -79,7 +79,7 @@ def test_a_norm_inside_a_hook_under_autocast_is_of_sixteen_bits(model):
 
 @pytest.mark.trap(28)
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_a_record_of_a_transform_is_a_wrapper_of_a_level_that_is_gone(model, transform):
+def test_a_record_of_a_transform_is_a_wrapper_of_a_gone_level(model, transform):
     kept = Keep()
     handle = model[0].register_forward_hook(kept)
     run_it = {

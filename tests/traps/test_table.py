@@ -21,7 +21,7 @@ def test_every_trap_has_one_row_and_a_test():
     assert [int(row[1]) for row in MAKER["ROW"].finditer(MAKER["PAGE"].read_text())] == numbers
 
 
-def test_tests_of_one_file_name_it_once_and_those_that_fail_say_so(tmp_path):
+def test_tests_of_one_file_name_it_once_and_failing_ones_say_so(tmp_path):
     (tmp_path / "test_one.py").write_text(
         "@pytest.mark.trap(3)\n@pytest.mark.trap(4)\ndef test_a(): ...\n"
         "@pytest.mark.xfail(strict=True)\n@pytest.mark.trap(3)\ndef test_b(): ...\n"

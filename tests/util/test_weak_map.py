@@ -43,7 +43,7 @@ def few_to_collect():
 
 @pytest.mark.usefixtures("few_to_collect")
 @pytest.mark.parametrize("is_in_cycle", [False, True])
-def test_what_is_gone_is_forgotten_and_what_has_its_id_is_another(is_in_cycle):
+def test_what_is_gone_is_forgotten_and_its_id_is_anothers(is_in_cycle):
     known = WeakIdentityMap()
     for number in range(100):  # ids are given again
         thing = Thing()

@@ -60,7 +60,7 @@ class Callable:
         return None
 
 
-def test_partials_objects_and_builtins_are_named_for_what_they_call():
+def test_partials_objects_builtins_are_named_by_what_they_call():
     model = nn.Linear(2, 2)
     for hook in (functools.partial(mine, output=None), Callable(), print, json.dumps):
         model.register_forward_hook(hook)
@@ -84,7 +84,7 @@ def test_a_librarys_hook_is_that_librarys(monkeypatch):
     assert [entry.owner for entry in hl.inventory(model)] == ["_pytest"]
 
 
-def test_hooks_of_a_line_say_where_they_stand_and_a_copys_that_they_are_inert():
+def test_hooks_of_a_line_say_where_they_are_a_copys_are_inert():
     model = nn.Sequential(nn.Linear(2, 2))
     with hl.record(model, "0"):
         copied = copy.deepcopy(model)

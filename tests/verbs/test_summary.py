@@ -34,7 +34,7 @@ def test_shapes_parameters_flops_and_memory_are_right(net, image):
     assert table.failure is None
 
 
-def test_activations_are_the_outputs_of_the_modules_that_hold_no_other():
+def test_activations_are_the_outputs_of_innermost_modules():
     model = nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     table = hl.summary(model, torch.zeros(3, 2))
     assert table.activation_bytes == 4 * 3 * (4 + 8 + 8)
@@ -76,7 +76,7 @@ def test_shared_modules_and_parameters_are_counted_once():
     assert len(table.rows) == 3
 
 
-def test_a_model_larger_than_memory_is_described_on_the_meta_device():
+def test_a_model_larger_than_memory_is_described_on_meta():
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(200_000, 200_000, bias=False) for _ in range(4)])
     table = hl.summary(model, torch.zeros(1, 200_000))
@@ -85,7 +85,7 @@ def test_a_model_larger_than_memory_is_described_on_the_meta_device():
     assert rows(table)["3"].output == "[1, 200000]"
 
 
-def test_a_forward_that_fails_keeps_what_ran_and_names_the_module(net):
+def test_a_failing_forward_keeps_what_ran_and_names_the_module(net):
     net.fc = nn.Linear(7, 5)
     table = hl.summary(net, torch.zeros(1, 3, 8, 8))
     assert table.failure.startswith("fc (Linear), which got Tensor[1, 4]: RuntimeError: ")
@@ -141,7 +141,7 @@ def test_it_prints_as_a_table(net, image):
     assert "BatchNorm2d" in text
 
 
-def test_a_model_that_does_things_when_its_mode_changes_is_not_told():
+def test_a_model_that_reacts_to_its_mode_is_not_told():
     class Merging(nn.Linear):
         merged = False
 
@@ -155,7 +155,7 @@ def test_a_model_that_does_things_when_its_mode_changes_is_not_told():
     assert model[0].training
 
 
-def test_buffers_that_the_forward_replaces_and_inference_buffers_are_put_back():
+def test_replaced_and_inference_buffers_are_put_back():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()

@@ -191,7 +191,7 @@ def test_what_is_made_to_be_read_reads_so_at_a_prompt():
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_a_narrow_terminal_folds_long_names_and_keeps_the_numbers(width):
+def test_a_narrow_terminal_folds_long_names_not_the_numbers(width):
     name = "the_projection_of_the_attention_" * 2
     model = nn.Sequential()
     model.add_module(name, nn.Linear(8, 64))

@@ -57,7 +57,7 @@ def test_with_colours_each_character_is_two_cells(ramp):
         assert text.count(cell) == 4
 
 
-def test_in_a_narrow_terminal_histograms_have_fewer_bars_and_numbers_stay_whole():
+def test_in_a_narrow_terminal_bars_are_fewer_and_numbers_whole():
     model = nn.Identity()
     with hl.record(model) as run:
         model(torch.linspace(-1.234, 5.678, 640))
@@ -75,7 +75,7 @@ def test_under_no_color_maps_are_shades_too(ramp):
 
 
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": "truecolor"}])
-def test_in_an_old_code_page_it_is_drawn_with_characters_that_it_has(ramp, options):
+def test_in_an_old_code_page_it_is_drawn_with_its_characters(ramp, options):
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, "ascii")
     Console(file=out, width=120, **options).print(terminal_plots(ramp))

@@ -72,7 +72,7 @@ def test_raw_hooks_are_given_what_torchs_full_backward_hooks_are(net, image):
         assert all(map(torch.equal, found[path], expected[path])), path
 
 
-def test_a_tensor_given_as_several_arguments_is_one_tensor_inside(x):
+def test_a_tensor_given_as_several_arguments_is_one_inside(x):
     torch.manual_seed(0)
     model = Asking()
     ((found, _),) = backward_at(model, "attention", x)
@@ -101,7 +101,7 @@ def test_an_in_place_layer_hides_no_gradient(n_dims, between):
         assert not model[0].weight.grad.any()
 
 
-def test_several_inputs_of_which_one_is_changed_in_place_are_refused_with_the_remedy(x):
+def test_in_place_on_one_of_several_inputs_is_refused(x):
     class AddTo(nn.Module):
         def forward(self, x, y):
             return x.add_(y)
@@ -158,7 +158,7 @@ class TwoOf(nn.Module):
 
 @pytest.mark.parametrize("kind", ["backward_pre", "backward"])
 @pytest.mark.parametrize("is_view", [False, True])
-def test_an_output_of_several_changed_in_place_gives_its_gradient_or_an_error(x, kind, is_view):
+def test_in_place_on_one_of_several_outputs_is_right_or_refused(x, kind, is_view):
     def step(model, x):
         v, total = model(x)
         v.mul_(2)
@@ -179,7 +179,7 @@ def test_an_output_of_several_changed_in_place_gives_its_gradient_or_an_error(x,
     assert len(run[":grad_output"]) == 2
 
 
-def test_an_argument_that_came_after_others_had_met_has_its_gradient_too(x):
+def test_an_argument_that_comes_after_others_has_its_gradient(x):
     class Keyword(nn.Module):
         def forward(self, a, b):
             return a * b
@@ -197,7 +197,7 @@ def test_an_argument_that_came_after_others_had_met_has_its_gradient_too(x):
     assert torch.equal(found["everywhere"][1], a * 3)
 
 
-def test_an_output_that_an_edit_put_among_others_has_its_gradient_too(x):
+def test_an_output_that_an_edit_adds_has_its_gradient(x):
     class Pair(nn.Module):
         def forward(self, x):
             return x * 2, x * 3
@@ -218,7 +218,7 @@ def test_an_output_that_an_edit_put_among_others_has_its_gradient_too(x):
     assert torch.equal(x.grad, one * 17)
 
 
-def test_a_tensor_taken_twice_has_one_gradient_and_takes_one_back(x):
+def test_a_tensor_taken_twice_has_and_takes_one_gradient(x):
     class Twice(nn.Module):
         def forward(self, a, b):
             return a * 2 + b * 5
@@ -274,7 +274,7 @@ def test_what_is_read_from_a_views_base_is_not_the_views():
     assert all(map(torch.equal, found[True], found[False]))
 
 
-def test_a_write_that_nobody_can_find_gives_no_gradient_rather_than_a_wrong_one(x):
+def test_an_untraceable_write_gives_no_gradient_not_a_wrong_one(x):
     class Part(nn.Module):
         def forward(self, y):
             return y[:2]
@@ -305,7 +305,7 @@ def test_a_write_that_nobody_can_find_gives_no_gradient_rather_than_a_wrong_one(
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_an_input_that_several_passes_share_keeps_no_hook_and_they_are_apart(is_leaf):
+def test_an_input_shared_by_passes_keeps_no_hook_and_is_apart(is_leaf):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     leaf = torch.randn(3, 4, requires_grad=True)
     shared = leaf if is_leaf else leaf * 2
@@ -446,7 +446,7 @@ class Between(nn.Module):
     st.sets(st.sampled_from(["grad_output", "grad_input", "grad"]), min_size=1),
     st.sampled_from(["", "forward", "backward"]),
 )
-def test_gradients_of_any_structure_are_right_and_nothing_is_left(taken, out, ports, fails):
+def test_gradients_of_any_structure_are_right_and_leave_nothing(taken, out, ports, fails):
     model, x = Between(taken, out), torch.ones(2, requires_grad=True)
 
     def fail(grad):

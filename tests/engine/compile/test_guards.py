@@ -107,7 +107,7 @@ def lines(model, rng):
 
 @pytest.mark.parametrize("form", ["whole", "regional", "parts"])
 @pytest.mark.parametrize("seed", range(3))
-def test_lines_that_come_and_go_in_any_order_see_what_they_would_in_eager_code(form, seed):
+def test_lines_that_come_and_go_in_any_order_see_as_in_eager(form, seed):
     """Each state of the hooks is met by code that was compiled for another one."""
     rng = random.Random(seed)
     model = model_of_steps()
@@ -144,7 +144,7 @@ def test_lines_that_come_and_go_in_any_order_see_what_they_would_in_eager_code(f
 
 
 @pytest.mark.parametrize("form", ["whole", "regional", "parts"])
-def test_an_edit_that_comes_to_a_module_with_other_hooks_is_honoured_each_time(form):
+def test_an_edit_beside_other_hooks_is_honoured_each_time(form):
     """Code that was compiled without it, and without a guard on its place, is not served again."""
     model = model_of_steps()
     call, plain = compiled(model, form), model(X)
@@ -161,7 +161,7 @@ def test_an_edit_that_comes_to_a_module_with_other_hooks_is_honoured_each_time(f
 
 
 @pytest.mark.parametrize("own", [None, *OWN])
-def test_a_marked_module_does_what_it_did_and_gets_back_what_it_had(own):
+def test_a_marked_module_does_what_it_did_and_is_restored(own):
     module = Step()
     if own is not None:
         module.forward = OWN[own](module)
@@ -179,7 +179,7 @@ def test_a_marked_module_does_what_it_did_and_gets_back_what_it_had(own):
     assert ("forward" in vars(module)) == (own is not None)
 
 
-def test_a_mark_is_the_same_to_compiled_code_for_the_same_kinds_of_hooks_only():
+def test_a_mark_is_the_same_for_the_same_kinds_of_hooks_only():
     """Or each line would need code of its own; or none would be noticed."""
     module, codes = Step(), []
     for ports in ("output", "input", ("output", "input"), "output", "input"):
@@ -207,7 +207,7 @@ class Same:
 
 
 @pytest.mark.parametrize("own", TRACEABLE)
-def test_lines_on_a_module_with_a_forward_of_its_own_are_one_graph(own):
+def test_lines_on_a_module_with_its_own_forward_are_one_graph(own):
     model = nn.Sequential(Step())
     model[0].forward = OWN[own](model[0])
     call, expected = torch.compile(model, backend="eager", fullgraph=True), model(X)
@@ -228,7 +228,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("how", WRAPS)
-def test_what_wraps_a_mark_while_a_line_is_on_is_the_users_and_stays(how):
+def test_what_wraps_a_mark_under_a_line_is_the_users_and_stays(how):
     model = nn.Sequential(Step())
     expected = model(X) + 100
     torch.compile(Step(), backend="eager")(X)
@@ -243,7 +243,7 @@ def test_what_wraps_a_mark_while_a_line_is_on_is_the_users_and_stays(how):
 
 @pytest.mark.parametrize("form", ["regional", "parts"])
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_mark_that_was_kept_and_put_back_when_its_line_was_over_hides_no_line(form, is_replaced):
+def test_a_mark_that_was_kept_and_put_back_hides_no_line(form, is_replaced):
     model, step = nn.Sequential(Block(Step(), nn.Tanh())), Step()
     model[0][0] = step
     call = compiled(model, form)
@@ -263,7 +263,7 @@ def test_a_mark_that_was_kept_and_put_back_when_its_line_was_over_hides_no_line(
     assert "forward" not in vars(step)
 
 
-def test_a_forward_that_is_not_to_be_compiled_is_not_compiled_under_a_line_either():
+def test_a_forward_not_to_be_compiled_is_not_under_a_line_either():
     class Off(Step):
         @torch.compiler.disable(recursive=False)
         def forward(self, x):
@@ -277,7 +277,7 @@ def test_a_forward_that_is_not_to_be_compiled_is_not_compiled_under_a_line_eithe
     counters.clear()  # such a forward breaks the graph, with a line or without
 
 
-def test_a_model_whose_part_has_a_function_for_a_forward_is_pickled_under_a_line():
+def test_a_part_with_a_function_for_a_forward_is_pickled():
     model = nn.Sequential(Step())
     model[0].forward = ninefold
     torch.compile(Step(), backend="eager")(X)
@@ -314,7 +314,7 @@ def test_inputs_have_the_same_names_under_a_mark(own):
     marks.unmark(model[0], OWNER)
 
 
-def test_inputs_of_a_forward_that_is_written_in_c_have_the_same_names_under_a_mark():
+def test_inputs_of_a_forward_in_c_keep_their_names_under_a_mark():
     model = nn.Sequential(Step())
     model[0].forward = torch.atan2
     found = []
@@ -397,7 +397,7 @@ def test_what_somebody_puts_in_the_place_of_a_mark_stays():
     assert vars(module)["forward"] is theirs
 
 
-def test_a_forward_whose_code_was_reloaded_is_marked_with_the_new_code():
+def test_a_reloaded_forward_is_marked_with_the_new_code():
     def forward(self, x):
         return x
 
@@ -420,7 +420,7 @@ COPIED = [("deepcopy", own) for own in (None, *OWN)] + [("pickle", None), ("pick
 
 
 @pytest.mark.parametrize(("how", "own"), COPIED)
-def test_copies_of_marked_modules_get_rid_of_the_mark_and_are_their_own(how, own):
+def test_copies_of_marked_modules_shed_it_and_are_their_own(how, own):
     module = Step()
     if own is not None:
         module.forward = OWN[own](module)
@@ -449,7 +449,7 @@ def test_a_marked_module_that_nobody_holds_is_freed(own):
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward", "full_backward_pre"])
-def test_by_default_compiled_code_notices_a_forward_and_not_a_first_hook(kind):
+def test_by_default_compiled_code_sees_forwards_not_first_hooks(kind):
     """When torch notices the hook, marks can go; when it does not notice the forward, they must."""
     module, seen = nn.Sequential(Step()), []
     call = torch.compile(module, backend="eager", fullgraph=True)

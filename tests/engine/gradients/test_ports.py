@@ -107,7 +107,7 @@ def test_the_gradient_of_an_input_is_over_all_its_uses(x):
     assert torch.equal(run["inner:grad_input"], input_gradients(model, x)["inner"])
 
 
-def test_a_tensor_given_as_several_arguments_is_one_tensor_with_one_gradient(x):
+def test_a_tensor_given_as_several_arguments_has_one_gradient(x):
     torch.manual_seed(0)
     model = Asking()
     expected = input_gradients(model, x)["attention"]
@@ -166,7 +166,7 @@ def test_an_in_place_layer_hides_no_gradient_before_it(n_dims, between, ports):
 
 @pytest.mark.parametrize("inner", [nn.Identity(), nn.Linear(4, 4)])
 @pytest.mark.parametrize("ports", ["grad_output", "grad_input", ("grad_output", "grad_input")])
-def test_what_is_added_to_in_place_after_a_module_has_the_gradient_it_had_there(x, inner, ports):
+def test_what_is_added_to_after_a_module_has_its_gradient_there(x, inner, ports):
     torch.manual_seed(0)
     model = Adding(inner)
     given = model.stem(x).detach().requires_grad_()
@@ -180,7 +180,7 @@ def test_what_is_added_to_in_place_after_a_module_has_the_gradient_it_had_there(
     assert len(run) == (2 if isinstance(ports, tuple) else 1)
 
 
-def test_an_input_that_a_composite_module_changes_in_place_has_its_whole_gradient(x):
+def test_an_input_a_composite_changes_has_its_whole_gradient(x):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), InPlace(), nn.Linear(4, 1))
     for given in (x, x.expand(2, 3, 4).contiguous()):
@@ -193,7 +193,7 @@ def test_an_input_that_a_composite_module_changes_in_place_has_its_whole_gradien
         assert all(torch.equal(grad, expected) for grad in run.values())
 
 
-def test_a_part_of_a_tensor_that_is_changed_in_place_has_its_own_gradient_alone(x):
+def test_a_part_changed_in_place_has_its_own_gradient_alone(x):
     class Part(nn.Module):
         def __init__(self):
             super().__init__()
@@ -225,7 +225,7 @@ def test_a_part_of_a_tensor_that_is_changed_in_place_has_its_own_gradient_alone(
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("n_dims", [2, 3])
-def test_the_consumers_gradient_is_edited_before_the_producers_is_recorded(inplace, n_dims):
+def test_consumers_are_edited_before_producers_are_recorded(inplace, n_dims):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 2))
     x = torch.randn(*(3, 2, 4)[-n_dims:])
     with (
@@ -247,7 +247,7 @@ def test_views_of_every_kind_of_number_are_followed(dtype):
     assert torch.equal(run["stem:grad_output"], run["inner:grad_input"])
 
 
-def test_a_gradient_of_a_view_that_was_written_to_can_be_differentiated_again(x):
+def test_gradients_of_written_views_can_be_differentiated_again(x):
     torch.manual_seed(0)
     model = Adding(nn.Identity())
     x = x.expand(2, 3, 4).clone().requires_grad_()
@@ -360,7 +360,7 @@ def test_a_copy_of_a_model_with_gradient_hooks_is_inert(net, image, make):
     assert not len(hl.inventory(net))
 
 
-def test_a_line_that_ended_before_backward_leaves_recordings_and_gradients_alone(net, image):
+def test_a_line_ended_before_backward_leaves_gradients_alone(net, image):
     _, *expected = bare_gradients(net, image)
     net.zero_grad()
     line = hl.record(net, ports=("grad_output", "grad_input", "grad"))

@@ -125,7 +125,7 @@ def test_a_line_on_the_compiled_object_is_the_same(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_line_that_is_attached_before_the_first_compiled_call_is_honoured(form):
+def test_a_line_made_before_the_first_compiled_call_is_honoured(form):
     model = make()
     expected = recorded(model, model, ("output",))
     run = compiled(model, form)
@@ -150,7 +150,7 @@ def test_one_of_many_alike_is_hooked_alone(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_edits_are_made_inside_the_graph_and_a_sweep_is_one_graph(form):
+def test_edits_are_made_inside_the_graph_a_sweep_is_one_graph(form):
     model, found = make(), []
     run = compiled(model, form)
     run(X)
@@ -303,7 +303,7 @@ def test_keep_is_what_the_graph_computes():
     torch.testing.assert_close(seen["2"], torch.stack([h.mean(), h.std()]))
 
 
-def test_a_hook_that_no_graph_can_hold_is_an_error_and_nothing_is_left():
+def test_a_hook_no_graph_can_hold_is_an_error_leaving_nothing():
     model = make()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     run(X)
@@ -316,7 +316,7 @@ def test_a_hook_that_no_graph_can_hold_is_an_error_and_nothing_is_left():
     counters.clear()
 
 
-def test_a_model_in_a_compiled_function_is_refused_with_the_remedy():
+def test_a_model_in_a_compiled_function_is_refused():
     model = make()
     run = torch.compile(lambda x: model(x).sum(), backend="aot_eager", fullgraph=True)
     run(X)

@@ -134,7 +134,7 @@ def test_the_last_handle_takes_torchs_process_wide_hooks_off(case, kind):
         assert not any(case.hooks())
 
 
-def test_of_two_hooks_at_one_site_the_other_stays_and_its_key_is_its_own(case):
+def test_of_two_hooks_at_a_site_the_other_stays_with_its_key(case):
     seen = []
     with hl.attach(case.model) as one, hl.attach(case.model) as other:
         first = one.forward("0", lambda *_: seen.append("first"))
@@ -213,7 +213,7 @@ def test_a_line_whose_handles_are_all_removed_may_be_dropped():
     gc.collect()
 
 
-def test_removing_after_the_end_of_the_line_touches_no_hook_of_another(case):
+def test_removing_after_the_line_touches_no_hook_of_another(case):
     seen = []
     line = hl.attach(case.model)
     handle = line.forward("0", lambda *_: None)
@@ -247,7 +247,7 @@ def test_removed_from_inside_the_hook_it_has_fired_once(case, kind):
 
 
 @pytest.mark.parametrize(("kind", "is_everywhere"), BOTH)
-def test_removed_while_its_module_runs_it_leaves_the_numbers_right(case, kind, is_everywhere):
+def test_removed_while_its_module_runs_it_leaves_numbers_right(case, kind, is_everywhere):
     case.model(torch.ones(2, 3)).sum().backward()
     expected = [p.grad.clone() for p in case.model.parameters()]
     case.model.zero_grad()
@@ -263,7 +263,7 @@ def test_removed_while_its_module_runs_it_leaves_the_numbers_right(case, kind, i
     assert not any(case.hooks())
 
 
-def test_saved_tensors_of_inner_modules_stay_packed_when_the_outer_handle_goes():
+def test_saved_tensors_inside_stay_packed_when_the_outer_goes():
     model = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Tanh()), nn.Tanh())
     inner, outer = [], []
     x = torch.ones(2, requires_grad=True)

@@ -34,7 +34,7 @@ def test_a_line_that_nobody_holds_is_taken_off_and_says_so(net, image, verb):
     assert not len(hl.inventory(net))
 
 
-def test_the_warning_of_a_dropped_line_is_at_the_line_that_made_it(net):
+def test_the_warning_of_a_dropped_line_is_where_it_was_made(net):
     def drop():
         line = hl.record(net)
         del line
@@ -92,7 +92,7 @@ def test_an_unheld_line_goes_though_its_pass_was_broken_off(error, is_handling):
     assert not len(hl.inventory(model))
 
 
-def test_an_unheld_line_goes_with_the_thread_that_ended_in_its_forward():
+def test_an_unheld_line_goes_with_the_thread_that_ended_in_it():
     model = nn.Sequential(nn.Linear(2, 2), Leaves(SystemExit))
 
     def work():
@@ -111,7 +111,7 @@ def test_an_unheld_line_goes_with_the_thread_that_ended_in_its_forward():
 
 
 @pytest.mark.filterwarnings("ignore:an hl.record line was dropped")
-def test_an_interrupt_at_any_line_of_hooklines_code_leaves_nothing(interrupted):
+def test_an_interrupt_at_any_line_leaves_nothing(interrupted):
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     torchs = checkpoint._checkpoint_hook, vars(checkpoint.CheckpointFunction).copy()
 

@@ -91,7 +91,7 @@ def optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_the_plain_dictionary_underneath_is_in_the_order_in_which_hooks_are_called():
+def test_the_dictionary_underneath_is_in_the_order_of_calling():
     """Autograd, and dynamo of torch 2.11, go by that."""
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     handles = [model.register_forward_hook(lambda *_: None) for _ in range(3)]
@@ -156,7 +156,7 @@ def test_the_order_is_the_same_whatever_was_attached_first(case, with_everywhere
 
 
 @pytest.mark.parametrize("case", ["one", "two"])
-def test_hooks_on_inputs_come_everywhere_first_then_as_added_then_edits_then_recorders(case):
+def test_on_inputs_everywhere_first_then_hooks_edits_recorders(case):
     names = ["everywhere", "first", "second", "edit", "record"]
     for order in itertools.permutations(["everywhere", "lines", "edit", "record"]):
         torch.manual_seed(0)
@@ -349,7 +349,7 @@ def test_a_line_that_holds_every_kind_keeps_nothing_alive():
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def test_copies_are_clean_after_their_first_run_also_where_a_pre_hook_fails(model, optimizer):
+def test_copies_are_clean_after_a_first_run_whose_pre_hook_fails(model, optimizer):
     seen = []
 
     def fail(module, args):

@@ -22,7 +22,7 @@ def has(model, tensor):
     return Untold(model, len(list(model.modules()))).has(Current(), tensor)
 
 
-def test_parameters_buffers_and_their_views_are_untold_and_other_tensors_are_not():
+def test_parameters_buffers_their_views_are_untold_others_not():
     model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40))
     for tensor in (*model.parameters(), *model.buffers()):
         assert has(model, tensor)
@@ -41,7 +41,7 @@ def test_parameters_buffers_and_their_views_are_untold_and_other_tensors_are_not
     ],
     ids=["moved", "assigned", "replaced"],
 )
-def test_parameters_that_have_moved_since_the_last_pass_are_found(move):
+def test_parameters_moved_since_the_last_pass_are_found(move):
     model = nn.Linear(40, 40)
     untold = Untold(model, 1)
     kept = [model.weight, model.bias]  # so that no new one can lie where they did
@@ -58,7 +58,7 @@ def test_a_layer_that_is_added_between_two_lines_is_found():
     assert has(model, model[1].weight.detach())
 
 
-def test_what_moved_where_no_witness_is_is_refused_when_looked_up():
+def test_what_moved_without_a_witness_is_refused_at_the_look_up():
     class Gives(nn.Module):
         def __init__(self):
             super().__init__()
@@ -91,7 +91,7 @@ def test_a_model_is_not_held_by_what_is_known_of_its_memory():
     assert not any(one is None for one, _ in unversioned._memories.items())
 
 
-def test_only_layers_that_compute_into_memory_of_their_own_are_trusted():
+def test_only_layers_with_memory_of_their_own_are_trusted():
     assert makes_new_memory(nn.Linear)
     assert makes_new_memory(nn.Conv2d)
 
@@ -139,7 +139,7 @@ def test_weights_that_modules_hand_on_are_copied_at_each(gives, selector):
     assert all(not value.any() for value in run.values())
 
 
-def test_what_a_module_hands_on_is_asked_about_once_and_is_refused_once_changed():
+def test_what_a_module_hands_on_is_refused_once_changed():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()

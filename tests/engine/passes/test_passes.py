@@ -43,7 +43,7 @@ def test_a_root_that_calls_itself_stays_in_one_pass():
     assert [len(one.calls("")) for one in run.passes] == [7, 3]
 
 
-def test_submodules_run_by_hand_are_gathered_in_a_pass_of_their_own(net, image):
+def test_submodules_run_by_hand_are_in_a_pass_of_their_own(net, image):
     with hl.record(net, "**.conv") as run:
         hidden = net.stem(image)
         net.layer1(hidden)
@@ -94,7 +94,7 @@ def test_an_interrupt_ends_the_pass_at_the_next_run(net, image):
     assert [len(one) for one in run.passes] == [2, 4]
 
 
-def test_an_interrupt_that_ends_the_line_too_leaves_its_pass_failed(net, image):
+def test_an_interrupt_that_ends_the_line_leaves_its_pass_failed(net, image):
     def interrupt(module, args):
         raise KeyboardInterrupt
 
@@ -106,7 +106,7 @@ def test_an_interrupt_that_ends_the_line_too_leaves_its_pass_failed(net, image):
     assert only.failed is True
 
 
-def test_a_line_that_is_ended_inside_the_forward_has_seen_no_failure(net, image):
+def test_a_line_ended_inside_the_forward_has_seen_no_failure(net, image):
     line = hl.record(net, "layer1.*.conv")
     handle = net.layer2.register_forward_pre_hook(lambda module, args: line.remove())
     net(image)
@@ -166,7 +166,7 @@ def test_async_tasks_that_share_a_model_record_apart(net, image):
         assert all(torch.equal(one["stem"], net.stem(image * factor)) for one in run.passes)
 
 
-def test_a_model_run_in_another_thread_is_not_seen_and_that_is_said(net, image):
+def test_a_model_run_in_another_thread_is_not_seen_and_said_so(net, image):
     with (
         pytest.warns(hl.HooklineWarning, match=r"saw nothing: the model ran in another thread"),
         hl.record(net, "fc") as run,
@@ -183,7 +183,7 @@ def test_a_copied_context_brings_the_line_along(net, image):
     assert torch.equal(run["fc"], net(image))
 
 
-def test_a_line_that_is_asked_to_sees_every_thread_each_ones_passes_apart(looped):
+def test_a_line_of_every_thread_keeps_the_passes_of_each_apart(looped):
     line = hl.record(looped, "block", every_thread=True)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(looped, [torch.full((1, 2), float(k)) for k in range(40)]))
@@ -192,7 +192,7 @@ def test_a_line_that_is_asked_to_sees_every_thread_each_ones_passes_apart(looped
     assert all(len(one.calls("block")) == 3 for one in line.recording.passes)
 
 
-def test_a_line_that_ends_in_another_context_than_it_began_in_ends(net, image, left_as_found):
+def test_a_line_ends_in_another_context_than_it_began_in(net, image, left_as_found):
     before = left_as_found(net)
     line = hl.record(net, "fc")
     contextvars.copy_context().run(line.__enter__)
@@ -230,7 +230,7 @@ def test_features_inside_a_line_end_its_pass_without_a_failure(net, image):
     assert [len(one) for one in run.passes] == [1, 2, 4]
 
 
-def test_features_inside_a_hook_of_the_same_model_leave_the_outer_pass_whole(net, image):
+def test_features_in_a_models_hook_leave_the_outer_pass_whole(net, image):
     seen = []
 
     def look(module, args, output):
@@ -248,7 +248,7 @@ def test_features_inside_a_hook_of_the_same_model_leave_the_outer_pass_whole(net
     assert len(only.calls("stem")) == 2
 
 
-def test_a_line_that_is_closed_in_another_thread_keeps_nothing_alive(net, image):
+def test_a_line_closed_in_another_thread_keeps_nothing_alive(net, image):
     line = hl.record(net, "fc")
     run = line.__enter__()
     net(image)
@@ -287,7 +287,7 @@ class EndsTheLine:
 
 
 @pytest.mark.parametrize(("part", "site"), [("", ":input"), ("", "stem"), ("stem", "stem")])
-def test_nothing_is_edited_once_another_thread_has_ended_the_line(net, image, part, site):
+def test_nothing_is_edited_after_another_thread_ends_the_line(net, image, part, site):
     expected = net.get_submodule(part)(image)
     line = hl.edit(net, site, hl.edits.scale(0), every_thread=True)
     line.options.quiet = True
@@ -295,7 +295,7 @@ def test_nothing_is_edited_once_another_thread_has_ended_the_line(net, image, pa
     assert torch.equal(net.get_submodule(part)(image), expected)
 
 
-def test_a_pass_that_begins_while_another_thread_ends_the_line_is_ended_too(net, image):
+def test_a_pass_begun_as_another_thread_ends_the_line_is_ended(net, image):
     line = hl.record(net, "stem", every_thread=True)
     line._line.options.quiet = True
     passes, begins, may_begin = line._line.passes, threading.Event(), threading.Event()
@@ -327,7 +327,7 @@ def test_a_pass_that_begins_while_another_thread_ends_the_line_is_ended_too(net,
     assert line.report().passes == 1
 
 
-def test_a_line_that_ends_while_another_thread_runs_the_model_ends_its_pass(net, image):
+def test_a_line_ended_while_another_thread_runs_ends_its_pass(net, image):
     reached, go_on = threading.Event(), threading.Event()
 
     def wait(module, args):
@@ -363,7 +363,7 @@ class Stepped(nn.Module):
 @pytest.mark.parametrize("line", [
     lambda model: hl.record(model, "**"), lambda model: hl.edit(model, "decoder#1", lambda t: t + 1)
 ])  # fmt: skip
-def test_a_root_that_is_never_called_is_said_to_gather_its_batches(line):
+def test_a_root_never_called_is_said_to_gather_its_batches(line):
     model = Stepped()
 
     def train():

@@ -117,7 +117,7 @@ class Calling(nn.Module):
         return self.inner(a, x=b)
 
 
-def test_an_edit_that_changes_nothing_leaves_a_call_with_one_name_twice():
+def test_an_edit_that_changes_nothing_leaves_one_name_twice():
     model, a, b = Calling(), torch.tensor(1.0), torch.tensor(2.0)
     with hl.edit(model, "inner:input", dict):
         assert model(a, b) == 21
@@ -188,7 +188,7 @@ def test_a_replaced_forward_is_not_kept_alive():
         model(a, a)
 
 
-def test_gradients_of_arguments_have_the_names_of_the_forward_that_runs():
+def test_gradients_have_argument_names_of_the_forward_that_runs():
     model = Minus()
 
     def run_once():
@@ -204,7 +204,7 @@ def test_gradients_of_arguments_have_the_names_of_the_forward_that_runs():
     assert [list(one) for one in found] == [["x", "y"], ["y", "x"]]
 
 
-def test_names_in_compiled_code_are_those_of_the_forward_that_runs():
+def test_names_in_compiled_code_are_of_the_forward_that_runs():
     torch._dynamo.reset()
 
     class Outer(nn.Module):
@@ -250,7 +250,7 @@ def test_forward_hooks_are_given_what_torchs_are(by, with_kwargs):
     assert seen[1][-1] is y
 
 
-def test_a_hook_removed_during_a_call_is_still_called_in_it_and_then_no_more():
+def test_a_hook_removed_in_a_call_is_called_in_it_then_no_more():
     # As with torch's own: what is to be called is settled when the calling begins.
     log = []
     for by in ("torch", "hookline"):
@@ -273,7 +273,7 @@ def test_a_hook_removed_during_a_call_is_still_called_in_it_and_then_no_more():
     assert log == ["torch", "hookline"]
 
 
-def test_always_called_hooks_get_what_there_is_when_a_module_raises():
+def test_always_called_hooks_get_what_there_is_after_a_raise():
     class Failing(nn.Module):
         def forward(self, x):
             raise ValueError("here")
@@ -323,7 +323,7 @@ def test_state_dict_hooks_are_given_what_torchs_are():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_named_arguments_need_one_graph_for_all_lines_and_another_for_other_names():
+def test_named_arguments_need_one_graph_for_all_lines():
     class Two(nn.Module):
         def forward(self, first, second, *rest):
             return first * 2 + second

@@ -27,7 +27,7 @@ def test_equal_things_are_told_apart_and_the_same_one_is_found():
     assert counts.get([1]) is None
 
 
-def test_what_was_kept_is_held_so_that_no_other_thing_gets_its_id():
+def test_what_was_kept_is_held_so_no_other_thing_gets_its_id():
     seen = IdentityMap()
     for k in range(100):
         thing = [k]

@@ -48,7 +48,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_mapping_the_identity_keeps_every_structure_and_every_tensor(value):
+def test_mapping_the_identity_keeps_structures_and_tensors(value):
     same = tree.map_tensors(lambda t: t, value)
     assert describe.difference(value, same) is None
     before, after = list(tree.tensors(value)), list(tree.tensors(same))
@@ -86,7 +86,7 @@ def test_a_snapshot_of_a_growing_object_does_not_grow():
     assert type(kept) is Cache
 
 
-def test_a_snapshot_keeps_the_tensors_that_an_object_held_even_if_none_of_them_changed():
+def test_a_snapshot_keeps_tensors_of_an_unchanged_object():
     class Layer:
         def __init__(self):
             self.keys = torch.zeros(1)
@@ -223,7 +223,7 @@ def test_an_empty_cache_that_fills_later_is_not_seen_to_fill():
     assert not list(tree.tensors(kept))
 
 
-def test_values_that_hold_themselves_or_are_very_deep_do_not_end_the_forward():
+def test_values_that_hold_themselves_or_are_deep_do_no_harm():
     loop = [torch.zeros(1)]
     loop.append(loop)
     kept = tree.map_tensors(torch.clone, loop)
@@ -275,7 +275,7 @@ def test_tensors_without_a_shape_or_a_size_are_described():
     assert describe.n_bytes((nested, torch.eye(3).to_sparse(), torch.zeros(2))) >= 8
 
 
-def test_parts_that_are_made_anew_at_each_access_do_not_get_mixed_up():
+def test_parts_made_anew_at_each_access_do_not_get_mixed_up():
     class Fresh(dict):
         """Its values live only as long as somebody holds them."""
 

@@ -77,7 +77,7 @@ def test_no_warning_hides_an_exception(net):
             raise ValueError("mine")
 
 
-def test_recording_everything_does_not_complain_of_what_a_model_leaves_out(net, image):
+def test_recording_all_does_not_complain_of_what_is_left_out(net, image):
     net.unused = nn.Linear(1, 1)
     with hl.record(net) as run:
         net(image)
@@ -92,7 +92,7 @@ def test_what_a_failed_forward_left_out_is_explained(net):
         run["fc"]
 
 
-def test_where_two_reasons_are_possible_the_report_says_who_can_tell(net, image):
+def test_where_two_reasons_are_possible_it_is_said_who_knows(net, image):
     net.unused = nn.Linear(1, 1)
     line = hl.record(net, ["unused", "fc"])
     with pytest.warns(
@@ -138,7 +138,7 @@ def why_silent(model, selector, run, **options):
     return {str(site): why for site, why in line.report().why.items()}
 
 
-def test_compiled_code_is_not_blamed_for_a_layer_that_is_not_called(fresh_dynamo):
+def test_compiled_code_is_not_blamed_for_a_layer_not_called(fresh_dynamo):
     model = torch.compile(Leaving(), backend="eager")
     model(torch.ones(1, 2))
     found = why_silent(model, "unused", lambda: model(torch.ones(1, 2)))
@@ -154,7 +154,7 @@ def test_a_fast_path_that_the_line_turned_off_is_not_blamed():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_a_parameter_of_a_script_module_that_got_no_gradient_is_explained():
+def test_a_script_parameter_without_gradient_is_explained():
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))))
     found = why_silent(model, "0.0:grad", lambda: model(torch.ones(1, 2)))
     assert list(found) == ["0.0.weight:grad", "0.0.bias:grad"]

@@ -14,7 +14,7 @@ def test_every_module_once_in_registration_order(net):
     assert [node.module for node in nodes] == list(net.modules())
 
 
-def test_a_shared_module_carries_all_its_paths_and_those_below_it():
+def test_a_shared_module_and_those_below_carry_all_its_paths():
     shared = nn.Sequential(nn.Linear(2, 2))
     model = nn.ModuleDict({"a": shared, "b": shared})
     by_path = {node.path: node.aliases for node in walk(model)}
@@ -61,7 +61,7 @@ def test_every_parameter_once_in_registration_order(net):
     assert nodes[0].type_name == "Conv2d.weight"
 
 
-def test_a_shared_modules_and_a_tied_parameter_carry_all_their_paths():
+def test_shared_modules_and_tied_parameters_carry_all_paths():
     shared, head = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     head.weight = shared.weight
     model = nn.ModuleDict({"a": shared, "b": shared, "head": head})
@@ -78,7 +78,7 @@ def test_tensors_that_are_given_by_name_are_found_by_it():
     assert [(node.path, node.aliases) for node in nodes] == [("a", ("again",)), ("b", ())]
 
 
-def test_the_layout_knows_what_holds_its_compiled_call_wrappers_too():
+def test_the_layout_knows_what_holds_compiled_call_wrappers_too():
     leaf, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     model = nn.Sequential(leaf, inner, nn.Tanh())
     assert layout(model).compiled == []

@@ -135,7 +135,7 @@ def test_a_shared_module_is_one_site_found_by_either_path():
     assert paths(model, "*") == ["a"]
 
 
-def test_paths_with_signs_of_the_grammar_can_be_selected_as_they_stand():
+def test_paths_with_signs_of_the_grammar_can_be_selected():
     model = nn.ModuleDict({"a:b": nn.Linear(1, 1), "c#1": nn.Linear(1, 1)})
     assert [site.path for site in hl.select(model, "a:b")] == ["a:b"]
     assert [site.path for site in hl.select(model, "c#1")] == ["c#1"]
@@ -156,7 +156,7 @@ def test_every_way_to_write_the_root_selects_it(net, text):
     assert repr(selection).splitlines()[1].startswith("(root)  (")
 
 
-def test_a_module_that_is_called_root_in_parentheses_is_selected_as_it_stands():
+def test_a_module_called_root_in_parentheses_is_selected():
     model = nn.ModuleDict({"(root)": nn.Linear(1, 1)})
     for text in ("(root)", "(root):output", "[(]root)"):
         (site,) = hl.select(model, text)
@@ -184,7 +184,7 @@ def test_a_bracket_of_a_path_and_one_of_a_leaf_are_told_apart(net):
     assert parts('layer[1-2]["a"].b') == [("layer1", ("a", "b")), ("layer2", ("a", "b"))]
 
 
-def test_an_error_in_a_function_that_selects_is_its_own_and_says_what_it_is_called_with(net):
+def test_an_error_in_a_function_that_selects_says_its_argument(net):
     def count(path, module):
         return len(module) + len(3)
 
@@ -241,7 +241,7 @@ def test_mere_holders_are_left_out_of_wide_selections():
         (re.compile(b"fc"), "not from bytes"),
     ],
 )
-def test_a_selector_that_cannot_be_used_says_why_in_at_most_three_lines(net, selector, said):
+def test_a_selector_that_cannot_be_used_says_why_in_three_lines(net, selector, said):
     with pytest.raises(hl.SelectionError) as caught:
         hl.select(net, selector)
     assert said in str(caught.value)

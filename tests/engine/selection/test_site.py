@@ -95,13 +95,13 @@ def test_the_root_is_read_in_every_way_and_written_in_one(written, site):
     assert {as_written(text) for text in written} == {str(site)}
 
 
-def test_runs_stay_where_a_root_is_written_anew_and_other_texts_as_they_are():
+def test_runs_stay_where_a_root_is_rewritten_other_texts_too():
     assert as_written(":input#1#pass2") == "(root):input#1#pass2"
     for text in ("fc", "fc:output", ":nothing", "a[12].x", "[(]root)", "(roots)"):
         assert as_written(text) == text
 
 
-def test_a_module_that_is_called_root_in_parentheses_has_a_text_of_its_own():
+def test_a_module_called_root_in_parentheses_has_its_own_text():
     for port in PORTS:
         site = Site("(root)", port)
         assert str(site) != str(Site("", port))

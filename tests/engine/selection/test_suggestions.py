@@ -113,7 +113,7 @@ def test_eight_paths_are_all_named_and_nine_are_cut():
         ),
     ],
 )
-def test_what_a_small_model_has_is_told_and_what_fails_not_proposed(model, selector, advice):
+def test_what_a_small_model_has_is_told_what_fails_not_proposed(model, selector, advice):
     assert said(model, selector).splitlines()[1] == advice
 
 

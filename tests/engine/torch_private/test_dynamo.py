@@ -148,7 +148,7 @@ def test_errors_of_dynamo_have_their_names():
     assert internals.is_limit(limit.value)
 
 
-def test_a_function_that_is_not_to_be_compiled_alone_is_compiled_within_other_code():
+def test_a_function_not_compiled_alone_is_within_other_code():
     """Alone, a hook would be a frame of its own: `sys._getframe` another, and a graph each."""
 
     def function(x):
@@ -191,7 +191,7 @@ def test_the_kinds_of_hooks_that_hookline_has_are_told_apart(port):
     assert hooks.own_kinds(model[0]) == 0
 
 
-def test_the_end_of_a_graph_is_told_of_once_by_the_interpreter_that_traces_it():
+def test_the_end_of_a_graph_is_told_once_by_its_interpreter():
     told, found = [], []
 
     def ask(x):

@@ -63,7 +63,7 @@ def test_hooks_on_parameters_are_found():
     assert [kind for kind, _ in hooks.tensor_hooks(parameter)] == ["grad", "accumulated"]
 
 
-def test_wrappers_are_known_by_the_place_where_torch_defines_them():
+def test_wrappers_are_known_by_where_torch_defines_them():
     """If torch moves a wrapper, its prefix comes back into every path."""
     inner = nn.Linear(1, 1)
     import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpointing
@@ -77,7 +77,7 @@ def test_wrappers_are_known_by_the_place_where_torch_defines_them():
         assert type(internals.unwrap(wrapper)) is nn.Linear
 
 
-def test_wrappers_that_need_processes_are_where_they_are_said_to_be():
+def test_wrappers_that_need_processes_are_where_they_should_be():
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -95,7 +95,7 @@ def test_holders_without_a_forward_are_known():
     assert internals.has_forward(patched)
 
 
-def test_hooks_written_into_a_tensors_own_dictionary_are_called_in_its_order():
+def test_hooks_in_a_tensors_dictionary_are_called_in_its_order():
     """If torch keeps them elsewhere, gradients are not seen, or edits come after recorders."""
     log = []
     a = torch.ones(2, requires_grad=True) * 1
@@ -182,7 +182,7 @@ def test_all_hooks_of_an_owner_are_taken_off_with_their_marks():
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}, {"nhead": 1},
                                      {"batch_first": False}, {"bias": False},
                                      {"activation": torch.tanh}])  # fmt: skip
-def test_when_torch_runs_an_encoder_layer_as_one_operation_is_known(options, monkeypatch):
+def test_an_encoder_layer_run_as_one_operation_is_known(options, monkeypatch):
     """If torch's conditions change, lines that turn its fast path off do not say so, or wrongly."""
     calls = []
     fused = torch._transformer_encoder_layer_fwd

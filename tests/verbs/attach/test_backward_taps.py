@@ -137,7 +137,7 @@ def seen_by(by, make, run, change):
 @pytest.mark.parametrize("change", [False, True], ids=["look", "change"])
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_are_given_what_torchs_are_and_have_the_same_effect(case, run, change):
+def test_hooks_are_given_what_torchs_are_with_the_same_effect(case, run, change):
     expected = seen_by("torch", CASES[case], RUNS[run], change)
     found = seen_by("hookline", CASES[case], RUNS[run], change)
     assert same(found[0], expected[0])
@@ -151,7 +151,7 @@ def test_hooks_are_given_what_torchs_are_and_have_the_same_effect(case, run, cha
 
 
 @pytest.mark.parametrize("use", ["one output", "an input without gradient"])
-def test_an_input_that_nothing_came_back_to_has_none_and_not_zeros(use):
+def test_an_input_that_nothing_came_back_to_has_none_not_zeros(use):
     class Apart(nn.Module):
         def forward(self, a, b):
             return a * 2, b * 3
@@ -191,7 +191,7 @@ def test_one_tensor_given_twice_is_one_tensor_with_one_gradient():
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(3, 3), nn.Identity, Two], ids=["layer", "identity", "two"]
 )
-def test_what_is_changed_in_place_behind_a_module_is_right_where_torch_raises(make):
+def test_in_place_behind_a_module_is_right_where_torch_raises(make):
     def call(module, h):
         return module(h, h + 1) if isinstance(module, Two) else (module(h),)
 
@@ -259,7 +259,7 @@ def test_an_input_that_is_written_to_behind_the_module_is_right(block, where):
     assert same(found, run("torch"))
 
 
-def test_a_second_derivative_that_comes_past_the_outputs_calls_no_hook():
+def test_a_second_derivative_past_the_outputs_calls_no_hook():
     # torch is silent, too: there is no grad_output that the hook could be given.
     for by in ("torch", "hookline"):
         model, seen = Inside(Square()), []
@@ -305,7 +305,7 @@ class Custom(nn.Module):
     [Square(), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.Softmax(1)), Custom(), nn.GELU()],
     ids=["square", "tanh", "softmax", "custom", "gelu"],
 )
-def test_gradients_that_hooks_change_can_be_differentiated_again_as_torchs(inner):
+def test_changed_gradients_can_be_differentiated_again_as_torchs(inner):
     found = {}
     for by in ("torch", "hookline"):
         torch.manual_seed(0)
@@ -334,7 +334,7 @@ class InsideNamed(nn.Module):
         return (y["y"] if isinstance(y, dict) else y).sum(1) ** 2
 
 
-def test_gradients_in_a_dict_can_be_differentiated_again_as_those_of_a_lone_tensor():
+def test_gradients_in_a_dict_can_be_differentiated_again():
     def squared(module, grad_output):
         return {"y": grad_output["y"] ** 2} if module.kind == "dict" else (grad_output[0] ** 2,)
 
@@ -356,7 +356,7 @@ def test_gradients_in_a_dict_can_be_differentiated_again_as_those_of_a_lone_tens
 
 
 @pytest.mark.parametrize("kind", ["backward", "backward_pre"])
-def test_a_module_that_keeps_its_output_is_set_free_after_the_line(kind):
+def test_a_module_that_keeps_its_output_is_freed_after_the_line(kind):
     def one():
         model = nn.Sequential(Keeping(), nn.Tanh())
         with hl.attach(model) as line:
@@ -386,7 +386,7 @@ def test_gradients_that_nobody_asked_for_are_not_kept():
     assert dead() is None
 
 
-def test_a_model_that_is_gone_before_its_backward_is_still_seen_everywhere():
+def test_a_model_gone_before_backward_is_still_seen_everywhere():
     seen = []
     with hl.attach(hl.EVERYWHERE) as line:
         line.backward(nn.Linear, lambda module, *_: seen.append(type(module)))
@@ -396,7 +396,7 @@ def test_a_model_that_is_gone_before_its_backward_is_still_seen_everywhere():
     assert seen == [nn.Linear, nn.Linear]
 
 
-def test_a_nested_call_whose_pre_hook_fails_does_not_end_the_outer_one():
+def test_a_nested_call_whose_pre_hook_fails_leaves_the_outer_on():
     class Recomputation(nn.Module):
         def forward(self, x, depth):
             if depth:
@@ -439,7 +439,7 @@ class OwnWeight(nn.Module):
     ids=["one", "several"],
 )
 @pytest.mark.parametrize("order", ["raw edit record", "edit raw record", "edit record raw"])
-def test_a_parameter_that_is_an_input_has_the_gradient_of_that_call(inner, n_inputs, site, order):
+def test_a_parameter_as_input_has_the_gradient_of_that_call(inner, n_inputs, site, order):
     model, x = OwnWeight(inner, n_inputs), torch.randn(2, 3, requires_grad=True)
     begin = {
         "raw": lambda: raw_line(model, "inner"),

@@ -134,7 +134,7 @@ def train(model, steps, meet, seen):
         model.register_buffer("seen", torch.tensor(len(seen)))
 
 
-def test_of_two_threads_that_train_at_once_only_the_lines_own_is_seen():
+def test_of_two_threads_that_train_only_the_lines_own_is_seen():
     torch.manual_seed(0)
     mine, theirs = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
     seen, errors, meet = [], [], threading.Barrier(2, timeout=30)
@@ -165,7 +165,7 @@ def test_of_two_threads_that_train_at_once_only_the_lines_own_is_seen():
     assert nothing_is_left(mine)
 
 
-def test_a_backward_in_a_thread_that_python_did_not_start_belongs_to_its_line():
+def test_a_backward_in_a_foreign_thread_belongs_to_its_line():
     seen, done = [], _thread.allocate_lock()
     model = nn.Linear(3, 2)
 
@@ -199,7 +199,7 @@ def test_nested_lines_end_one_by_one_also_by_an_exception(error):
     assert nothing_is_left(model)
 
 
-def test_a_task_started_inside_sees_the_line_and_one_started_before_does_not():
+def test_a_task_started_inside_sees_the_line_one_before_does_not():
     seen = []
 
     async def run(gate):
@@ -220,7 +220,7 @@ def test_a_task_started_inside_sees_the_line_and_one_started_before_does_not():
 
 
 @pytest.mark.parametrize("kind", [*STATE_KINDS, "grad", "accumulated"])
-def test_what_torch_has_no_process_wide_hooks_for_is_refused_with_the_remedy(kind):
+def test_what_torch_has_no_process_wide_hooks_for_is_refused(kind):
     with hl.attach(hl.EVERYWHERE) as line, pytest.raises(hl.AttachError) as caught:
         getattr(line, kind)("fc", print)
     assert "hl.attach(model)" in str(caught.value)
@@ -231,7 +231,7 @@ def test_what_torch_has_no_process_wide_hooks_for_is_refused_with_the_remedy(kin
 
 
 @pytest.mark.slow
-def test_in_forward_the_order_is_the_same_whatever_was_attached_first():
+def test_forward_order_is_the_same_whatever_was_attached_first():
     acts = ["edit", "hook", "prepended", "record", "everywhere", "saved", "backward"]
     for order in itertools.permutations(acts, 5):
         model, log = nn.Sequential(nn.Tanh()), []
@@ -300,7 +300,7 @@ def run(model):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(model=trees(), data=st.data())
-def test_hooks_of_any_kind_in_any_order_change_nothing_and_leave_nothing(model, data):
+def test_hooks_of_any_kind_and_order_change_and_leave_nothing(model, data):
     try:
         expected = run(model)
     except RuntimeError:  # an in-place layer where torch allows none
@@ -355,7 +355,7 @@ def test_a_line_everywhere_is_entered_once():
         line.__enter__()
 
 
-def test_a_named_tensor_or_optimizer_is_seen_in_the_lines_own_context_alone():
+def test_a_named_tensor_or_optimizer_is_seen_in_its_context():
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     seen = []
@@ -376,7 +376,7 @@ def test_a_named_tensor_or_optimizer_is_seen_in_the_lines_own_context_alone():
     assert seen == ["grad", "accumulated", "step"]
 
 
-def test_a_signals_handler_may_attach_while_a_line_is_being_attached():
+def test_a_signal_handler_may_attach_while_a_line_is_attached():
     from hookline.verbs.attach.everywhere import DISPATCHER
 
     with DISPATCHER._lock, hl.attach(hl.EVERYWHERE) as line:
@@ -429,7 +429,7 @@ def test_the_hooks_before_backward_come_before_it_as_in_torch(first, needs_input
     assert log == [("before", 1.0), ("after", 2.0)]
 
 
-def test_backward_hooks_are_on_what_the_forward_hooks_made_of_the_output():
+def test_backward_hooks_are_on_what_the_forward_hooks_made():
     grads = []
     with hl.attach(hl.EVERYWHERE) as line:
         line.backward_pre(
@@ -440,7 +440,7 @@ def test_backward_hooks_are_on_what_the_forward_hooks_made_of_the_output():
     assert grads == [5.0]
 
 
-def test_a_hook_may_be_removed_while_torch_calls_those_on_a_module():
+def test_a_hook_may_be_removed_while_torch_calls_its_modules():
     model, line = nn.Identity(), hl.attach(hl.EVERYWHERE)
     line.forward(None, lambda *_: None)
     # By now torch has listed the hooks; of the next one it has yet to see that it wants kwargs.
@@ -490,7 +490,7 @@ def doubled(module, grad_output):
 @pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), TwoResults])
 @pytest.mark.parametrize("changer", ["line", "edit"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_backward_everywhere_reads_what_the_modules_own_hooks_made(
+def test_backward_everywhere_reads_what_modules_own_hooks_made(
     changer, is_first, make, needs_input
 ):
     torch.manual_seed(0)

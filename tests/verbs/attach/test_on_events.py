@@ -62,7 +62,7 @@ def test_several_hooks_each_get_what_the_one_before_made():
     assert module.b.tolist() == [10.0]
 
 
-def test_a_line_of_a_model_sees_registrations_in_that_model_alone(net):
+def test_a_line_of_a_model_sees_its_registrations_alone(net):
     seen = []
     with hl.attach(net) as line:
         line.registered("parameter", lambda module, name, value: seen.append(name))
@@ -187,7 +187,7 @@ def test_a_step_hook_that_returns_something_else_is_refused(net):
             optimizer.step()
 
 
-def test_the_state_dicts_of_modules_are_seen_and_changed_in_place(net):
+def test_the_state_dicts_of_modules_are_changed_in_place(net):
     seen = []
 
     def rename(module, state, prefix, metadata):
@@ -231,7 +231,7 @@ HOLDERS = {
 @pytest.mark.parametrize(
     "kind", ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
 )
-def test_state_dicts_of_modules_through_which_nothing_flows_are_seen(holder, kind):
+def test_state_dicts_of_modules_that_nothing_calls_are_seen(holder, kind):
     make, path, n_modules = HOLDERS[holder]
     model = make()
     seen, all_seen = [], []
@@ -263,7 +263,7 @@ def test_a_state_dict_hook_that_returns_something_is_refused(net):
             net.state_dict()
 
 
-def test_the_state_dicts_of_optimizers_are_seen_and_may_be_replaced(net):
+def test_the_state_dicts_of_optimizers_may_be_replaced(net):
     optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
     with hl.attach(net) as line:
         line.state_dict_pre(optimizer, lambda o: seen.append("pre"))

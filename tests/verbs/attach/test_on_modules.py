@@ -64,7 +64,7 @@ def same(found, expected):
     return found is expected if expected is None else torch.equal(found, expected)
 
 
-def test_backward_hooks_get_what_torchs_get_and_change_what_torchs_change(x):
+def test_backward_hooks_get_and_change_what_torchs_do(x):
     torch.manual_seed(0)
     model = Outer(Two(), by_position)
     for change in (None, 3.0):
@@ -106,7 +106,7 @@ def test_backward_hooks_get_what_torchs_get_and_change_what_torchs_change(x):
 @pytest.mark.parametrize(
     "build", [lambda a, b: {"a": a, "b": b}, Out, lambda a, b: [a, b]], ids=["dict", "data", "list"]
 )
-def test_structures_for_which_torch_calls_nothing_keep_their_form(x, build):
+def test_structures_torch_calls_nothing_for_keep_their_form(x, build):
     model, seen = Outer(Two(build), by_keyword), []
     with hl.attach(model) as line:
         line.backward_pre("inner", lambda module, grad_output: seen.append(grad_output))
@@ -149,7 +149,7 @@ def test_an_in_place_layer_behind_a_module_is_no_obstacle(x):
     assert torch.equal(seen[0], hidden.grad)
 
 
-def test_no_input_that_needs_a_gradient_gives_nones_without_a_warning(x):
+def test_inputs_without_gradients_give_nones_without_a_warning(x):
     model, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), []
     with hl.attach(model) as line:
         line.backward("*", lambda module, grad_input, grad_output: seen.append(grad_input))
@@ -191,7 +191,7 @@ def test_each_call_and_each_backward_is_told_of(looped):
     assert all(map(same, seen[:3], seen[3:]))
 
 
-def test_a_module_that_returns_its_parameter_or_its_input_is_told_of(x):
+def test_a_module_that_returns_its_parameter_or_input_is_told_of(x):
     class Giving(nn.Module):
         def __init__(self):
             super().__init__()
@@ -214,9 +214,7 @@ def test_a_module_that_returns_its_parameter_or_its_input_is_told_of(x):
         assert not any(p._backward_hooks for p in [given, *model.parameters()])
 
 
-def test_order_in_forward_and_backward_is_edits_hooks_recorders_with_prepend_among_hooks(
-    net, image
-):
+def test_order_is_edits_hooks_recorders_with_prepend_among_hooks(net, image):
     seen = []
 
     def note(name):
@@ -236,7 +234,7 @@ def test_order_in_forward_and_backward_is_edits_hooks_recorders_with_prepend_amo
     assert seen == ["everywhere", "edit", "first", "second", "record", "after"]
 
 
-def test_backward_hooks_on_inputs_run_everywhere_first_then_as_added(net, image):
+def test_backward_hooks_on_inputs_run_everywhere_first_as_added(net, image):
     seen = []
     with hl.attach(net) as line, hl.attach(hl.EVERYWHERE) as everywhere:
         line.backward("fc", lambda *_: seen.append("second"))
@@ -267,7 +265,7 @@ def test_what_cannot_stand_for_the_gradients_is_refused(net, image, kind, return
 
 
 @pytest.mark.parametrize("kind", ["backward", "backward_pre"])
-def test_a_lone_gradient_is_wrapped_and_one_changed_in_place_is_refused(net, image, kind):
+def test_a_lone_gradient_is_wrapped_one_changed_in_place_refused(net, image, kind):
     with hl.attach(net) as line:
         getattr(line, kind)("fc", lambda module, first, *rest: first[0] * 0)
         net(image).sum().backward()
@@ -278,7 +276,7 @@ def test_a_lone_gradient_is_wrapped_and_one_changed_in_place_is_refused(net, ima
             net(image).sum().backward()
 
 
-def test_a_module_that_changes_one_of_several_inputs_in_place_is_refused(x):
+def test_a_module_that_changes_one_of_several_inputs_is_refused(x):
     class Add(nn.Module):
         def forward(self, a, b):
             a += b

@@ -71,7 +71,7 @@ def test_the_gradient_is_complete_when_it_has_been_accumulated(net, image):
     assert not net.fc.bias._post_accumulate_grad_hooks
 
 
-def test_stepping_while_backward_runs_gives_what_a_step_behind_it_gives(net, image):
+def test_stepping_during_backward_is_like_stepping_after_it(net, image):
     other = torch.nn.Linear(4, 5)
     other.load_state_dict(net.fc.state_dict())
     x = torch.randn(2, 4)
@@ -85,7 +85,7 @@ def test_stepping_while_backward_runs_gives_what_a_step_behind_it_gives(net, ima
     assert torch.equal(other.weight, net.fc.weight)
 
 
-def test_gradients_changed_in_place_or_of_another_form_are_refused(net, image):
+def test_gradients_changed_in_place_or_in_form_are_refused(net, image):
     for hook, says in (
         (lambda grad: grad.zero_(), "changed a gradient in place"),
         (lambda grad: grad[0], "cannot stand for the gradient"),
@@ -99,7 +99,7 @@ def test_gradients_changed_in_place_or_of_another_form_are_refused(net, image):
         assert "zero_grad()" in caught.value.__notes__[1]
 
 
-def test_what_an_accumulated_hook_returns_would_be_ignored_and_is_refused(net, image):
+def test_an_accumulated_hook_that_returns_a_value_is_refused(net, image):
     with hl.attach(net) as line, pytest.raises(hl.StructureError, match="would be ignored"):
         line.accumulated("fc.bias", lambda parameter: parameter.grad)
         backward(net, image)
@@ -152,7 +152,7 @@ def test_a_line_in_a_block_sees_the_backward_of_its_own_thread(net, image):
     assert seen == ["grad", "accumulated"]
 
 
-def test_a_backward_in_a_thread_of_autograds_own_belongs_to_the_line(net, image):
+def test_a_backward_in_a_thread_of_autograd_belongs_to_the_line(net, image):
     """Such threads have no context, and Python's threading does not know them."""
     seen, done, errors = [], _thread.allocate_lock(), []
     done.acquire()
@@ -176,7 +176,7 @@ def test_a_backward_in_a_thread_of_autograds_own_belongs_to_the_line(net, image)
     assert run_["fc.bias:grad"].shape == (5,)
 
 
-def test_a_tensor_that_is_pickled_meanwhile_leaves_its_hooks_behind(net):
+def test_a_tensor_pickled_meanwhile_leaves_its_hooks_behind(net):
     with hl.attach(net) as line:
         line.options.quiet = True
         line.grad("fc.bias", lambda grad: grad * 2)

@@ -32,7 +32,7 @@ def test_raw_hooks_get_torchs_arguments(net, image):
     ]
 
 
-def test_a_linear_layer_is_seen_with_weight_bias_input_and_output():
+def test_a_linear_layer_is_seen_with_weight_bias_input_output():
     layer = nn.Linear(3, 1)
     nn.init.ones_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -76,7 +76,7 @@ def test_kwargs_can_be_replaced(holder):
     assert "mask" in kwargs
 
 
-def test_order_is_edits_then_hooks_then_recorders_whatever_was_attached_first():
+def test_order_is_edits_hooks_recorders_however_attached():
     model = nn.Sequential(nn.Identity())
     order = []
 
@@ -186,7 +186,7 @@ def test_nothing_is_left_when_attaching_fails_half_way(net, left_as_found):
     assert left_as_found(net) == before
 
 
-def test_nothing_is_left_when_interrupted_at_any_step_of_attaching(net, left_as_found, interrupted):
+def test_nothing_is_left_when_attaching_is_interrupted_anywhere(net, left_as_found, interrupted):
     before = left_as_found(net)
     modules = ("hookline.verbs.attach.raw_line", "hookline.engine.line.registration")
     for step in range(1, 2000):
@@ -231,7 +231,7 @@ def test_a_scripted_child_is_left_out_of_wide_choices_and_said(net, image):
     assert hl.summary(net, image).failure is None
 
 
-def test_a_copy_of_a_hooked_model_runs_free_of_the_original_and_sheds_the_hooks(net, image):
+def test_a_copy_of_a_hooked_model_runs_free_and_sheds_the_hooks(net, image):
     with hl.record(net) as run, hl.edit(net, "fc", hl.edits.scale(0)):
         copied = copy.deepcopy(net)
         pickled = pickle.loads(pickle.dumps(net))

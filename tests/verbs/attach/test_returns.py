@@ -63,7 +63,7 @@ def test_gradients_of_a_structure_keep_it(wrong):
         run(line.root, 1)
 
 
-def test_gradients_of_the_same_form_are_taken_as_a_tuple_a_list_or_alone():
+def test_gradients_are_taken_as_a_tuple_a_list_or_alone():
     seen = []
     for n_inputs, make, returned in (
         (2, Two, (X * 5, X * 6)),
@@ -83,7 +83,7 @@ def test_gradients_of_the_same_form_are_taken_as_a_tuple_a_list_or_alone():
 
 
 @pytest.mark.parametrize("kind", ["backward", "backward_pre", "grad"])
-def test_a_gradient_changed_in_place_is_refused_even_if_nothing_is_returned(kind):
+def test_a_gradient_changed_in_place_and_not_returned_is_refused(kind):
     model = nn.Linear(3, 3)
 
     def change(*values):
@@ -108,7 +108,7 @@ def test_a_tensors_gradient_is_replaced_by_one_of_its_form_alone(wrong):
 
 
 @pytest.mark.parametrize("with_kwargs", [False, True])
-def test_a_single_value_from_a_pre_hook_is_wrapped_and_with_kwargs_it_must_be_a_pair(with_kwargs):
+def test_a_pre_hooks_single_value_is_wrapped_with_kwargs_a_pair(with_kwargs):
     model = nn.Identity()
     with hl.attach(model) as line:
         line.forward_pre("", lambda module, *_: X * 5, with_kwargs=with_kwargs)

@@ -21,7 +21,7 @@ def is_off() -> bool:
     return (a * a).grad_fn._saved_self is a
 
 
-def test_what_modules_save_is_packed_in_forward_and_unpacked_in_backward(model):
+def test_saved_tensors_are_packed_forward_and_unpacked_backward(model):
     packed, unpacked = [], []
     x = torch.ones(2, 3)
     model(x).sum().backward()
@@ -67,7 +67,7 @@ def test_a_forward_that_fails_leaves_the_switch_off(model, error):
     assert is_off()
 
 
-def test_a_line_that_ends_inside_the_forward_leaves_the_switch_off(model):
+def test_a_line_ended_inside_the_forward_leaves_the_switch_off(model):
     line = hl.attach(model)
     line.saved("", lambda t: t, lambda t: t)
     handle = model[1].register_forward_hook(lambda *_: line.remove())
@@ -114,7 +114,7 @@ def test_without_a_model_torchs_own_is_named():
 
 
 @pytest.mark.parametrize("first", ["saved", "others"])
-def test_what_hooks_compute_is_not_packed_by_the_modules_own_packer(first):
+def test_what_hooks_compute_is_not_packed_by_their_module(first):
     model, packed = nn.Sequential(nn.Tanh()), []
     x = torch.ones(2, requires_grad=True)
     with hl.attach(model) as line, hl.attach(model) as other:

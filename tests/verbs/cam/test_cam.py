@@ -236,9 +236,7 @@ def test_images_of_a_batch_do_not_depend_on_one_another(small, x):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_model_is_left_as_it_was_in_training_mode_with_gradients(
-    small, x, method, left_as_found
-):
+def test_the_model_is_left_as_it_was_in_training_with_gradients(small, x, method, left_as_found):
     small.train()
     small.dropout.eval()
     small(x).sum().backward()

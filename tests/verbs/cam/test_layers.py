@@ -55,7 +55,7 @@ def by_hooks(module, run, read):
     ],
 )  # fmt: skip
 @pytest.mark.slow
-def test_the_map_of_a_photograph_is_the_one_that_hooks_by_hand_give(cat, name, layer, read):
+def test_the_map_of_a_photograph_is_that_of_hooks_by_hand(cat, name, layer, read):
     loaded = named(name)
     model, image = loaded.model, loaded.preprocess(cat)[None]
     expected = by_hooks(model.get_submodule(layer), lambda: model(image), read)
@@ -132,7 +132,7 @@ def test_the_layer_and_its_grid_are_found(x, build, layer, grid):
     assert found.maps.shape == (2, 64, 64)
 
 
-def test_a_layer_through_whose_patches_nothing_flows_is_used_if_named_and_warned_of(x):
+def test_a_layer_whose_patches_carry_nothing_is_warned_of(x):
     torch.manual_seed(0)
     vit = vit_of_timm().eval()
     with pytest.warns(hl.HooklineWarning, match="at blocks.2 finds nothing .* of image 0, 1"):

@@ -44,7 +44,7 @@ def clipped_by_torch(model, x, clip):
 
 @pytest.mark.parametrize("bound", [0.0, 0.05, 1.0, 1e6])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_a_total_norm_is_clipped_as_clip_grad_norm_does_to_the_last_bit(model, x, bound, norm_type):
+def test_a_total_norm_is_clipped_exactly_as_clip_grad_norm_does(model, x, bound, norm_type):
     expected = clipped_by_torch(model, x, lambda ps: clip_grad_norm_(ps, bound, norm_type))
     with hl.clip(model, total_norm=bound, norm_type=norm_type):
         backward(model, x)
@@ -52,7 +52,7 @@ def test_a_total_norm_is_clipped_as_clip_grad_norm_does_to_the_last_bit(model, x
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.05, 1.0, 1e6])
-def test_values_are_clipped_as_clip_grad_value_does_to_the_last_bit(model, x, bound):
+def test_values_are_clipped_exactly_as_clip_grad_value_does(model, x, bound):
     expected = clipped_by_torch(model, x, lambda ps: clip_grad_value_(ps, bound))
     with hl.clip(model, value=bound):
         backward(model, x)
@@ -68,7 +68,7 @@ def test_each_norm_is_clipped_by_itself(model, x):
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0, 100), st.sampled_from(["value", "norm", "total_norm"]), st.integers(0, 99))
-def test_what_is_clipped_is_within_the_bound_and_smaller_ones_are_left_alone(bound, kind, seed):
+def test_clipping_keeps_to_the_bound_and_spares_smaller_ones(bound, kind, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
     x = torch.randn(4, 3) * 10 ** (seed % 4)
@@ -111,7 +111,7 @@ def test_only_the_selected_parameters_are_clipped(model, x):
     assert [row.site for row in line.report().rows] == ["2.weight:grad", "2.bias:grad"]
 
 
-def test_what_flows_between_modules_is_clipped_before_it_flows_on(model, x):
+def test_what_flows_between_modules_is_clipped_before_going_on(model, x):
     with (
         hl.clip(model, "1:grad_output", norm=0.01) as line,
         hl.record(model, ["1:grad_output", "1:grad_input", "0:grad_output"]) as run,
@@ -228,7 +228,7 @@ def test_gradients_that_are_not_finite_are_counted_and_warned_of(model, x):
     assert "hl.record(" in str(caught[0].message)
 
 
-def test_a_backward_that_raised_does_not_stop_the_next_one_from_being_clipped(model, x):
+def test_a_backward_that_raised_does_not_stop_later_clipping(model, x):
     def fail(grad):
         raise ValueError("once")
 
@@ -289,7 +289,7 @@ def test_what_cannot_be_clipped_is_refused_with_the_remedy(model, options, says)
     assert not len(hl.inventory(model))
 
 
-def test_frozen_parameters_are_refused_where_all_are_and_left_out_where_some_are(model, x):
+def test_frozen_parameters_are_refused_if_all_left_out_if_some(model, x):
     model[0].weight.requires_grad_(False)
     with pytest.raises(hl.AttachError, match="frozen"):
         hl.clip(model, "0.weight", norm=1.0)
@@ -300,7 +300,7 @@ def test_frozen_parameters_are_refused_where_all_are_and_left_out_where_some_are
 
 @pytest.mark.parametrize("bounds", [{"norm": 0.5}, {"total_norm": 0.5}, {"value": 0.5}])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_sparse_gradients_are_clipped_as_the_dense_ones_that_they_stand_for(bounds, norm_type):
+def test_sparse_gradients_are_clipped_as_the_dense_ones(bounds, norm_type):
     torch.manual_seed(0)
     sparse = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
     dense = nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 2))
@@ -326,7 +326,7 @@ class Doubled(nn.Module):
 
 # Torch 2.11 warns of it whatever is asked for.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-def test_a_sparse_gradient_that_flows_between_modules_is_clipped_too():
+def test_a_sparse_gradient_between_modules_is_clipped_too():
     torch.manual_seed(0)
     embedding = nn.Embedding(6, 3, sparse=True)
     nn.utils.parametrize.register_parametrization(embedding, "weight", Doubled())
@@ -347,6 +347,6 @@ def test_a_sparse_gradient_that_flows_between_modules_is_clipped_too():
         ("foreach", "no foreach="),
     ],
 )
-def test_the_names_that_torch_gives_to_bounds_are_answered_with_those_here(model, name, says):
+def test_torchs_names_of_bounds_are_answered_with_those_here(model, name, says):
     with pytest.raises(TypeError, match=says):
         hl.clip(model, **{name: 1.0})

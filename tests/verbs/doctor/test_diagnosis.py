@@ -46,7 +46,7 @@ def test_the_head_counts_the_verdicts(found):
     assert head == "hl.doctor on Linear: 1 site, 0 fire, 0 never, 1 unknown; ran nothing"
 
 
-def test_what_does_not_fire_comes_first_and_what_is_alike_shares_a_reason(found):
+def test_silent_sites_come_first_and_like_ones_share_a_reason(found):
     lines = [line.rstrip() for line in str(found).splitlines()[2:]]
     names = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     silent = [f"idle.{k}{port}" for k in range(6) for port in ("", ":grad_output")]
@@ -56,7 +56,7 @@ def test_what_does_not_fire_comes_first_and_what_is_alike_shares_a_reason(found)
     assert any("-> record copies: hl.record(..., copy=True)" in line for line in lines)
 
 
-def test_each_site_has_its_verdict_beside_it_and_few_are_all_shown(found):
+def test_each_site_has_its_verdict_beside_it_few_are_all_shown(found):
     table = str(found).split("\n\n")[1]
     cells = [line.split()[:2] for line in table.splitlines()[2:] if not line.startswith(" ")]
     assert sorted(cells) == sorted([str(one.site), one.verdict] for one in found.sites)
@@ -97,7 +97,7 @@ def test_a_model_of_many_causes_is_cut_and_says_so(found):
     assert "and 6 more rows: see .sites" in text
 
 
-def test_a_path_is_no_markup_and_the_text_is_ascii_and_at_most_a_hundred_wide():
+def test_a_path_is_not_markup_and_the_text_is_narrow_ascii():
     model = nn.ModuleDict({"[bold]x[/bold]": nn.Linear(2, 2)})
     text = str(hl.doctor(nn.Sequential(model), None))
     assert "0.[bold]x[/bold]" in text

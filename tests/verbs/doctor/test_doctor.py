@@ -63,7 +63,7 @@ def test_a_direct_call_of_forward_is_told_with_its_line():
 
 
 @pytest.mark.parametrize("how", ["weights", "transposed"])
-def test_weights_that_are_used_without_their_module_are_told_with_the_operation(how):
+def test_weights_used_without_their_module_are_told_with_the_op(how):
     why, remedy = never(hl.doctor(Past(how), X), "a")
     operation = {"weights": "linear", "transposed": ".T"}[how]
     assert why.startswith(f"not called: its weights were used without it, by {operation} (")
@@ -101,7 +101,7 @@ def test_a_class_whose_own_call_passes_hooks_by_is_told():
     assert hl.doctor(model, X).ok
 
 
-def test_a_module_that_nothing_calls_is_told_with_the_one_that_could_have():
+def test_a_module_nothing_calls_is_told_with_a_likely_caller():
     class Branch(nn.Module):
         def __init__(self):
             super().__init__()
@@ -205,7 +205,7 @@ def test_a_call_that_does_not_come_is_told_with_how_many_do(looped):
     assert hl.doctor(looped, X, "block#0").ok
 
 
-def test_a_leaf_that_is_not_there_is_told_and_the_others_are_seen_all_the_same(looped):
+def test_a_missing_leaf_is_told_and_the_others_are_still_seen(looped):
     found = hl.doctor(looped, X, ["head:output[1]", "block"])
     why, _ = never(found, "head:output[1]")
     assert "has no leaf" in why
@@ -255,7 +255,7 @@ def test_what_is_overwritten_later_is_to_be_copied(net, image):
     assert run["layer1.0.bn"].shape == (2, 4, 8, 8)
 
 
-def test_a_forward_that_raises_is_told_with_the_module_and_what_it_got(net):
+def test_a_forward_that_raises_is_told_with_module_and_arguments(net):
     found = hl.doctor(net, torch.zeros(1, 7, 8, 8))
     assert not found.ok
     assert found.failure.what.startswith(
@@ -273,7 +273,7 @@ def test_what_fired_before_a_forward_raised_is_told():
     assert not found.ok
 
 
-def test_beside_a_profiler_the_reason_is_as_far_as_a_line_can_tell():
+def test_beside_a_profiler_the_reason_is_what_a_line_can_tell():
     sys.setprofile(lambda *_: None)
     try:
         found = hl.doctor(Past("forward"), X, "a")
@@ -285,7 +285,7 @@ def test_beside_a_profiler_the_reason_is_as_far_as_a_line_can_tell():
     assert any(note.about == "profiler" for note in found.notes)
 
 
-def test_a_selector_that_matches_nothing_and_a_model_that_is_none_raise(net):
+def test_a_selector_without_match_and_a_wrong_model_raise(net):
     with pytest.raises(hl.SelectionError, match="matches no module"):
         hl.doctor(net, None, "fcc")
     with pytest.raises(hl.AttachError, match="doctor needs a model"):

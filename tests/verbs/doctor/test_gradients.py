@@ -95,7 +95,7 @@ def test_a_layer_that_detaches_what_it_returns_is_told():
     assert hl.doctor(model, X, "0", ports=BACK[:2]).ok
 
 
-def test_what_is_detached_behind_a_layer_is_told_of_the_layer_and_of_its_parameters():
+def test_what_is_detached_behind_a_layer_is_told_with_parameters():
     found = hl.doctor(Through(torch.Tensor.detach), X, "a", ports=("grad_output", "grad"))
     why, remedy = never(found, "a:grad_output")
     assert why == "no gradient came back to it: the sum of its outputs does not depend on it"
@@ -129,7 +129,7 @@ def test_the_parameters_of_what_does_not_run_are_told():
     assert never(hl.doctor(model, X, "c:grad_output"), "c:grad_output")[0].startswith("not reached")
 
 
-def test_integers_are_told_and_the_site_that_is_named_instead_fires():
+def test_integers_are_told_and_the_site_named_instead_fires():
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     ids = torch.tensor([[0, 1]])
     why, remedy = never(hl.doctor(model, ids, "0:grad_input"), "0:grad_input")
@@ -138,7 +138,7 @@ def test_integers_are_told_and_the_site_that_is_named_instead_fires():
     assert hl.doctor(model, ids, "0:grad_output").ok
 
 
-def test_gradients_that_are_switched_off_around_the_doctor_are_told():
+def test_gradients_switched_off_around_the_doctor_are_told():
     with torch.no_grad():
         found = hl.doctor(Through(), X, "*", ports=("grad_output", "grad"))
     for site in ("a:grad_output", "b.weight:grad"):
@@ -157,7 +157,7 @@ def test_gradients_that_the_model_switches_off_are_told():
     assert remedy.startswith("take the no_grad away there")
 
 
-def test_reentrant_checkpoints_are_told_and_others_bring_the_gradients():
+def test_reentrant_checkpoints_are_told_others_bring_gradients():
     x = X.clone().requires_grad_()
     model = Through(reentrant=True)
     before = [parameter.grad for parameter in model.parameters()]
@@ -172,7 +172,7 @@ def test_reentrant_checkpoints_are_told_and_others_bring_the_gradients():
     assert not any(note.about == "checkpointing" for note in found.notes)
 
 
-def test_reentrant_checkpoints_are_not_run_backward_past_hooks_that_may_step():
+def test_reentrant_checkpoints_are_not_run_backward_past_hooks():
     model, steps = Through(reentrant=True), []
     model.b.weight.register_post_accumulate_grad_hook(steps.append)
     found = hl.doctor(model, X.clone().requires_grad_(), "b:grad_output")
@@ -203,7 +203,7 @@ def test_an_output_without_a_graph_is_told_and_a_loss_helps():
     assert not hasattr(model[1], "scores")
 
 
-def test_a_function_may_run_backward_itself_and_no_grad_of_the_models_is_changed():
+def test_a_function_may_run_backward_and_no_grad_is_changed():
     model = Through()
     model(X).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]

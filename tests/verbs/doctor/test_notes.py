@@ -58,7 +58,7 @@ def test_shared_modules_and_tied_parameters_are_noted():
     assert not said(hl.doctor(model, X, "1"), "shared")
 
 
-def test_torchs_fast_path_is_noted_and_goes_when_it_is_switched_off():
+def test_torchs_fast_path_is_noted_until_it_is_switched_off():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     x = torch.randn(1, 3, 8)
@@ -110,7 +110,7 @@ def test_a_hook_of_others_that_raises_is_blamed():
     assert hl.doctor(model, X).ok
 
 
-def test_a_full_backward_hook_before_an_operation_in_place_is_blamed_and_lines_are_not():
+def test_a_backward_hook_before_in_place_is_blamed_not_lines():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
     handle = model[0].register_full_backward_hook(lambda module, grad_input, grad_output: None)
     found = hl.doctor(model, X, "0:grad_output")
@@ -161,7 +161,7 @@ def test_data_parallel_is_noted():
     assert "threads of their own" in said(found, "DataParallel")[0][0]
 
 
-def test_of_a_distributed_model_the_inner_one_is_run_without_its_peers(tmp_path):
+def test_of_a_distributed_model_the_inner_one_is_run_alone(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(2, 2))
@@ -286,7 +286,7 @@ def test_an_interrupt_leaves_nothing_either(left_as_found):
     assert left_as_found(model) == before
 
 
-def test_a_line_that_is_on_already_stays_on_and_sees_the_doctors_runs(net, image):
+def test_a_line_already_on_stays_on_and_sees_the_doctors_runs(net, image):
     with hl.record(net, "fc") as run:
         net(image)
         assert hl.doctor(net, image).ok

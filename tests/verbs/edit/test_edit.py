@@ -257,7 +257,7 @@ def test_replace_survives_an_in_place_layer_behind():
         assert model(torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_noise_is_repeatable_and_draws_from_a_generator_of_its_own(net, image):
+def test_noise_is_repeatable_and_has_a_generator_of_its_own(net, image):
     state = torch.get_rng_state()
     results = []
     for seed in (5, 5, 6):
@@ -289,7 +289,7 @@ def test_ready_made_edits_do_not_round_silently():
         assert model(torch.tensor([4, 6])).tolist() == [8, 12]
 
 
-def test_only_a_hook_that_torch_prepends_later_comes_before_an_edit():
+def test_only_a_hook_prepended_later_comes_before_an_edit():
     model, seen = nn.Sequential(nn.Identity()), []
 
     def note(name):
@@ -356,7 +356,7 @@ def test_writes_to_tensors_in_unusual_containers_are_refused(name):
 
 
 @pytest.mark.parametrize("name", ["set", "frozenset", "list of a user"])
-def test_an_edit_of_an_unusual_container_keeps_its_form_or_is_refused(name):
+def test_editing_an_unusual_container_keeps_form_or_is_refused(name):
     model, x = Returns(UNUSUAL[name]), torch.ones(2)
     with hl.edit(model, "", lambda value: type(value)([t * 2 for t in value])):
         found = model(x)
@@ -412,7 +412,7 @@ class Reading(nn.Module):
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_replaces_an_unusual_container_is_what_the_model_goes_on_with(name):
+def test_what_replaces_an_unusual_container_is_what_flows_on(name):
     make, change = REPLACED[name]
     x, by_hand = torch.tensor([1.0, 2.0], requires_grad=True), Reading(make)
     by_hand.make.register_forward_hook(lambda module, args, output: change(output))
@@ -436,7 +436,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_container_that_an_edit_changes_or_uses_up_without_returning_one_is_refused(name):
+def test_a_container_that_an_edit_changes_or_uses_up_is_refused(name):
     make, change = CHANGED[name]
     model = Returns(make)
     with hl.edit(model, "", change), pytest.raises(hl.StructureError) as caught:
@@ -446,7 +446,7 @@ def test_a_container_that_an_edit_changes_or_uses_up_without_returning_one_is_re
     )
 
 
-def test_a_ready_made_edit_of_what_shows_no_tensor_says_what_to_do():
+def test_a_ready_made_edit_of_what_has_no_tensor_says_what_to_do():
     model = Returns(lambda t: iter([t]))
     with hl.edit(model, "", hl.edits.scale(2)), pytest.raises(hl.StructureError) as caught:
         model(torch.ones(2))

@@ -39,9 +39,7 @@ def test_what_lies_before_an_edit_gets_the_edited_gradient(model, x):
 
 
 @pytest.mark.parametrize("site", ["1:grad_output", "1:grad_input", "0.weight:grad"])
-def test_edits_run_in_the_order_in_which_they_were_made_and_recorders_see_the_result(
-    model, x, site
-):
+def test_edits_run_in_the_order_made_recorders_see_the_result(model, x, site):
     with hl.record(model, site) as bare:
         backward(model, x)
     with (
@@ -144,7 +142,7 @@ def test_an_edited_gradient_can_be_differentiated_again(model, x):
     ],
 )
 @pytest.mark.parametrize("site", ["1:grad_output", "1:grad_input"])
-def test_what_cannot_stand_for_the_gradient_is_refused_at_its_site(model, x, change, says, site):
+def test_what_cannot_be_the_gradient_is_refused_at_its_site(model, x, change, says, site):
     with hl.edit(model, site, change), pytest.raises(hl.StructureError) as caught:
         backward(model, x)
     assert says in str(caught.value)
@@ -153,7 +151,7 @@ def test_what_cannot_stand_for_the_gradient_is_refused_at_its_site(model, x, cha
     assert not len(hl.inventory(model))
 
 
-def test_an_error_in_backward_keeps_its_type_names_the_site_and_says_what_grad_holds(model, x):
+def test_an_error_in_backward_keeps_its_type_and_names_the_site(model, x):
     def fail(grad):
         raise ZeroDivisionError("mine")
 
@@ -170,7 +168,7 @@ def test_an_error_in_backward_keeps_its_type_names_the_site_and_says_what_grad_h
     backward(model, x)
 
 
-def test_an_edit_that_ended_before_its_backward_warns_then_and_changes_nothing(model, x):
+def test_an_edit_ended_before_backward_warns_changing_nothing(model, x):
     backward(model, x)
     bare = model[0].weight.grad.clone()
     with pytest.warns(hl.HooklineWarning, match="no gradient flowed back"):
@@ -193,6 +191,6 @@ def test_edits_of_what_never_gets_a_gradient_are_warned_of(model, x):
             model(x)
 
 
-def test_everything_chosen_may_leave_some_of_it_without_a_gradient(model, x):
+def test_choosing_everything_may_leave_some_without_a_gradient(model, x):
     with hl.edit(model, None, lambda g: g * 2, ports=("grad_input", "grad_output")):
         backward(model, x)

@@ -89,7 +89,7 @@ def test_a_named_call_is_waited_for(looped):
     assert torch.equal(hl.features(looped, x, "block")["block"], looped.block(x))
 
 
-def test_a_module_that_ran_several_times_before_the_end_is_ambiguous(looped):
+def test_a_module_that_ran_several_times_is_ambiguous(looped):
     feats = hl.features(looped, torch.ones(1, 2), ["block", "head"])
     with pytest.raises(hl.AmbiguousError, match="block#0"):
         feats["block"]
@@ -121,7 +121,7 @@ def test_features_inside_features_stop_only_their_own_model(net, image):
     assert feats["outer"].passes[-1]["layer2"].shape == (2, 4, 8, 8)
 
 
-def test_features_that_others_are_taken_inside_of_stop_the_model_for_both(net, image):
+def test_features_taken_inside_of_others_stop_the_model_for_both(net, image):
     def pipeline():
         hl.features(net, image, "layer2")  # reaches the stem first, and is not to go on
         raise AssertionError("the outer features did not stop it")

@@ -122,7 +122,7 @@ def test_what_shares_memory_with_the_model_stays_as_it_was_seen(
             assert not isinstance(kept, nn.Parameter)
 
 
-def test_running_statistics_that_a_kernel_updates_are_kept_pass_by_pass():
+def test_running_statistics_of_a_kernel_are_kept_pass_by_pass():
     class Statistics(nn.Module):
         def __init__(self):
             super().__init__()
@@ -162,7 +162,7 @@ def test_the_statistics_of_an_observer_are_kept_pass_by_pass():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_weight_that_a_module_is_given_is_kept_through_an_optimizers_step(fused):
+def test_a_weight_given_to_a_module_is_kept_through_a_step(fused):
     class Tied(nn.Module):
         def forward(self, x, w):
             return x @ w
@@ -219,7 +219,7 @@ def test_copy_must_be_true_false_or_none(net):
         hl.record(net, copy="yes")
 
 
-def test_with_its_graph_a_parameter_is_kept_itself_and_told_of_when_it_changed():
+def test_with_its_graph_a_changed_parameter_is_told_of():
     model = Around(Giver(lambda t: t))
     with hl.record(model, "same:input", detach=False) as run:
         out = model(torch.zeros(1))
@@ -230,7 +230,7 @@ def test_with_its_graph_a_parameter_is_kept_itself_and_told_of_when_it_changed()
         run["same:input"]
 
 
-def test_with_its_graph_a_value_with_nan_is_not_taken_for_changed():
+def test_with_its_graph_a_nan_does_not_count_as_a_change():
     model = Around(Giver(lambda t: t))
     model.giver.weight.data[0, 0] = float("nan")
     with hl.record(model, "giver", detach=False) as run:
@@ -239,7 +239,7 @@ def test_with_its_graph_a_value_with_nan_is_not_taken_for_changed():
 
 
 @pytest.mark.parametrize("keep", [None, lambda t: t, lambda t: t.view(-1)])
-def test_inference_tensors_are_copied_in_time_with_keep_or_without(keep):
+def test_inference_tensors_are_copied_in_time_keep_or_not(keep):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -251,7 +251,7 @@ def test_inference_tensors_are_copied_in_time_with_keep_or_without(keep):
 
 
 @pytest.mark.parametrize("keep", [None, lambda value: value])
-def test_a_parameter_of_another_model_is_kept_through_its_optimizers_step(keep):
+def test_a_parameter_of_another_model_is_kept_through_its_step(keep):
     model, other = nn.Identity(), Giver(VIEWS["itself"])
     with torch.no_grad(), hl.record(model, "", ports="input", keep=keep) as run:
         model(other.weight)
@@ -261,7 +261,7 @@ def test_a_parameter_of_another_model_is_kept_through_its_optimizers_step(keep):
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_the_values_of_a_sparse_buffer_are_kept_as_they_were_seen(layout):
+def test_the_values_of_a_sparse_buffer_are_kept_as_seen(layout):
     values = {torch.sparse_coo: torch.Tensor._values, torch.sparse_csr: torch.Tensor.values}[layout]
     model = Around(Giver(values, "running"))
     with warnings.catch_warnings(action="ignore"):  # torch: sparse CSR is in beta state
@@ -282,7 +282,7 @@ def test_what_keep_takes_from_the_model_itself_is_copied():
     assert torch.equal(run[""], expected)
 
 
-def test_a_parameter_made_in_inference_mode_is_copied_with_its_graph_asked_for():
+def test_an_inference_parameter_is_copied_even_with_its_graph():
     with torch.inference_mode():
         model = Around(Giver(VIEWS["itself"]))
         with hl.record(model, "giver", detach=False) as run:
@@ -302,7 +302,7 @@ def test_memory_that_was_freed_is_an_error_and_no_crash():
         run["0"]
 
 
-def test_a_hook_that_puts_a_buffer_in_a_layers_place_is_told_of_at_the_look_up():
+def test_a_buffer_put_in_a_layers_place_is_told_at_the_look_up():
     model = Around(Giver(VIEWS["itself"]))
     model.same = nn.Linear(2, 2)  # which by itself never shows a parameter
     with torch.no_grad(), hl.record(model, "same") as run:
@@ -374,7 +374,7 @@ def only(value):
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_structures_of_every_kind_are_copied_or_their_change_is_noticed(kind):
+def test_structures_of_any_kind_are_copied_or_change_is_noticed(kind):
     model, x = Structured(STRUCTURES[kind]), torch.ones(1)
     with hl.record(model, "inner", copy=True) as run:
         model(x)
@@ -389,7 +389,7 @@ def test_structures_of_every_kind_are_copied_or_their_change_is_noticed(kind):
 
 
 @pytest.mark.parametrize("kind", CLOSED)
-def test_what_cannot_be_copied_is_an_error_at_the_site_or_noticed(kind):
+def test_what_cannot_be_copied_is_an_error_or_noticed(kind):
     model, x = Structured(CLOSED[kind]), torch.ones(1)
     with hl.record(model, "inner", copy=True) as run:
         with pytest.raises(hl.SiteError, match="copy=True must copy every tensor") as caught:

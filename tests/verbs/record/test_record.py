@@ -29,7 +29,7 @@ def test_recorded_values_are_the_forwards_own_to_the_last_bit(net, image):
         assert torch.equal(run[site], value)
 
 
-def test_two_layers_with_a_relu6_between_give_exactly_the_forwards_features():
+def test_two_layers_around_a_relu6_give_the_forwards_features():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -281,7 +281,7 @@ def build(spec):
 
 @settings(deadline=None, max_examples=60)
 @given(nested(depth=3), st.data())
-def test_random_models_with_random_subsets_hooked_compute_and_record_the_same(spec, data):
+def test_random_models_with_random_hooks_compute_the_same(spec, data):
     torch.manual_seed(0)
     model = nn.Sequential(build(spec))
     x = torch.randn(2, 3)
@@ -311,7 +311,7 @@ def test_an_option_that_there_is_not_is_refused(net, run):
 
 
 @pytest.mark.parametrize("name", ["cat", "save", "passes"])
-def test_a_line_that_is_taken_for_its_recording_says_where_that_is(looped, name):
+def test_a_line_taken_for_its_recording_says_where_that_is(looped, name):
     line = hl.record(looped, "head")
     with line:
         looped(torch.ones(1, 2))

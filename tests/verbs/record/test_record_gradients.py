@@ -123,7 +123,7 @@ STRUCTURES = {
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_the_gradients_of_a_structure_are_autograds_in_that_structure(kind):
+def test_the_gradients_of_a_structure_are_autograds_in_form(kind):
     torch.manual_seed(0)
     model, x = Summing(STRUCTURES[kind]), torch.randn(4, 3)
     assert_gradients_are_autograds(model, lambda m: m(x).square().sum())
@@ -136,7 +136,7 @@ def test_the_gradients_of_a_structure_are_autograds_in_that_structure(kind):
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
-def test_the_gradients_of_a_network_with_in_place_layers_are_autograds(net, image, mode):
+def test_the_gradients_of_in_place_layers_are_autograds(net, image, mode):
     getattr(net, mode)()
     net.requires_grad_(True)
     assert_gradients_are_autograds(net, lambda m: m(image).square().sum())
@@ -155,7 +155,7 @@ def test_the_gradients_of_a_shared_module_are_kept_call_by_call(looped):
         run["block:grad_output"]
 
 
-def test_the_gradients_of_recurrent_layers_and_attention_are_autograds():
+def test_the_gradients_of_recurrence_and_attention_are_autograds():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 4)
     lstm = nn.ModuleDict({"lstm": nn.LSTM(4, 4, batch_first=True)})
@@ -173,7 +173,7 @@ def test_the_gradients_of_recurrent_layers_and_attention_are_autograds():
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 @pytest.mark.slow
-def test_the_gradients_of_every_module_of_a_language_model_are_autograds(kind):
+def test_the_gradients_in_a_language_model_are_autograds(kind):
     transformers = import_package("transformers", "the tests")
     torch.manual_seed(0)
     small = {"vocab_size": 50, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
@@ -190,7 +190,7 @@ def test_the_gradients_of_every_module_of_a_language_model_are_autograds(kind):
     assert_gradients_are_autograds(model, lambda m: m(ids, labels=ids).loss)
 
 
-def test_the_gradients_of_mixed_frozen_and_trained_layers_are_autograds(net, image):
+def test_the_gradients_beside_frozen_layers_are_autograds(net, image):
     net.requires_grad_(False)
     net.layer2.requires_grad_(True)
     assert_gradients_are_autograds(net, lambda m: m(image).square().sum())
@@ -202,7 +202,7 @@ def test_the_gradients_of_mixed_frozen_and_trained_layers_are_autograds(net, ima
     assert "frozen parameters" in str(run.report())
 
 
-def test_both_backward_passes_of_a_gradient_penalty_are_autograds(looped):
+def test_both_backwards_of_a_gradient_penalty_are_autograds(looped):
     x = torch.randn(5, 2, requires_grad=True)
 
     def penalty(model):
@@ -225,7 +225,7 @@ def test_both_backward_passes_of_a_gradient_penalty_are_autograds(looped):
         assert all(map(torch.equal, backward.calls("block:grad_output"), expected))
 
 
-def test_a_gradient_that_is_kept_with_its_graph_can_be_differentiated_again(looped):
+def test_a_gradient_kept_with_its_graph_can_be_differentiated(looped):
     x = torch.randn(5, 2, requires_grad=True)
     with hl.record(looped, "head:grad_input", detach=False) as run:
         y = looped(x).tanh().sum()
@@ -252,7 +252,7 @@ def test_what_is_kept_of_a_gradient_is_chosen_as_of_a_value(net, image):
 # -- parameters and tensors by name ---------------------------------------------------------------
 
 
-def test_the_gradients_of_parameters_are_those_of_a_bare_run_pass_by_pass(net, image):
+def test_the_gradients_of_parameters_are_a_bare_runs_by_pass(net, image):
     net.train()
     with hl.record(net, ports="grad") as run:
         for k in range(2):
@@ -266,7 +266,7 @@ def test_the_gradients_of_parameters_are_those_of_a_bare_run_pass_by_pass(net, i
         run["fc.weight:grad"]
 
 
-def test_accumulated_gradients_are_recorded_before_they_are_added_up(looped):
+def test_accumulated_gradients_are_recorded_before_adding_up(looped):
     with hl.record(looped, "head.weight:grad") as run:
         for scale in (1.0, 2.0):
             (scale * looped(torch.ones(1, 2)).sum()).backward()
@@ -274,7 +274,7 @@ def test_accumulated_gradients_are_recorded_before_they_are_added_up(looped):
     assert torch.equal(run.passes[1]["head.weight:grad"], 2 * run.passes[0]["head.weight:grad"])
 
 
-def test_the_gradient_of_a_tied_parameter_is_one_site_with_aliases():
+def test_a_tied_parameters_gradient_is_one_site_with_aliases():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     with hl.record(model, ports="grad") as run:
@@ -299,7 +299,7 @@ def test_gradients_of_tensors_by_name_are_autograds():
 # -- how backward is called -----------------------------------------------------------------------
 
 
-def test_gradients_asked_of_autograd_are_recorded_and_no_grad_is_touched(looped):
+def test_gradients_asked_of_autograd_are_recorded_grad_is_left(looped):
     x = torch.ones(1, 2, requires_grad=True)
     with hl.record(looped, ["head:grad_output", "block:grad_input#0"]) as run:
         (expected,) = torch.autograd.grad(looped(x).sum(), x)
@@ -308,7 +308,7 @@ def test_gradients_asked_of_autograd_are_recorded_and_no_grad_is_touched(looped)
     assert all(p.grad is None for p in (*looped.parameters(), x))
 
 
-def test_a_backward_for_some_inputs_records_what_it_reaches_alone(looped):
+def test_a_backward_for_some_inputs_records_what_it_reaches(looped):
     sites = ["head:grad_output", "block:grad_output#2", "block.bias:grad"]
     with pytest.warns(hl.HooklineWarning, match=r"block:grad_output#2: no gradient flowed back"):
         with hl.record(looped, sites) as run:
@@ -329,7 +329,7 @@ def test_one_backward_of_several_passes_gives_each_pass_its_own(looped):
     assert run["head.bias:grad"].item() == 6.0
 
 
-def test_a_backward_in_another_thread_is_recorded_where_it_flowed_forward(looped):
+def test_a_backward_in_another_thread_is_with_its_forward(looped):
     line = hl.record(looped, ["head:grad_output", "head.bias:grad"], every_thread=True)
     loss = looped(torch.ones(1, 2)).sum()
     thread = threading.Thread(target=loss.backward)
@@ -352,7 +352,7 @@ def test_a_backward_in_another_thread_is_recorded_where_it_flowed_forward(looped
 
 @pytest.mark.parametrize("port", ["grad_output", "grad_input"])
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_the_reason_and_the_remedy_are_said_twice(net, image, without, port):
+def test_without_grad_mode_reason_and_remedy_are_said_twice(net, image, without, port):
     with pytest.warns(hl.HooklineWarning, match=r"no_grad\(\) or inference_mode\(\); run it with"):
         with hl.record(net, f"fc:{port}") as run, without():
             net(image)
@@ -396,7 +396,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.filterwarnings("ignore:hl.record. 1 of 1 site never fired")
-def test_a_tensor_by_name_whose_base_is_written_to_has_the_reason(write):
+def test_a_named_tensor_whose_base_is_written_to_has_the_reason(write):
     base = torch.ones(4, requires_grad=True) * 2
     view = base[:2]
     before = view * 1  # through which a hook on the view is called, with a part
@@ -409,7 +409,7 @@ def test_a_tensor_by_name_whose_base_is_written_to_has_the_reason(write):
 
 
 @pytest.mark.filterwarnings("ignore:hl.edit. 1 of 1 site never fired")
-def test_an_edit_of_a_tensor_by_name_whose_base_is_written_to_is_refused():
+def test_editing_a_named_tensor_with_a_written_base_is_refused():
     base = torch.ones(4, requires_grad=True) * 2
     view = base[:2]
     before = view * 1

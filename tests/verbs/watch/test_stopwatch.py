@@ -92,7 +92,7 @@ def test_times_hold_the_model_alone_and_not_the_printing(hand, needs_grad):
     assert times(file) == NESTED * 2
 
 
-def test_the_time_of_other_lines_is_left_out_whether_made_before_or_after(hand):
+def test_the_time_of_earlier_and_later_lines_is_left_out(hand):
     model, files = nested(hand), [SlowFile(hand), SlowFile(hand)]
 
     def slow(tensor):
@@ -157,7 +157,7 @@ class Fragile(Work):
         return super().forward(x)
 
 
-def test_a_module_that_raises_and_is_caught_leaves_depths_and_times_right(hand):
+def test_a_raise_that_is_caught_leaves_depths_and_times_right(hand):
     model, file = Retrying(hand), SlowFile(hand)
     with hl.watch(model, file=file):
         model(torch.ones(2))
@@ -185,7 +185,7 @@ class Recursive(Work):
         return x * 1.0
 
 
-def test_a_call_that_raised_within_a_call_of_the_same_module_is_not_taken_for_it(hand):
+def test_a_call_that_raised_within_its_module_is_told_apart(hand):
     model, file = nn.Sequential(Recursive(hand, 10)), SlowFile(hand)
     with hl.watch(model, file=file):
         model(torch.ones(3))
@@ -211,7 +211,7 @@ def test_an_interrupted_run_leaves_the_next_one_right(hand):
     assert times(file) == NESTED[:2] + NESTED
 
 
-def test_a_hook_that_raises_between_the_first_and_the_last_hides_no_time(hand):
+def test_a_hook_that_raises_between_first_and_last_hides_no_time(hand):
     model, file = nested(hand), SlowFile(hand)
 
     def refuse(tensor):
@@ -225,7 +225,7 @@ def test_a_hook_that_raises_between_the_first_and_the_last_hides_no_time(hand):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_checkpoint_computes_again_is_printed_and_timed_once(hand, reentrant):
+def test_what_a_checkpoint_recomputes_is_printed_and_timed_once(hand, reentrant):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -267,7 +267,7 @@ def test_each_thread_has_a_stopwatch_of_its_own(hand):
     assert stopwatch.read() - reading == 3
 
 
-def test_a_time_that_hooks_could_have_changed_by_a_tenth_is_marked(hand):
+def test_a_time_that_hooks_could_change_by_a_tenth_is_marked(hand):
     model = nn.Sequential(Work(hand, 0.002), nn.Sequential(*[Work(hand, 1e-6) for _ in range(3)]))
     file = SlowFile(hand)
     with hl.watch(model, file=file):
@@ -287,7 +287,7 @@ def test_calls_that_are_not_watched_make_no_time_inexact():
     assert not call.is_exact
 
 
-def test_work_that_an_accelerator_does_is_said_to_be_launched_only():
+def test_work_of_an_accelerator_is_said_to_be_launched_only():
     class Away(nn.Module):
         def forward(self, x):
             return torch.empty(2, device="cuda")
@@ -311,7 +311,7 @@ def test_work_that_an_accelerator_does_is_said_to_be_launched_only():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_container_with_a_compiled_part_is_printed_without_a_time(hand):
+def test_a_container_with_a_compiled_part_has_no_time(hand):
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Work(hand, 1))
     model[0].compile(backend="eager")
     file = SlowFile(hand)

@@ -19,7 +19,7 @@ def watched(model, *args, **options):
     return out.getvalue().splitlines()
 
 
-def test_each_call_is_a_line_with_path_type_shapes_dtype_statistics_and_time(looped):
+def test_each_call_is_a_line_with_shapes_statistics_and_time(looped):
     lines = watched(looped, torch.ones(1, 2))
     assert len(lines) == 5
     value = looped.block(torch.ones(1, 2))
@@ -105,7 +105,7 @@ def backward_lines(model, x, *args, **options):
     return out.getvalue().splitlines()
 
 
-def test_backward_is_shown_in_its_order_each_modules_gradient_as_it_arrives(net, image):
+def test_backward_is_shown_in_order_each_gradient_as_it_arrives(net, image):
     lines = backward_lines(net, image)
     back = [line.split()[1] for line in lines if line.startswith("<")]
     assert back[:3] == ["(root)", "fc", "pool"]
@@ -115,7 +115,7 @@ def test_backward_is_shown_in_its_order_each_modules_gradient_as_it_arrives(net,
     assert re.search(r"Linear +grad_output \[2, 5\] float32  mean 1  std 0$", fc)
 
 
-def test_a_forward_alone_is_watched_without_a_word_about_backward(net, image):
+def test_a_forward_alone_is_watched_without_mention_of_backward(net, image):
     assert not any(line.startswith("<") for line in watched(net, image))
     out = io.StringIO()
     with hl.watch(net, ["fc"], file=out):

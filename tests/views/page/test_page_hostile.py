@@ -65,7 +65,7 @@ def test_a_damaged_file_is_a_line_that_says_so_and_not_a_crash(served, runs, tmp
     assert server.get("strip?at=first").status in (404, 503)
 
 
-def test_a_file_that_claims_a_dtype_that_torch_cannot_read_is_no_crash(served, runs, tmp_path):
+def test_a_file_with_a_dtype_torch_cannot_read_does_not_crash(served, runs, tmp_path):
     folder = shutil.copytree(runs / "a", tmp_path / "run")
     heads = {}
     for file in folder.glob("*.safetensors"):

@@ -142,7 +142,7 @@ def test_a_slash_goes_to_the_search(page):
     expect(page.get_by_role("searchbox")).to_have_value("")
 
 
-def test_clicks_sort_a_column_then_turn_it_then_give_back_the_tree(page):
+def test_clicks_sort_a_column_turn_it_and_give_back_the_tree(page):
     order = head(page, "Order")
     button = order.get_by_role("button")
     button.click()
@@ -281,7 +281,7 @@ def test_on_a_page_just_opened_arrows_begin_at_the_first_line(page, key):
     expect(page.locator("tbody tr").nth(1).locator("th a")).to_be_focused()
 
 
-def test_arrows_scroll_a_page_without_lines_and_leave_other_fields_alone(page):
+def test_arrows_scroll_a_page_without_lines_sparing_fields(page):
     page.get_by_role("searchbox").fill("transformer")
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("ArrowDown")

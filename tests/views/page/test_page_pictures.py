@@ -37,7 +37,7 @@ class Net(nn.Module):
         return self.head(self.conv(x).relu().mean((2, 3)))
 
 
-def test_class_maps_are_those_of_hl_cam_where_the_same_is_differentiated():
+def test_class_maps_are_those_of_hl_cam():
     torch.manual_seed(1)
     model = Net().eval()
     x = torch.rand(2, 3, 16, 16)
@@ -78,7 +78,7 @@ def test_channels_are_pages_of_32_and_can_be_ordered():
     assert largest == int(value.amax((2, 3)).argmax())
 
 
-def test_tokens_are_one_table_and_large_ones_say_what_was_left_out():
+def test_tokens_are_one_table_and_say_what_is_left_out():
     found = picture_of(torch.randn(2, 5, 7), "Linear", Choice(sample=1))
     assert (found.kind, found.n_samples) == ("table", 2)
     assert pixels(found.tiles[0]).shape == (5, 7, 3)
@@ -88,7 +88,7 @@ def test_tokens_are_one_table_and_large_ones_say_what_was_left_out():
     assert pixels(large.tiles[0]).shape == (160, 480, 3)
 
 
-def test_a_value_of_two_dimensions_is_read_as_samples_by_channels_as_in_the_figures():
+def test_a_value_of_two_dimensions_is_samples_by_channels():
     value = torch.randn(5, 7)
     with hl.record(model := nn.Sequential(nn.Identity()), "0") as run:
         model(value)
@@ -109,7 +109,7 @@ def test_a_difference_is_blue_where_the_second_is_greater():
     assert shown[3, 0, 2] > shown[3, 0, 0]
 
 
-def test_channels_of_both_signs_are_blue_and_red_each_on_its_own_scale():
+def test_channels_of_both_signs_are_blue_and_red_at_their_scale():
     value = torch.full((1, 3, 4, 4), 0.014)
     value[0, 1], value[0, 2, 0] = -0.016, 0
     found = picture_of(value, "Conv2d", Choice())
@@ -121,7 +121,7 @@ def test_channels_of_both_signs_are_blue_and_red_each_on_its_own_scale():
     assert tuple(pixels(found.tiles[2])[0, 0]) == (68, 1, 84)
 
 
-def test_a_table_is_coloured_by_its_numbers_and_not_by_the_means_of_areas():
+def test_a_table_is_coloured_by_numbers_not_by_means_of_areas():
     value = torch.tensor([3.0, -1.0]).repeat(1, 400, 1000)
     assert "blue below zero, red above" in picture_of(value, "Linear", Choice()).about
 

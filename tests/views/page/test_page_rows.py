@@ -103,7 +103,7 @@ def test_a_structure_is_described_and_its_first_tensor_measured(holder):
     assert row.seen.statistics.mean == 2
 
 
-def test_a_tensor_that_torch_cannot_convert_is_a_line_that_says_so():
+def test_a_tensor_that_torch_cannot_convert_is_a_line_saying_so():
     class Packed(nn.Module):
         def forward(self, x):
             return x.view(torch.float4_e2m1fn_x2)
@@ -136,7 +136,7 @@ def test_nothing_recorded_gives_no_rows(net):
     assert titles([])[0] == "Module"
 
 
-def test_gradients_lie_beside_the_values_and_several_backward_passes_apart(looped):
+def test_gradients_lie_beside_values_and_backward_passes_apart(looped):
     with hl.record(looped, ["head", "head:grad_output", "head.bias:grad"]) as run:
         loss = looped(torch.ones(1, 2)).sum()
         loss.backward()

@@ -115,7 +115,7 @@ def test_most_feature_maps_are_in_view_on_a_laptop(visit, runs):
     assert (frame["x"] + frame["width"] - box["x"]) / (box["width"] / 8) > 6
 
 
-def test_a_shadow_shows_that_columns_lie_beyond_the_edge_until_they_are_in_view(visit, runs):
+def test_a_shadow_shows_columns_beyond_the_edge_until_in_view(visit, runs):
     page = visit(runs / "passes", viewport=PHONE)
     edge = "(one) => getComputedStyle(one, '::after').opacity"
     is_measured(page)
@@ -157,7 +157,7 @@ def test_two_recordings_have_what_differs_on_top(visit, runs):
     expect(page.get_by_role("heading", name="The first less the second")).to_be_visible()
 
 
-def test_a_comparison_says_whose_numbers_it_shows_and_what_a_difference_is(visit, runs):
+def test_a_comparison_says_whose_numbers_and_differences_it_has(visit, runs):
     page = visit(runs / "b", runs / "a")
     expect(page.locator(".subtitle")).to_contain_text("numbers are those of the first")
     legend = page.locator(".legend")
@@ -199,7 +199,7 @@ def test_all_of_it_works_by_keyboard_alone(visit, runs):
     expect(page.get_by_role("heading", name="Values")).to_be_visible()
 
 
-def test_escape_leads_back_to_the_line_and_the_table_that_were_left(visit, runs):
+def test_escape_leads_back_to_the_line_and_table_that_were_left(visit, runs):
     page = visit(runs / "passes", path="?q=grad&sort=std")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
@@ -243,7 +243,7 @@ def test_axe_finds_no_serious_fault(visit, runs, scheme, path):
     assert faults(page) == []
 
 
-def test_axe_finds_no_serious_fault_in_a_comparison_or_a_complaint(visit, runs, tmp_path):
+def test_axe_finds_no_serious_fault_in_comparisons_or_complaints(visit, runs, tmp_path):
     assert faults(visit(runs / "a", runs / "b")) == []
     assert faults(visit(runs / "a", runs / "b", path="site?at=head", color_scheme="dark")) == []
 
@@ -265,7 +265,7 @@ def test_a_new_recording_is_shown_while_the_page_is_open(visit, runs, tmp_path):
     expect(page.get_by_role("searchbox")).to_have_value("head")
 
 
-def test_a_deleted_folder_is_said_and_one_that_comes_back_is_shown(visit, runs, tmp_path):
+def test_a_deleted_folder_is_said_one_that_comes_back_is_shown(visit, runs, tmp_path):
     folder = shutil.copytree(runs / "a", tmp_path / "run")
     page = visit(folder)
     is_measured(page)
@@ -277,7 +277,7 @@ def test_a_deleted_folder_is_said_and_one_that_comes_back_is_shown(visit, runs, 
     expect(page.get_by_role("alert")).to_be_hidden()
 
 
-def test_large_values_are_measured_when_asked_for_and_on_their_own_page(visit, tmp_path):
+def test_large_values_are_measured_when_asked_for_on_their_page(visit, tmp_path):
     folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
     page = visit(folder)
     button = page.get_by_role("button", name="Measure 2000 values (48.7 GiB)")

@@ -28,7 +28,7 @@ def test_it_answers_on_the_loopback_address_with_the_table(served, runs):
     assert server.serving.address == server.base
 
 
-def test_a_page_may_load_nothing_from_elsewhere_and_be_framed_by_nobody(served, runs):
+def test_a_page_loads_nothing_from_elsewhere_and_is_not_framed(served, runs):
     headers = served(runs / "a").get().headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -71,7 +71,7 @@ def test_no_address_is_the_name_of_a_file(served, runs, path):
     connection.close()
 
 
-def test_an_address_that_is_open_to_others_asks_for_the_token_that_it_prints(served, runs):
+def test_an_address_open_to_others_asks_for_the_printed_token(served, runs):
     server = served(runs / "a", host="0.0.0.0")
     token = server.serving.address.partition("token=")[2]
     assert len(token) >= 24
@@ -140,7 +140,7 @@ def test_an_address_that_cannot_be_bound_says_what_to_give(runs, host, port, sai
 # -- what there is to see --------------------------------------------------------------------
 
 
-def test_a_sites_page_shows_numbers_histogram_channels_gradient_and_class_maps(served, runs):
+def test_a_sites_page_shows_numbers_pictures_and_class_maps(served, runs):
     text = served(runs / "passes").get("site?at=first&pass=1&call=0").text
     assert "Gradient of the output" in text
     assert text.count('aria-label="Histogram of') == 2
@@ -209,7 +209,7 @@ def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):
     assert f">{mean:.4g}<" in server.get().text
 
 
-def test_of_two_recordings_the_difference_is_a_column_and_a_picture(served, runs):
+def test_the_difference_of_two_recordings_is_column_and_picture(served, runs):
     server = served(runs / "a", runs / "b")
     found = json.loads(server.get("measure?from=0").text)["lines"]
     gaps = {line["cells"][0]: line["cells"][2] for line in found}
@@ -278,9 +278,7 @@ def test_a_folder_that_is_deleted_while_it_is_viewed_says_so(served, runs, tmp_p
 # -- large recordings ------------------------------------------------------------------------
 
 
-def test_the_table_of_a_recording_of_2000_sites_and_50_gb_reads_no_tensor(
-    served, tmp_path, monkeypatch
-):
+def test_a_table_of_2000_sites_and_50_gb_reads_no_tensor(served, tmp_path, monkeypatch):
     folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert size > 50e9

@@ -97,7 +97,7 @@ def test_the_widest_range_of_numbers_does_not_overflow():
     assert [colour(strip, x) for x in (0, 1)] == [(5, 48, 97), (103, 0, 31)]
 
 
-def test_numbers_of_both_signs_are_blue_and_red_with_white_at_zero():
+def test_numbers_of_both_signs_are_blue_and_red_zero_is_white():
     maps = torch.zeros(1, 3, 4, 4)
     maps[0, 0, 0, :2] = torch.tensor([-1.0, 3.0])
     maps[0, 1], maps[0, 2] = 0.014, -0.016

@@ -124,7 +124,7 @@ def test_class_scores_say_what_they_are_and_of_which_input(tmp_path, strange_run
     assert "<p>of the first of 15 inputs</p>" in scores(15)
 
 
-def test_a_value_says_how_many_channels_and_samples_it_leaves_out(tmp_path):
+def test_a_value_says_how_many_channels_and_samples_are_left_out(tmp_path):
     model = nn.ModuleDict({"many": nn.Conv2d(1, 20, 1), "all": nn.Conv2d(20, 3, 1)})
     model.forward = lambda x: model["all"](model["many"](x))
 

@@ -142,7 +142,7 @@ def test_large_maps_are_reduced_by_area(recorded, said):
     assert "drawn at 64 x 128" in said(hl.plots.channels(recorded(value), "site"))
 
 
-def test_channels_last_is_told_by_layout_and_hinted_at_where_it_is_likely(recorded, said):
+def test_channels_last_is_told_by_layout_and_hinted_where_likely(recorded, said):
     value = torch.randn(1, 7, 7, 96)
     run = recorded(value)
     assert "if its channels are last, layout='NHWC'" in said(hl.plots.channels(run, "site"))
@@ -194,7 +194,7 @@ def curve(figure, k):
     ("kind", "layout", "letters"), [(nn.Identity, None, "NTC"), (nn.Conv1d, None, "NCL"),
                                     (nn.Identity, "NCT", "NCT")],
 )  # fmt: skip
-def test_sequences_are_curves_with_channels_where_the_module_has_them(
+def test_sequences_are_curves_with_channels_where_the_module_has(
     recorded, said, kind, layout, letters
 ):
     value = torch.rand(2, 5, 6) + 1  # no zero line is in the way

@@ -209,7 +209,7 @@ def test_of_very_many_passes_some_are_drawn_and_it_is_said(recorded, said, monke
     assert figure.axes[0].lines[0].get_xdata().tolist() == [0, 4, 8]
 
 
-def test_gradients_are_those_of_the_table_with_dead_and_exploding_marked(said):
+def test_gradients_are_the_tables_with_dead_and_exploding_marked(said):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     with torch.no_grad():

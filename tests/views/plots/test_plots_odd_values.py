@@ -64,7 +64,7 @@ def with_packed():
     return run
 
 
-def test_one_value_that_torch_cannot_read_is_left_out_of_the_whole_and_said(with_packed, said):
+def test_one_value_that_torch_cannot_read_is_left_out_and_said(with_packed, said):
     left_out = "1 value without numbers that can be read (1)"
     assert left_out in said(hl.plots.histograms(with_packed))
     assert left_out in said(hl.plots.statistics(with_packed))
@@ -126,7 +126,7 @@ def test_names_that_cannot_be_printed_are_escaped(tmp_path, said):
     hl.plots.histograms(run).savefig(tmp_path / "figure.png")
 
 
-def test_the_colours_of_a_reduced_table_are_those_of_what_is_drawn(recorded):
+def test_a_reduced_tables_colours_are_those_of_what_is_drawn(recorded):
     torch.manual_seed(0)
     figure = hl.plots.tokens(recorded(torch.randn(1, 100_000, 4)), "site")
     (image,) = figure.axes[0].images
@@ -136,7 +136,7 @@ def test_the_colours_of_a_reduced_table_are_those_of_what_is_drawn(recorded):
     assert all(tick == round(tick) for tick in ticks)
 
 
-def test_gradients_of_many_sites_are_a_few_lines_and_not_one_each():
+def test_gradients_of_many_sites_are_a_few_lines():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
     with hl.record(model, ports="grad") as run:
         model(torch.ones(3, 2)).sum().backward()

@@ -99,7 +99,7 @@ def test_what_is_no_picture_is_refused(recorded):
         hl.plots.images(recorded(torch.randn(1, 7, 4, 5)), "site")
 
 
-def test_an_input_that_was_not_recorded_is_said_with_how_to_record_it(recorded):
+def test_an_input_not_recorded_is_said_with_how_to_record_it(recorded):
     run = recorded(torch.rand(1, 3, 4, 4))
     for source in (run, run.passes[0]):
         with pytest.raises(hl.NotRecordedError, match="model's input was not recorded") as caught:
@@ -124,7 +124,7 @@ def two(net, image):
     return after, before
 
 
-def test_the_sites_that_differ_most_are_on_top_and_the_first_is_named(two, said):
+def test_the_sites_that_differ_most_are_on_top_the_first_named(two, said):
     after, before = two
     figure = hl.plots.compare(after, before)
     relative = {key: (after[key] - before[key]).norm() / before[key].norm() for key in before}
