@@ -1,7 +1,7 @@
 # Each target does all its own set-up, on a machine with Python 3.11 or later and nothing else.
 #   make demo    the main job, on the network that is shipped in the package
 #   make test    checks, tests, the README's examples: what CI runs
-#   make quick   the tests that need no browser, no process and no compiler: under 90 seconds
+#   make quick   the tests that need no browser, no process and no compiler
 #   make check   ruff and mypy alone
 #   make mutants change the source in 60 places, and see whether a test notices
 #   make bench   the table of ratios, with rivals
