@@ -48,6 +48,7 @@ def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 @pytest.mark.compiles
+@pytest.mark.processes  # inductor compiles in workers
 def test_the_docs_examples_run_in_order_and_print_as_shown(page, tmp_path):
     namespace: dict[str, object] = {}
     blocks = re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
