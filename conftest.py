@@ -85,5 +85,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     found = {"compiles": _compiled_frames() > frames, "processes": len(_processes) > processes}
     for mark, is_needed in found.items():
-        if is_needed and isinstance(item, pytest.Function) and not item.get_closest_marker(mark):
+        # Inductor starts its workers once, whichever test comes first: `compiles` says enough.
+        marked = item.get_closest_marker(mark) or item.get_closest_marker("compiles")
+        if is_needed and isinstance(item, pytest.Function) and not marked:
             pytest.fail(f"mark this test with @pytest.mark.{mark}: `make quick` is to leave it out")
