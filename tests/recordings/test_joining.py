@@ -1,4 +1,4 @@
-"""cat and stack: a site's values of several passes and calls, and messages that never mislead."""
+"""cat and stack: a site's values of several passes, and messages that never mislead."""
 
 from __future__ import annotations
 
@@ -47,17 +47,51 @@ def test_batches_of_different_sizes_are_concatenated(net, image):
     assert [list(value.shape) for value in run.cat("fc", dim=None)] == [[2, 5], [1, 5]]
 
 
-def test_passes_and_their_calls_are_concatenated_in_order():
+def test_passes_are_concatenated_in_order():
+    parts = [torch.full((1, 2), float(k)) for k in range(3)]
+    run = recorded(*([part] for part in parts))
+    assert run.cat("inner")[:, 0].tolist() == [0, 1, 2]
+    assert run.cat("inner", dim=1).shape == run.cat("inner", -1).shape == (1, 6)
+    assert run.cat("inner#pass1")[:, 0].tolist() == [1]
+
+
+def test_calls_of_one_pass_are_not_joined_as_rows():
     parts = [torch.full((1, 2), float(k)) for k in range(5)]
     run = recorded(parts[:2], parts[2:])
-    assert run.cat("inner")[:, 0].tolist() == [0, 1, 2, 3, 4]
-    assert run.cat("inner", dim=1).shape == run.cat("inner", -1).shape == (1, 10)
+    for dim, code in ((0, "run.cat('inner#0')"), (1, "run.cat('inner#0', dim=1)")):
+        with pytest.raises(hl.AmbiguousError) as caught:
+            run.cat("inner", dim)
+        assert str(caught.value) == (
+            "'inner' must have one call in each pass to be concatenated, got 3 in a pass."
+            f"\nWrite {code} for one call, or run.cat('inner', dim=None) for a list of all values."
+        )
+    with pytest.raises(hl.AmbiguousError, match=r"Write run.cat\('inner#0#pass1'\) for one call"):
+        run.cat("inner#pass1")
     assert run.cat("inner#1")[:, 0].tolist() == [1, 3]
-    assert run.cat("inner#pass1")[:, 0].tolist() == [2, 3, 4]
+    assert run.cat("inner#2").tolist() == [[4, 4]]
+    assert [int(value[0, 0]) for value in run.cat("inner", dim=None)] == [0, 1, 2, 3, 4]
+
+
+def test_the_call_that_is_proposed_has_a_value():
+    class FrozenFirst(Gives):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.inner(x)
+            x.requires_grad_()
+            return self.inner(x) + self.inner(x)
+
+    model = FrozenFirst()
+    with hl.record(model, "inner:grad_output") as run:
+        model(torch.ones(1, 2)).sum().backward()
+    assert list(run) == ["inner:grad_output#1", "inner:grad_output#2"]
+    for join in (run.cat, run.stack):
+        with pytest.raises(hl.AmbiguousError, match="in a pass") as caught:
+            join("inner:grad_output")
+        assert [eval(way, {"run": run}) for way in suggestions(str(caught.value))]
 
 
 def test_numbers_are_concatenated_to_a_row():
-    run = recorded([torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(3.0)])
+    run = recorded([torch.tensor(1.0)], [torch.tensor(2.0)], [torch.tensor(3.0)])
     assert run.cat("inner").tolist() == [1, 2, 3]
 
 
@@ -98,7 +132,7 @@ def test_ragged_values_say_what_joins_them():
 def test_stacking_says_what_joins_where_it_cannot():
     with pytest.raises(hl.StructureError, match=r"\nWrite run.cat\('inner'\) for all in one"):
         recorded([torch.zeros(2, 5)], [torch.zeros(1, 5)]).stack("inner")
-    with pytest.raises(hl.AmbiguousError, match=r"got 2 in a pass.\nWrite run.cat\('inner'\).*#0"):
+    with pytest.raises(hl.AmbiguousError, match=r"got 2 in a pass.\nWrite run.stack\('inner#0'\)"):
         recorded([torch.zeros(2, 5)] * 2).stack("inner")
     with pytest.raises(hl.StructureError, match=r"\nWrite run.cat\('inner:output\[0\]'\)"):
         recorded([(torch.zeros(2), None)], [(torch.zeros(2), 3)]).stack("inner")
@@ -123,7 +157,8 @@ def test_a_look_up_of_several_passes_suggests_what_joins_them():
     for passes, way in (
         ([[torch.zeros(2)]] * 2, "run.stack('inner')"),
         ([[torch.zeros(2)], [torch.zeros(3)]], "run.cat('inner')"),
-        ([[torch.zeros(2), torch.zeros(2)]] * 2, "run.cat('inner')"),
+        ([[torch.zeros(2), torch.zeros(2)]] * 2, "run.stack('inner#0') for one call"),
+        ([[torch.zeros(2), torch.zeros(2)], [torch.zeros(1)]], "run.cat('inner#0') for one call"),
         ([["a"], ["b"]], "run.cat('inner', dim=None)"),
     ):
         with pytest.raises(hl.AmbiguousError) as caught:

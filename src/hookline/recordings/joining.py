@@ -1,4 +1,4 @@
-"""Join a site's values of several passes and calls in one tensor.
+"""Join a site's values of several passes in one tensor.
 
 A message never suggests what would fail: each way to join is tried on the shapes first.
 """
@@ -14,50 +14,49 @@ from torch import Tensor
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.errors import AmbiguousError, StructureError
 from hookline.recordings.index import Lookup
+from hookline.recordings.log import Log, Read
 
 _N_FORMS_SHOWN = 3
 _LISTED = "dim=None) for a list of all values"
 
 
-def stacked(asked: Lookup, passes: Sequence[Sequence[Any]]) -> Tensor:
-    """One value of each pass, along a new first dimension.
+def stacked(log: Log, asked: Lookup) -> Tensor:
+    """Stack one value of each pass along a new first dimension.
 
     Args:
+        log: the recording's log.
         asked: the key.
-        passes: the values of each pass, call by call.
 
     Raises:
         AmbiguousError: several calls in a pass. StructureError: they are not tensors of one shape.
     """
-    most = max(map(len, passes))
-    if most > 1:
-        raise AmbiguousError(
-            f"{str(asked)!r} must have one call in each pass to be stacked, got {most} in a pass."
-            f"\nWrite {way_to_join(asked, passes)}, or name one call, such as"
-            f" {str(asked.of_call(0))!r}."
-        )
+    passes = log.by_pass(asked)
+    _refuse_several_calls(log, asked, passes, "stacked")
     values = [calls[0] for calls in passes]
     shapes = _shapes(values)
     if shapes is None or len(shapes) > 1:
         raise StructureError(
             f"{str(asked)!r} must be a tensor of one shape in all passes to be stacked, got"
-            f" {_forms(values)}.\nWrite {way_to_join(asked, passes)}."
+            f" {_forms(values)}.\nWrite {way_to_join(log, asked)}."
         )
     return _joined(asked, values, None)
 
 
-def concatenated(asked: Lookup, passes: Sequence[Sequence[Any]], dim: int) -> Tensor:
-    """The values of all passes and calls, in order, along a dimension that they have.
+def concatenated(log: Log, asked: Lookup, dim: int) -> Tensor:
+    """Concatenate one value of each pass, in order, along a dimension that they have.
 
     Args:
+        log: the recording's log.
         asked: the key.
-        passes: the values of each pass, call by call.
         dim: the dimension, in which their sizes may differ. Numbers (of no dimension) become a row.
 
     Raises:
-        StructureError: they are not tensors, differ in another dimension, or have no such one.
+        AmbiguousError: several calls in a pass. StructureError: they are not tensors, differ in
+            another dimension, or have no such one.
     """
-    values = [value for calls in passes for value in calls]
+    passes = log.by_pass(asked)
+    _refuse_several_calls(log, asked, passes, "concatenated", dim)
+    values = [calls[0] for calls in passes]
     shapes = _shapes(values)
     if shapes is not None and _fits(shapes, dim):
         return _joined(asked, values, dim if shapes[0] else None)
@@ -67,30 +66,74 @@ def concatenated(asked: Lookup, passes: Sequence[Sequence[Any]], dim: int) -> Te
     else:
         wanted = f"the values at {str(asked)!r} must be tensors that differ in dimension {dim} only"
         got = _forms(values)
-    raise StructureError(f"{wanted}, got {got}.\nWrite {way_to_join(asked, passes)}.")
+    raise StructureError(f"{wanted}, got {got}.\nWrite {way_to_join(log, asked)}.")
 
 
-def way_to_join(asked: Lookup, passes: Sequence[Sequence[Any]]) -> str:
-    """The code that joins these values, and what it gives."""
-    values = [value for calls in passes for value in calls]
-    key = str(asked)
+def way_to_join(
+    log: Log, asked: Lookup, read: Read | None = None, *, dim: int | None = None
+) -> str:
+    """Write the code that joins a site's values, and say what it gives.
+
+    Args:
+        log: the recording's log.
+        asked: the key.
+        read: gives an entry's value, as in `Log.values`.
+        dim: the dimension that was asked for, which is proposed where it fits.
+    """
+    passes = log.by_pass(asked, read)
+    all_listed = f"run.cat({str(asked)!r}, {_LISTED}"
+    if any(len(calls) > 1 for calls in passes):
+        one = log.first_call(asked)
+        code, is_part = _code(one, [calls[0] for calls in log.by_pass(one, read)], dim)
+        what = "one tensor of one call" if is_part else "one call"
+    else:
+        code, is_part = _code(asked, [calls[0] for calls in passes], dim)
+        if code and not is_part:
+            return f"{code} for all" + " in one tensor" * code.startswith("run.cat")
+        what = "one of its tensors"
+    return f"{code} for {what}, or {all_listed}" if code else all_listed
+
+
+def _code(asked: Lookup, values: Sequence[Any], dim: int | None) -> tuple[str, bool]:
+    """Write the code that joins one value of each pass, or a tensor of it; empty if none does.
+
+    Returns:
+        The code, and whether it joins a tensor within the values.
+    """
     shapes = _shapes(values)
     if shapes is not None:
-        if len(values) == len(passes) and len(shapes) == 1:
-            return f"run.stack({key!r}) for all"
-        dim = next((dim for dim in range(max(len(shapes[0]), 1)) if _fits(shapes, dim)), None)
+        if dim is None and len(shapes) == 1:
+            return f"run.stack({str(asked)!r})", False
+        dims = [*([] if dim is None else [dim]), *range(max(len(shapes[0]), 1))]
+        dim = next((dim for dim in dims if _fits(shapes, dim)), None)
         if dim is not None:
-            return f"run.cat({key!r}{f', dim={dim}' if dim else ''}) for all in one tensor"
+            return f"run.cat({str(asked)!r}{f', dim={dim}' if dim else ''})", False
     for leaf, _ in tree.tensors(values[0]):
         if not leaf:
             break
         if _all_have(values, leaf) and (
-            (parts := _shapes([leaves.get(value, leaf, key) for value in values])) is not None
+            (parts := _shapes([leaves.get(value, leaf, str(asked)) for value in values]))
+            is not None
             and _fits(parts, 0)
         ):
-            part = f"run.cat({asked.at(leaf)!r}) for one of its tensors"
-            return f"{part}, or run.cat({key!r}, {_LISTED}"
-    return f"run.cat({key!r}, {_LISTED}"
+            return f"run.cat({asked.at(leaf)!r})", True
+    return "", False
+
+
+def _refuse_several_calls(
+    log: Log, asked: Lookup, passes: Sequence[Sequence[Any]], how: str, dim: int | None = None
+) -> None:
+    """Refuse to join the calls of one pass: the rows would not be those of the inputs.
+
+    Raises:
+        AmbiguousError: a pass has several calls.
+    """
+    most = max(map(len, passes))
+    if most > 1:
+        raise AmbiguousError(
+            f"{str(asked)!r} must have one call in each pass to be {how}, got {most} in a pass."
+            f"\nWrite {way_to_join(log, asked, dim=dim)}."
+        )
 
 
 def _joined(asked: Lookup, values: list[Tensor], dim: int | None) -> Tensor:

@@ -191,6 +191,25 @@ class Log:
             raise self.never(asked)
         return found
 
+    def first_call(self, asked: Lookup) -> Lookup:
+        """Give the key of the first call of a site that ran several times in a pass."""
+        entries = next(found for _, found in self._search(asked, self.passes) if len(found) > 1)
+        return asked.of_call(min(map(_call, entries)))
+
+    def one_of_several(self, asked: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
+        """Give a key that names one value of a site in a pass: its first, where it has several.
+
+        Args:
+            asked: the key.
+            current: the pass.
+            entries: what `find` has found there.
+        """
+        runs = list(dict.fromkeys(one.backward for one in entries if one.backward is not None))
+        if len(runs) > 1:
+            asked = asked._replace(backward=self.backwards(current).index(runs[0]))
+            entries = [entry for entry in entries if entry.backward == runs[0]]
+        return asked.of_call(min(map(_call, entries))) if len(entries) > 1 else asked
+
     def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
         """Whether a site has a value in this pass, or in any. No value is read."""
         asked = self.index.get(key)

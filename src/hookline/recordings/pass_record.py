@@ -15,7 +15,7 @@ from hookline.recordings.overview import pass_text
 
 
 @final
-@hides("outline")
+@hides("outline", "one_of_several")
 class PassRecord(Lookups):
     """One pass of a recording: the same look-ups, within that pass.
 
@@ -71,6 +71,15 @@ class PassRecord(Lookups):
                 damaged.
         """
         return self._only(key, self._log.outline)
+
+    def one_of_several(self, key: Key) -> tuple[str, str]:
+        """Name one of a site's several values: the code behind this pass, and the key.
+
+        Raises:
+            NotRecordedError: it did not fire in this pass.
+        """
+        asked = self._apart(key)
+        return "", str(self._log.one_of_several(asked, *self._found(asked)))
 
     def calls(self, key: Key) -> list[Any]:
         """The values of every call of a site in this pass, in order.

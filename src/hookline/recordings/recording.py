@@ -34,7 +34,7 @@ from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 
 
 @final
-@hides("begin_pass", "end_pass", "finish")
+@hides("begin_pass", "end_pass", "finish", "one_of_several")
 class Recording(Lookups):
     """What a line kept: a mapping from sites to values.
 
@@ -114,7 +114,7 @@ class Recording(Lookups):
         if len(found) > 1:
             raise AmbiguousError(
                 f"{str(asked)!r} has a value in each of {len(found)} passes.\nWrite"
-                f" {_in_pass(*found[0], asked)} for one of them{self._or_joined(asked)}."
+                f" {self._in_pass(asked, *found[0])} for one of them{self._or_joined(asked)}."
             )
         return self._log.single(asked, *found[0], read)
 
@@ -142,6 +142,18 @@ class Recording(Lookups):
         if self.ranks:
             return any(key in one for one in self.ranks)
         return isinstance(key, str | Site) and self._log.has(key)
+
+    def one_of_several(self, key: Key) -> tuple[str, str]:
+        """Name one of a site's several values: the code behind `run`, and the key.
+
+        Raises:
+            NotRecordedError: it did not fire. AmbiguousError: on several ranks.
+        """
+        log = self._log_with(key)
+        asked = log.index.find(key)
+        (current, entries), *others = log.find(asked)
+        code = f".passes[{current.number}]" if others else ""
+        return code, str(log.one_of_several(asked, current, entries))
 
     def calls(self, key: Key) -> list[Any]:
         """The values of every call of a site, in order, in the only pass in which it ran.
@@ -172,15 +184,14 @@ class Recording(Lookups):
             StructureError: the values are not tensors of one shape.
         """
         log = self._log_with(key)
-        asked = log.index.find(key)
-        return stacked(asked, log.by_pass(asked))
+        return stacked(log, log.index.find(key))
 
     @overload
     def cat(self, key: Key, dim: int = 0) -> Tensor: ...
     @overload
     def cat(self, key: Key, dim: None) -> list[Any]: ...
     def cat(self, key: Key, dim: int | None = 0) -> Tensor | list[Any]:
-        """Concatenate a site's values of all passes and calls: what batches gave, in one tensor.
+        """Concatenate a site's values of all passes: what batches gave, in one tensor.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -190,27 +201,28 @@ class Recording(Lookups):
             >>> run.cat("(root)").shape
             torch.Size([9, 3])
 
-        Values come in the order of the passes, and within a pass in that of the calls.
+        Values come in the order of the passes. A site that ran several times in a pass has more
+        rows than inputs: `run.cat("relu#1")` concatenates one of its calls.
 
         Args:
             key: the site, as in a look-up.
             dim: the dimension along which they are concatenated, and in which their sizes may
                 differ. Numbers, which have no dimension, become a row. None gives a list of the
-                values as they are, for what is ragged in other dimensions or holds no one tensor.
+                values of all passes and calls as they are, ragged or not, tensors or not.
 
         Returns:
             One tensor; with `dim=None` a list.
 
         Raises:
-            NotRecordedError: it did not fire.
+            NotRecordedError: it did not fire. AmbiguousError: several calls in a pass, unless
+                `dim=None`.
             StructureError: the values are not tensors, or differ in another dimension.
         """
         log = self._log_with(key)
         asked = log.index.find(key)
-        passes = log.by_pass(asked)
         if dim is None:
-            return [value for calls in passes for value in calls]
-        return concatenated(asked, passes, dim)
+            return [value for calls in log.by_pass(asked) for value in calls]
+        return concatenated(log, asked, dim)
 
     def gradients(self) -> GradientFlow:
         """How the gradients flowed: each site's norm, its ratio to the weight, what is wrong.
@@ -358,12 +370,16 @@ class Recording(Lookups):
     def _log_with(self, key: Key) -> Log:
         return self._of_rank(key)._log if self.ranks else self._log
 
+    def _in_pass(self, asked: Lookup, current: Pass, entries: list[Entry]) -> str:
+        """Write the code that looks up a site's first value in a pass."""
+        key = self._log.one_of_several(asked, current, entries)
+        return f"run.passes[{current.number}][{str(key)!r}]"
+
     def _or_joined(self, asked: Lookup) -> str:
         try:
-            passes = self._log.by_pass(asked, self._log.outline)
+            return f", or {way_to_join(self._log, asked, self._log.outline)}"
         except AmbiguousError:  # of several backward passes
             return ""
-        return f", or {way_to_join(asked, passes)}"
 
     def _of_rank(self, key: Key) -> Recording:
         """The only rank's recording in which a site has a value."""
@@ -382,17 +398,6 @@ class Recording(Lookups):
                 f"this recording is of {len(self.ranks)} ranks, and each has its own {what}."
                 f"\nWrite run.ranks[0].{what} for one of them."
             )
-
-
-def _in_pass(current: Pass, entries: Sequence[Entry], asked: Lookup) -> str:
-    """The code that looks up a site's first value in a pass."""
-    runs = [entry.backward for entry in entries if entry.backward is not None]
-    if len(set(runs)) > 1:
-        asked = asked._replace(backward=0)
-        entries = [entry for entry in entries if entry.backward == runs[0]]
-    calls = sorted(entry.call or 0 for entry in entries)
-    key = asked.of_call(calls[0]) if len(calls) > 1 else asked
-    return f"run.passes[{current.number}][{str(key)!r}]"
 
 
 def _first_value(one: PassRecord, call: int, site: Site) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -75,3 +77,74 @@ def test_what_is_no_row_of_a_batch_is_refused(run, sample):
 def test_gradients_are_drawn_of_a_whole_recording(run):
     with pytest.raises(hl.InputError, match="Give the recording, not one of its passes"):
         hl.plots.gradients(run.passes[0])
+
+
+def same(model, x):
+    """A recording of two passes, with two backward passes each."""
+    with hl.record(model, ports=("output", "grad_output"), copy=True) as run:
+        for _ in range(2):
+            loss = model(x).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    return run
+
+
+SITE_FIGURES = [hl.plots.channels, hl.plots.histograms, hl.plots.tokens]
+
+
+def follow(draw, given: dict[str, hl.Recording], site: str) -> None:
+    """Draw a figure, and give it what its errors say, until it draws."""
+    for _ in range(4):
+        try:
+            draw(*given.values(), site)
+        except hl.AmbiguousError as error:
+            said = str(error).partition("\nGive ")[2]
+            found = re.findall(r"(\S+) as (the recording|a|b)\b", said)
+            given |= {
+                name.replace("the recording", "run"): eval(code, dict(given))
+                for code, name in found
+            }
+            site = (re.findall(r"'(\S+)' as the site", said) or [site])[0]
+        else:
+            return
+    pytest.fail(f"{given} at {site} is refused again and again")
+
+
+@pytest.mark.parametrize("draw", SITE_FIGURES)
+@pytest.mark.parametrize("site", ["head", "block", "block#1", "head:grad_output", "block#pass1"])
+def test_a_figure_accepts_what_it_proposes_for_several_values(looped, draw, site):
+    run = same(looped, torch.ones(1, 2))
+    follow(draw, {"run": run}, site)
+    follow(draw, {"run": run.passes[1]}, site)
+
+
+@pytest.mark.parametrize("site", ["head", "block", "block#1", "head:grad_output", "block#pass1"])
+def test_compare_accepts_what_it_proposes_for_several_values(looped, site):
+    run = same(looped, torch.ones(1, 2))
+    follow(hl.plots.compare, {"a": run, "b": run}, site)
+    follow(hl.plots.compare, {"a": run.passes[1], "b": run}, site.partition("#pass")[0])
+
+
+def test_compare_says_which_recording_has_several_values(looped):
+    run = same(looped, torch.ones(1, 2))
+    with pytest.raises(hl.AmbiguousError) as caught:
+        hl.plots.compare(run.passes[0], run, "block")
+    assert str(caught.value) == ("a: 'block' ran 3 times in pass 0.\nGive 'block#0' as the site.")
+    with pytest.raises(hl.AmbiguousError) as caught:
+        hl.plots.compare(run.passes[0], run, "block#0")
+    assert str(caught.value) == (
+        "b: 'block#0' has a value in each of 2 passes.\nGive b.passes[0] as b."
+    )
+    with pytest.raises(hl.InputError) as caught:
+        hl.plots.compare(run.passes[0], run)
+    assert str(caught.value) == (
+        "b must have one pass for this figure, got 2.\nGive one of them: b.passes[0]."
+    )
+
+
+def test_recordings_of_several_ranks_are_refused(run):
+    both = hl.Recording(run.sites, run.report())
+    both.ranks = (run, run)
+    for draw in FIGURES.values():
+        with pytest.raises(hl.InputError, match=r"got 2 ranks.\nGive .* run.ranks\[0\]"):
+            draw(both)

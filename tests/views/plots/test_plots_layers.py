@@ -284,7 +284,7 @@ def test_gradients_of_several_backward_passes_have_a_row_each():
             "bins must be a whole number from 1 up, got 0",
         ),
         (lambda run: hl.plots.histograms(run, "site"), "'site' has a value in each of 2 passes"),
-        (hl.plots.histograms, r"2 passes.*\nGive it one of them: run.passes\[0\]"),
+        (hl.plots.histograms, r"got 2.\nGive one of them: run.passes\[0\]"),
         (lambda run: hl.plots.statistics(run, "other"), "'other' was never selected"),
     ],
 )

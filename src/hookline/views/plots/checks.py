@@ -14,13 +14,18 @@ def check_source(source: Any) -> None:
     """Refuse what holds no recorded values: a model, a tensor, a folder's name.
 
     Raises:
-        InputError: it is no recording, nor a pass of one.
+        InputError: it is no recording, nor a pass of one; or it is a recording of several ranks.
     """
     if not isinstance(source, Recording | PassRecord):
         raise InputError(
             f"hl.plots draws recordings, and got {type(source).__name__}."
             "\nRecord first: with hl.record(model) as run: model(x), and give run, or one of"
             " run.passes; a folder is opened by hl.open(path)."
+        )
+    if isinstance(source, Recording) and source.ranks:
+        raise InputError(
+            f"a figure must be of one rank's recording, got {len(source.ranks)} ranks."
+            "\nGive one of them: run.ranks[0]."
         )
 
 

@@ -81,7 +81,7 @@ def compare(
         check_count("n", n)
     if site is None:
         return _all_sites(a, b, n or _MOST, order)
-    return _one_site(look_up(a, site), look_up(b, site), n or 16, order, (sample, layout))
+    return _one_site(look_up(a, site, "a"), look_up(b, site, "b"), n or 16, order, (sample, layout))
 
 
 def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:

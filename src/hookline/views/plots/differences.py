@@ -52,7 +52,7 @@ def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
     Raises:
         InputError: the two have no site in common.
     """
-    ours, theirs = dict(walk(one_pass(a))), dict(walk(one_pass(b)))
+    ours, theirs = dict(walk(one_pass(a, "a"))), dict(walk(one_pass(b, "b")))
     found, unread = [], []
     for key, one in ours.items():
         other = theirs.get(key)

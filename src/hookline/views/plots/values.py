@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.display.text import plural
 from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe, tree
-from hookline.errors import InputError, NotRecordedError, OverwrittenError
+from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
 from hookline.views.plots.checks import Source, check_sample, check_source
 from hookline.views.statistics import DENSE_NUMEL, main_tensor
@@ -76,14 +76,23 @@ class Arranged:
     text: str
 
 
-def look_up(source: Source, key: str | Site) -> Value:
-    """The one value of a site, with the recording's own errors where there are none or several.
+def look_up(source: Source, key: str | Site, name: str = "") -> Value:
+    """Look up the one value of a site.
+
+    Args:
+        source: a recording, or one of its passes.
+        key: the site.
+        name: the argument that the source was given as, where a figure takes several.
 
     Raises:
-        InputError: it holds no tensor.
+        NotRecordedError, OverwrittenError: as in a look-up. AmbiguousError: the site has several
+            values; the message says what to give the figure. InputError: it holds no tensor.
     """
     check_source(source)
-    value = source[key]
+    try:
+        value = source[key]
+    except AmbiguousError as error:
+        raise AmbiguousError(_one_of_several(source, key, name, error)) from None
     where = ""
     if isinstance(source, PassRecord):
         where = f"pass {source.number}"
@@ -94,8 +103,21 @@ def look_up(source: Source, key: str | Site) -> Value:
     return _valued(as_written(str(key)), module_type, value, where)
 
 
-def one_pass(source: Source) -> PassRecord:
+def _one_of_several(source: Source, key: str | Site, name: str, error: AmbiguousError) -> str:
+    """Say what to give a figure in place of a site with several values."""
+    code, one = source.one_of_several(key)
+    wanted = [f"{name or 'run'}{code} as {name or 'the recording'}"] * bool(code)
+    wanted += [f"{one!r} as the site"] * (one != str(key))
+    several = f"{name}: " * bool(name) + str(error).splitlines()[0]
+    return f"{several}\nGive {' and '.join(wanted)}."
+
+
+def one_pass(source: Source, name: str = "") -> PassRecord:
     """The pass that is meant: the only one, if it is not named.
+
+    Args:
+        source: a recording, or one of its passes.
+        name: the argument that the source was given as, where a figure takes several.
 
     Raises:
         NotRecordedError: the model has not run. InputError: there are several passes.
@@ -110,8 +132,8 @@ def one_pass(source: Source) -> PassRecord:
         )
     if len(filled) > 1:
         raise InputError(
-            f"the recording has {len(filled)} passes, and this figure shows one."
-            f"\nGive it one of them: run.passes[{filled[0].number}]."
+            f"{name or 'the recording'} must have one pass for this figure, got {len(filled)}."
+            f"\nGive one of them: {name or 'run'}.passes[{filled[0].number}]."
         )
     return filled[0]
 
