@@ -17,7 +17,7 @@ from hookline.engine import Line, Order, Pass, Site
 from hookline.engine.pytree import describe, tree
 from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
 from hookline.errors import AttachError, HooklineError
-from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     Args:
         model: the model.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; a function that runs
-            the model. None describes the parameters only.
+            the model. A dict that is one argument is given as `({...},)`. None describes the
+            parameters only.
 
     Returns:
         The table. If the forward raises, it holds what ran, and `failure` names the module that
@@ -201,10 +202,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         except HooklineError:
             raise  # a fault of a hook or a selector, not of the model
         except Exception as error:
-            found = find_failing_module(model, error)
-            text = (str(error).strip().splitlines() or [""])[0]
             table.rows[0].flops = counter.get_total_flops()
-            table.failure = f"{found or 'the call'}: {type(error).__name__}: {text}"
+            table.failure = failure_text(model, error)
     table.ran = True
     holders = {path.rpartition(".")[0] for row in table.rows for path in (row.path, *row.aliases)}
     leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows

@@ -26,3 +26,12 @@ def test_an_exception_from_elsewhere_blames_nobody(net):
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
     assert find_failing_module(net, caught.value) is None
+
+
+def test_dtypes_are_named_where_the_error_is_about_them(net):
+    with pytest.raises(RuntimeError, match="type") as caught:
+        net(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    assert str(find_failing_module(net, caught.value)) == (
+        "stem (Conv2d), which got Tensor[1, 3, 8, 8] uint8 on cpu"
+        " and has parameters of float32 on cpu"
+    )

@@ -94,7 +94,12 @@ def _n_bytes(tensor: Tensor) -> int:
 
 def in_full(tensor: Tensor) -> str:
     """A tensor's shape, dtype and device: `Tensor[2, 3] float32 on cpu`."""
-    return f"{in_words(tensor)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    return f"{in_words(tensor)} {kind(tensor)}"
+
+
+def kind(tensor: Tensor) -> str:
+    """A tensor's dtype and device: `float32 on cpu`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 def in_words(value: Any, limit: int = 6, depth: int = 4) -> str:

@@ -28,6 +28,7 @@ from hookline.verbs.cam.layers import (
 )
 from hookline.verbs.cam.methods import Method, method_named, scaled
 from hookline.verbs.cam.targets import Goal, Target, goal
+from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.run_model import call, eval_without_side_effects
 
 
@@ -61,7 +62,7 @@ def cam(
         model: a classifier of images, convolutional or a vision transformer.
         inputs: the images as the model wants them, floating, shape `(batch, channels, height,
             width)`; or its arguments as a tuple, or by name in a dict: the first such tensor in
-            them is the images.
+            them is the images. A dict that is one argument is given as `({...},)`.
         layer: whose output; as in `hl.select`, several are averaged. None is the last one that
             returns maps; `layers` of the result says which. Where after the last attention of a
             transformer only its class token counts, it is the last layer through whose patches the
@@ -88,7 +89,7 @@ def cam(
         AmbiguousError: the layer ran several times; name a call (`"relu#1"`).
         AttachError: this is no model, or one that is scripted.
 
-    Source: see each formula in `hookline/verbs/cam_methods.py`; the scaling and the averaging are
+    Source: see each formula in `hookline/verbs/cam/methods.py`; the scaling and the averaging are
     those of the package grad-cam (pytorch-grad-cam).
     """
     way = method_named(method)
@@ -189,7 +190,11 @@ class _CamRunner:
                 return tensor
             return tensor[rows].expand(len(images), *tensor.shape[1:])
 
-        return call(self._model, tree.map_tensors(replaced, self._inputs))
+        try:
+            return call(self._model, tree.map_tensors(replaced, self._inputs))
+        except Exception as error:
+            note_failing_module(self._model, error)
+            raise
 
     def _last(self) -> Site:
         needs_gradients = self._method.needs == "gradients"

@@ -55,8 +55,8 @@ def doctor(
     Args:
         model: the model. Of a DistributedDataParallel the model inside is run, without its peers.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
-            arguments that runs the model and returns the loss, for gradients of that loss. None
-            tells what can be told without a run.
+            arguments that runs the model and returns the loss, for gradients of that loss. A dict
+            that is one argument is given as `({...},)`. None tells what can be told without a run.
         selector: which sites; as in `hl.select`. None is every module.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad", for
             selectors that name no port.

@@ -11,16 +11,14 @@ from hookline.engine import path_text
 from hookline.engine.selection.module_tree import walk
 from hookline.verbs.doctor.diagnosis import Note
 from hookline.verbs.doctor.observe import foreign_hooks
-from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.failing_module import failure_text
 
 _VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being modified")
 
 
 def raised(model: nn.Module, error: Exception) -> Note:
     """The module that raised, what it got, the error, and what to do."""
-    found = find_failing_module(model, error)
-    first = (str(error).strip().splitlines() or [""])[0]
-    what = f"{found or 'the call'}: {type(error).__name__}: {first}"
+    what = failure_text(model, error)
     if _VIEW_OF_A_HOOK.search(str(error)):
         return Note(
             "failure",

@@ -16,6 +16,7 @@ from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.record import start_recording
+from hookline.verbs.shared.failing_module import note_failing_module
 from hookline.verbs.shared.run_model import Inputs, call, in_eval_mode
 
 _tokens = itertools.count()
@@ -63,7 +64,8 @@ def features(
         model: the model.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; a function without
             arguments, for code that runs the model somewhere inside; or a `DataLoader` or an
-            iterator that gives tensors, tuples or dicts. A list is one argument of the model.
+            iterator that gives tensors, tuples or dicts. A list is one argument of the model; a
+            dict that is one argument is given as `({...},)`.
         selector: which sites; as in `hl.select`.
         eval: False keeps the mode that the model is in.
         **options: keep, device, dtype, detach, copy; as in `hl.record`.
@@ -125,6 +127,7 @@ def _run(model: nn.Module, inputs: Any, token: int) -> None:
                 "hookline: a list is one argument of the model; to run a list of batches, one after"
                 " the other, give iter(batches)."
             )
+        note_failing_module(model, error)
         raise
 
 

@@ -5,25 +5,40 @@ Read off the traceback, so that nothing has to be attached beforehand.
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.engine.pytree import describe
 from hookline.engine.selection.module_tree import walk
 from hookline.engine.selection.site import path_text
+from hookline.errors import HooklineError
+
+_NOTE = "hookline: "
+_ABOUT_KINDS = re.compile(r"dtype|\b([Ss]calar|[Ii]nput|[Ww]eight|[Bb]ias) type|\bdevices?\b")
+_MOST_KINDS = 3
 
 
 class FailingModule(NamedTuple):
-    """The innermost module that was running when an exception was raised."""
+    """The innermost module that was running when an exception was raised.
+
+    Args:
+        path: its path.
+        module_type: its class.
+        got: its arguments; with dtypes and devices where the exception is about these.
+        has: the dtypes and devices of its parameters where the exception is about these.
+    """
 
     path: str
     module_type: str
     got: str
+    has: str = ""
 
     def __str__(self) -> str:
-        return f"{path_text(self.path)} ({self.module_type}), which got {self.got}"
+        has = f" and has parameters of {self.has}" if self.has else ""
+        return f"{path_text(self.path)} ({self.module_type}), which got {self.got}{has}"
 
 
 def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule | None:
@@ -45,19 +60,57 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         is in the traceback.
     """
     paths = {id(node.module): node.path for node in walk(model)}
+    is_about_kinds = _ABOUT_KINDS.search(str(error)) is not None
     found: FailingModule | None = None
     step: TracebackType | None = error.__traceback__
     while step is not None:
         code, local = step.tb_frame.f_code, step.tb_frame.f_locals
         module = local.get("self")
         # torch's own name for the method that every call of a module goes through.
-        if code.co_name == "_call_impl" and id(module) in paths:
-            found = FailingModule(paths[id(module)], type(module).__name__, _arguments(local))
+        if code.co_name == "_call_impl" and module is not None and id(module) in paths:
+            got = _arguments(local, in_full=is_about_kinds)
+            has = _kinds_of_parameters(module) if is_about_kinds else ""
+            found = FailingModule(paths[id(module)], type(module).__name__, got, has)
         step = step.tb_next
     return found
 
 
-def _arguments(local: dict[str, Any]) -> str:
-    shown = [describe.in_words(value) for value in local.get("args", ())]
-    shown += [f"{key}={describe.in_words(value)}" for key, value in local.get("kwargs", {}).items()]
-    return ", ".join(shown) or "nothing"
+def failure_text(model: nn.Module, error: BaseException) -> str:
+    """Say in which module a model failed, what that got, the error, and hookline's notes on it."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    where = find_failing_module(model, error) or "the call"
+    return "\n".join([f"{where}: {type(error).__name__}: {first}", *notes_of(error)])
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """The notes that hookline has added to an exception, without its name."""
+    notes = getattr(error, "__notes__", ())
+    return [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
+
+
+def note_failing_module(model: nn.Module, error: Exception) -> None:
+    """Add to an exception of a model a note that names the module that raised it.
+
+    An exception of hookline's own, or one with a note of hookline's, stays as it is.
+    """
+    if isinstance(error, HooklineError) or notes_of(error):
+        return
+    found = find_failing_module(model, error)
+    if found is not None:
+        error.add_note(f"{_NOTE}the model failed in {found}.")
+
+
+def _arguments(local: dict[str, Any], *, in_full: bool) -> str:
+    def shown(value: Any) -> str:
+        is_full = in_full and isinstance(value, Tensor)
+        return describe.in_full(value) if is_full else describe.in_words(value)
+
+    parts = [shown(value) for value in local.get("args", ())]
+    parts += [f"{key}={shown(value)}" for key, value in local.get("kwargs", {}).items()]
+    return ", ".join(parts) or "nothing"
+
+
+def _kinds_of_parameters(module: nn.Module) -> str:
+    """The dtypes and devices of a module's parameters: `float32 on cpu`."""
+    kinds = list(dict.fromkeys(map(describe.kind, module.parameters())))
+    return ", ".join(kinds[:_MOST_KINDS]) + ", …" * (len(kinds) > _MOST_KINDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,8 @@ from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.torch_private.modules import buffers
 from hookline.errors import InputError
 
+_N_KEYS_SHOWN = 3
+
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 
 
@@ -21,15 +25,37 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """Run a model: a tuple is its arguments, a mapping its keyword arguments.
 
     A function is called as it is: code that runs the model somewhere inside. Anything else is the
-    model's only argument.
+    model's only argument. Where the model does not take a mapping's keys, a note on the error says
+    how to give the mapping itself.
     """
     if isinstance(inputs, tuple):
         return model(*inputs)
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        try:
+            return model(**inputs)
+        except TypeError as error:
+            _note_refused_keywords(model, inputs, error)
+            raise
     if callable(inputs) and not isinstance(inputs, Tensor | nn.Module):
         return inputs()
     return model(inputs)
+
+
+def _note_refused_keywords(model: nn.Module, inputs: Mapping[str, Any], error: TypeError) -> None:
+    """Add a note to the error of a model whose forward does not take these keyword arguments."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a forward that is not Python's own
+        return
+    try:
+        signature.bind(**inputs)
+    except TypeError as refusal:
+        keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(inputs, _N_KEYS_SHOWN))
+        more = ", ..." * (len(inputs) > _N_KEYS_SHOWN)
+        error.add_note(
+            f"hookline: a dict is given as keyword arguments, and the model's forward refuses them:"
+            f" {refusal}.\nIf the model takes one dict, give it in a tuple: ({{{keys}{more}}},)."
+        )
 
 
 @contextmanager
