@@ -330,7 +330,7 @@ def test_an_old_code_page_gets_other_characters_no_traceback(tmp_path):
 def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "typer.py").write_text("raise ImportError('no typer here')")
     done = run_process("demo", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    assert 'pip install "hookline[cli]"' in complaint(done, code=1)
+    assert 'pip install ".[cli]"' in complaint(done, code=1)
 
 
 def test_a_gradient_cannot_be_inspected_and_it_is_said(tmp_path):

@@ -27,7 +27,7 @@ def test_a_missing_package_is_an_error_with_the_extra_to_install(
         load_model(name)
     assert said(raised) == (
         f"{name} needs the package {package}, which is not installed.\n"
-        f'Install it: pip install "hookline[{extra}]"'
+        f'Run in the folder of hookline: pip install ".[{extra}]"'
     )
 
 
@@ -36,7 +36,7 @@ def test_without_pillow_a_picture_is_an_input_error(monkeypatch, said, picture, 
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match="needs the package pillow") as raised:
         load_input(str(picture), digits)
-    assert 'pip install "hookline[vision]"' in said(raised)
+    assert 'pip install ".[vision]"' in said(raised)
 
 
 def test_a_package_whose_own_import_fails_is_said_to_be_broken(monkeypatch, said, tmp_path):

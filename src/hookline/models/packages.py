@@ -11,6 +11,7 @@ from typing import Any
 
 from hookline.errors import HooklineError, ModelError
 from hookline.models._torchvision_import import import_torchvision
+from hookline.util.install import how_to_install
 
 # What an error tells to do, to those who type commands and to those who write Python.
 RANDOM = "--weights none for random weights (in Python: load_model(name, weights='none'))"
@@ -59,8 +60,8 @@ def import_package(
         if error.name not in (root, package):
             raise error_type(_broken(root, needed_by, error)) from error
         raise error_type(
-            f"{needed_by} needs the package {'pillow' if root == 'PIL' else root}, which is "
-            f'not installed.\nInstall it: pip install "hookline[{_EXTRAS[root]}]"'
+            f"{needed_by} needs the package {'pillow' if root == 'PIL' else root}, which is"
+            f" not installed.\n{how_to_install(_EXTRAS[root])}"
         ) from error
     except (ImportError, RuntimeError, OSError) as error:
         raise error_type(_broken(root, needed_by, error)) from error
@@ -122,5 +123,5 @@ def _broken(package: str, needed_by: str, error: BaseException) -> str:
     return (
         f"{needed_by} needs the package {package}, which is installed but cannot be imported:\n"
         f"{first_line(error)}\n"
-        f'Install it again: pip install --force-reinstall "hookline[{_EXTRAS[package]}]"'
+        f"{how_to_install(_EXTRAS[package], options='--force-reinstall')}"
     )

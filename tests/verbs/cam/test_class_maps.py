@@ -156,7 +156,7 @@ def test_without_pillow_it_says_what_to_install(tmp_path, monkeypatch):
     found = maps_of(torch.rand(1, 5, 7))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     assert found.overlay()[0].shape == (5, 7, 3)
-    with pytest.raises(hl.HooklineError, match=r'pip install "hookline\[plots\]"'):
+    with pytest.raises(hl.HooklineError, match=r'pip install "\.\[plots\]"'):
         found.save(tmp_path / "maps.png")
     assert found._repr_png_() is None
 

@@ -51,7 +51,9 @@ def test_without_matplotlib_the_way_to_install_it_is_said(monkeypatch, net_run):
     import_module("hookline.views.plots.sheet")._figure_class.cache_clear()
     with pytest.raises(hl.HooklineError) as caught:
         plots.channels(net_run, "stem")
-    assert str(caught.value) == 'plots need matplotlib: pip install "hookline[plots]"'
+    assert str(caught.value) == (
+        'plots need matplotlib.\nRun in the folder of hookline: pip install ".[plots]"'
+    )
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error():

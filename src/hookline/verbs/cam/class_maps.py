@@ -19,6 +19,7 @@ from torch.nn.functional import interpolate
 from hookline.display.text import plural
 from hookline.engine.pytree import describe
 from hookline.errors import HooklineError, InputError, warn
+from hookline.util.install import how_to_install
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -182,9 +183,9 @@ def _pillow() -> Any:
     try:
         return import_module("PIL.Image")
     except ModuleNotFoundError as error:
-        raise HooklineError('to write a picture needs pillow: pip install "hookline[plots]"') from (
-            error
-        )
+        raise HooklineError(
+            f"to write a picture needs pillow.\n{how_to_install('plots')}"
+        ) from error
 
 
 def _fitting(pixels: Pixels, map_HW: Tensor) -> Pixels:

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from hookline.errors import HooklineError
+from hookline.util.install import how_to_install
 
 
 def load(name: str) -> Any:
@@ -23,10 +24,8 @@ def load(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        served = name.partition(".")[0] in ("starlette", "uvicorn")
-        message = (
-            'hookline view needs starlette and uvicorn: pip install "hookline[cli,page]"'
-            if served
-            else 'the page needs jinja2 and pillow: pip install "hookline[cli]"'
-        )
+        if name.partition(".")[0] in ("starlette", "uvicorn"):
+            message = f"hookline view needs starlette and uvicorn.\n{how_to_install('cli', 'page')}"
+        else:
+            message = f"the page needs jinja2 and pillow.\n{how_to_install('cli')}"
         raise HooklineError(message) from error

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from hookline.errors import HooklineError
+from hookline.util.install import how_to_install
 
 
 def load(name: str) -> Any:
@@ -17,4 +18,4 @@ def load(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise HooklineError('plots need matplotlib: pip install "hookline[plots]"') from error
+        raise HooklineError(f"plots need matplotlib.\n{how_to_install('plots')}") from error
