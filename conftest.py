@@ -1,5 +1,6 @@
 """What the examples in docstrings may use without importing it, and what makes a test slow."""
 
+import gc
 import io
 import sys
 from collections import Counter
@@ -76,6 +77,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         size = Counter(item.path for item in items)
         slow = Counter(item.path for item in items if SLOW & {m.name for m in item.iter_markers()})
         items.sort(key=lambda item: (-slow[item.path], -size[item.path], str(item.path)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of the garbage collections that tests ask for."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """At the end of a file, leave out what it has imported as well."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

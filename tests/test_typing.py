@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from mypy import api
 
+pytestmark = pytest.mark.slow  # mypy reads torch, unless `make check` has
+
 ROOT = Path(__file__).parent.parent
 
 CODE = """

@@ -69,6 +69,7 @@ def test_the_demo_prints_the_table_and_writes_recording_and_page(demo):
     assert (out / "report.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 def test_the_demo_may_be_run_again_over_its_own_folder(demo):
     _, out = demo
     assert run("demo", "--out", "out", cwd=out.parent).returncode == 0

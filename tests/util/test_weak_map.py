@@ -32,16 +32,6 @@ def test_equal_things_are_told_apart():
     assert len(known) == 1
 
 
-@pytest.fixture
-def few_to_collect():
-    """A collection looks at what the test makes, and not at all that was imported before it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("few_to_collect")
 @pytest.mark.parametrize("is_in_cycle", [False, True])
 def test_what_is_gone_is_forgotten_and_its_id_is_anothers(is_in_cycle):
     known = WeakIdentityMap()
@@ -58,7 +48,6 @@ def test_what_is_gone_is_forgotten_and_its_id_is_anothers(is_in_cycle):
     assert known.items() == []
 
 
-@pytest.mark.usefixtures("few_to_collect")
 def test_a_thing_that_was_taken_out_and_put_in_again_stays():
     thing, known = Thing(), WeakIdentityMap()
     known[thing] = 1

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import interpolate
 
@@ -314,6 +313,8 @@ def test_a_model_may_write_to_its_input(x):
 
 def test_the_maps_of_the_digits_point_at_what_counts():
     """To hide the fifth of the pixels that the map points at costs more than to hide any fifth."""
+    from sklearn.datasets import load_digits  # it takes seconds to load
+
     digits = load_digits()
     model = load_model("demo:digits").model
     images = torch.tensor(digits.images[:100, None]).float() / 16

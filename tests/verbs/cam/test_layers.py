@@ -106,6 +106,20 @@ def swin_of_transformers():
     return SwinForImageClassification(config)
 
 
+def swin_of_torchvision():
+    return import_torchvision().models.SwinTransformer(
+        patch_size=[4, 4], embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=[4, 4],
+        num_classes=5,
+    )  # fmt: skip
+
+
+def convnext_of_torchvision():
+    import_torchvision()
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt([CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=5)
+
+
 @pytest.mark.parametrize(
     ("build", "layer", "grid"),
     [
@@ -115,9 +129,9 @@ def swin_of_transformers():
         (lambda: vit_of_timm(global_pool="avg"), "norm", (4, 4)),
         (vit_of_transformers, "vit.layers.2.layernorm_before", (4, 4)),
         (swin_of_transformers, "swin.layernorm", (8, 8)),
-        (lambda: import_torchvision().models.swin_t(num_classes=5), "permute", (2, 2)),
+        (swin_of_torchvision, "permute", (8, 8)),
         (lambda: import_torchvision().models.vgg11(num_classes=5), "avgpool", (7, 7)),
-        (lambda: import_torchvision().models.convnext_tiny(num_classes=5), "features", (2, 2)),
+        (convnext_of_torchvision, "features", (8, 8)),
     ],
     ids=["vit", "timm", "registers", "pooled", "hf-vit", "hf-swin", "swin", "vgg", "convnext"],
 )

@@ -104,7 +104,7 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
     _put_hook(tensor, tap, of_run, call, slot, owner, is_handed_out, (given, changed))
 
 
-# The taps's number, the run's, the call within the run, and the tensor within the value.
+# The tap's number, the run's, the call within the run, and the tensor within the value.
 Address = tuple[Tensor, Tensor, int, int]
 
 # A gradient that cannot be told from others has, in place of its call's number, one below zero.

@@ -1,0 +1,27 @@
+"""How gradients leave compiled code: the operator is defined when the first line needs it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from hookline.engine.autograd import in_graph
+
+
+def test_one_thread_at_a_time_defines_the_operator(monkeypatch):
+    """Torch refuses an operator that is defined a second time."""
+    may_another = []
+
+    def try_the_lock():
+        is_free = in_graph._defining.acquire(blocking=False)
+        if is_free:
+            in_graph._defining.release()
+        may_another.append(is_free)
+
+    def define():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(try_the_lock).result()
+
+    monkeypatch.setattr(in_graph, "_define", define)
+    in_graph.number_of(try_the_lock)  # as the first line does
+    try_the_lock()
+    assert may_another == [False, True]
