@@ -9,11 +9,14 @@ from urllib.request import Request, build_opener
 
 import pytest
 import torch
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 from torch import nn
 
 import hookline as hl
 from hookline.views.page import FolderSource, OpenRecordings, Serving
+
+# Nothing is to be there within this time; it ends a test that waits for what never comes.
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="module")

@@ -204,24 +204,24 @@ class Registrations(Attachment):
 
     def take_off(self, keep: int = 0) -> None:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
-        try:
-            self._take_off(keep)
-        except BaseException:
-            self.take_off(keep)
-            raise
+        with _lock:  # held until all is off: a hook of another line may come to bear the same id
+            try:
+                self._take_off(keep)
+            except BaseException:
+                self.take_off(keep)
+                raise
 
     def _take_off(self, keep: int) -> None:
-        placed = self._placed
-        with _lock:
-            while len(placed) > keep:
-                dicts, key, module = placed[-1]
-                for hooks in dicts:
-                    hooks.pop(key, None)
+        for number, (dicts, key, module) in enumerate(self._placed[keep:], 1):
+            for hooks in dicts:
+                hooks.pop(key, None)
+            if module is not None and "forward" in module.__dict__:
                 try:
-                    if module is not None and "forward" in module.__dict__:
-                        follow(module)
-                finally:
-                    placed.pop()
+                    follow(module)
+                except BaseException:
+                    del self._placed[keep : keep + number]  # the rest comes off all the same
+                    raise
+        del self._placed[keep:]
 
     def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
         """Find where taps are placed, from the entry `start` on; with `hook`, that method alone."""

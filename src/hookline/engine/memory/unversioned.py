@@ -198,13 +198,13 @@ class _Memory:
         last = len(named) - 1  # the first parameter, the last one, and two between
         for place in sorted({0, last // 3, 2 * last // 3, last}) if named else ():
             module, name, tensor = named[place]
-            self._witnesses.append((weakref.ref(module), name, _line_of(tensor)))
+            self._witnesses.append((weakref.ref(module), name, _place_of(tensor)))
 
     def has_moved(self) -> bool:
         """Whether a witness is elsewhere by now, or gone."""
-        for held, name, line in self._witnesses:
+        for held, name, place in self._witnesses:
             module = held()
-            if module is None or _line_of(parameters(module).get(name)) != line:
+            if module is None or _place_of(parameters(module).get(name)) != place:
                 return True
         return False
 
@@ -220,14 +220,14 @@ def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
     return [line for tensor in tensors for line in addresses(tensor)]
 
 
-def _line_of(parameter: Tensor | None) -> int:
-    """Where the memory of a parameter begins, in lines; 0 if it has none."""
-    if parameter is None or is_lazy(parameter):
-        return 0
-    try:
-        return parameter.untyped_storage().data_ptr() >> LINE
-    except RuntimeError:  # sparse, of a transform, or of several parts
-        return next(addresses(parameter), 0)
+def _place_of(parameter: Tensor | None) -> int:
+    """Where a parameter is, to tell whether it has moved; 0 if it has no memory."""
+    if type(parameter) in _PLAIN:
+        try:
+            return parameter.data_ptr()  # type: ignore[union-attr]
+        except RuntimeError:  # sparse, or of a transform
+            pass
+    return 0 if parameter is None else next(addresses(parameter), 0)
 
 
 # Of the models that were recorded: a loop that attaches in each step asks for the same.

@@ -11,11 +11,13 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from hookline.engine.torch_private.autograd import backward_number
 from hookline.engine.torch_private.checkpoint import is_recomputing
 from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.engine.torch_private.functorch import (
     is_mapped,
     is_of_running_transform,
+    is_ordinary,
     is_wrapped,
     tracer,
     transform,
@@ -25,23 +27,24 @@ from hookline.errors import AttachError
 
 
 class Mode(Enum):
-    """What a pass runs in."""
+    """What a pass runs in that is out of the ordinary."""
 
-    PLAIN = auto()
     TRANSFORMED = auto()  # a transform of torch.func: vmap, grad, jvp, ...
     RECOMPUTED = auto()  # a checkpointed stretch that torch computes again
 
 
-def mode_now() -> Mode:
-    """Look at what the present code runs in: once, as a pass begins.
+def mode_now() -> Mode | None:
+    """Look at what the present code runs in, as a pass begins: once. None is nothing special.
 
     Raises:
         AttachError: something traces the model.
     """
+    if is_ordinary() and backward_number() == -1:
+        return None
     if is_recomputing():
         return Mode.RECOMPUTED
     refuse_tracing()
-    return Mode.PLAIN if transform() is None else Mode.TRANSFORMED
+    return None if transform() is None else Mode.TRANSFORMED
 
 
 def refuse_tracing() -> None:

@@ -234,7 +234,7 @@ class Passes:
             self.elsewhere += not self.closed
             return
         mode = mode_now() if current is None else None
-        if mode is Mode.RECOMPUTED:
+        if mode is not None and mode is Mode.RECOMPUTED:
             return  # of a forward that ran before the line was there
         if lane.outside is not None:
             outside, lane.outside = lane.outside, None
@@ -243,7 +243,7 @@ class Passes:
             with self._lock:
                 if self.closed:  # by another thread, since we asked
                     return
-                current = lane.current = self._start(is_transformed=mode is Mode.TRANSFORMED)
+                current = lane.current = self._start(is_transformed=mode is not None)
             for one in THREAD.checkpoints:
                 one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
@@ -293,7 +293,7 @@ class Passes:
         if lane.outside is None:
             with self._lock:
                 if not self.closed:
-                    lane.outside = self._start(is_transformed=mode is Mode.TRANSFORMED)
+                    lane.outside = self._start(is_transformed=mode is not None)
                     self.beside += 1
             for one in THREAD.checkpoints if lane.outside is not None else ():
                 one.pass_begins(self, lane.outside, by_root=False)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_IS_AVAILABLE = dist.is_available()  # asked in every pass: of how torch was built
+# Where torch keeps the process group, asked in every pass; None if it was built without any.
+_WORLD: Any = dist.distributed_c10d._world if dist.is_available() else None
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -98,7 +99,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def is_grouped() -> bool:
     """Whether this process is one of a group: `init_process_group` was called."""
-    return _IS_AVAILABLE and dist.GroupMember.WORLD is not None
+    return _WORLD is not None and _WORLD.default_pg is not None
 
 
 def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:

@@ -17,6 +17,23 @@ _is_exporting = torch.compiler.is_exporting
 _is_jit_tracing = torch._C._is_tracing
 _dispatch_mode = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def is_ordinary() -> bool:
+    """Whether nothing makes a graph of the code that runs now, and no transform runs.
+
+    `tracer` and `transform` in one, as each pass begins: what is called there for the first time
+    since the last one has left the processor's caches, so that each call less counts.
+    """
+    symbolic = sys.modules.get("torch.fx._symbolic_trace")
+    return not (
+        _innermost_transform() is not None
+        or _is_jit_tracing()
+        or _dispatch_mode(_PROXY) is not None
+        or _is_exporting()
+        or (symbolic is not None and _may_trace(symbolic))
+    )
 
 
 def tracer() -> str | None:
@@ -39,8 +56,9 @@ def tracer() -> str | None:
 def _may_trace(symbolic: Any) -> bool:
     """Whether torch.fx says that it traces, in torch up to 2.13 or from 2.14; if it has another
     word for it by now, it may."""
-    if hasattr(symbolic, "_is_fx_tracing_flag"):
-        return bool(symbolic._is_fx_tracing_flag)
+    flag = getattr(symbolic, "_is_fx_tracing_flag", None)
+    if flag is not None:
+        return bool(flag)
     asked = getattr(symbolic, "_get_is_fx_tracing", None)
     return asked is None or bool(asked())
 
@@ -63,7 +81,7 @@ _functorch = torch._C._functorch
 
 def transform() -> str | None:
     """The innermost transform of torch.func that runs now: "Vmap", "Grad", "Jvp"; None if none."""
-    innermost = _functorch.peek_interpreter_stack()
+    innermost = _innermost_transform()
     return None if innermost is None else innermost.key().name
 
 
