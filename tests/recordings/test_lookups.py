@@ -94,3 +94,60 @@ def test_all_ranks_are_read_by_the_only_one_that_has_a_site(net, image):
     run.ranks = (ranks[0], ranks[0])
     with pytest.raises(hl.AmbiguousError, match="on each of 2 ranks"):
         run.cat("stem")
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        return {"logits": x, "states": (x, x + 1)}
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Inner()
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.block(self.act(x))
+
+
+@pytest.mark.parametrize(
+    ("key", "proposed"),
+    [
+        ("(root).logits", "(root):output.logits"),
+        (".logits", "(root):output.logits"),
+        ("logits", "(root):output.logits"),
+        ("block.logits", "block:output.logits"),
+        ("block.states.1", "block:output.states[1]"),
+        ("block.states[1]", "block:output.states[1]"),
+        ("block.logits#0", "block:output.logits#0"),
+        ("block.logits#pass0", "block:output.logits#pass0"),
+        ("block.x:input", None),
+        ("act.x", None),
+        ("act.0", None),
+        ("block.logitss", None),
+    ],
+)
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_leaf_written_as_a_path_is_proposed_as_a_leaf(key, proposed, is_saved, tmp_path):
+    model = Outer()
+    with hl.record(model) as run:
+        model(torch.zeros(2))
+    run = hl.open(run.save(tmp_path / "run")) if is_saved else run
+    with pytest.raises(hl.NotRecordedError) as caught:
+        run[key]
+    if proposed is None:
+        assert "has a part" not in str(caught.value)
+        return
+    assert str(caught.value).endswith(f"in its output.\nWrite {proposed!r}.")
+    assert run[proposed].shape == (2,)
+    with pytest.raises(hl.NotRecordedError, match="in its output"):
+        run.passes[0][key]
+
+
+def test_a_part_of_an_input_is_proposed_too():
+    model = Outer()
+    with hl.record(model, "block:input", keep=lambda t: {"x": t}) as run:
+        model(torch.zeros(2))
+    with pytest.raises(hl.NotRecordedError, match=r"in its input.\nWrite 'block:input.x'"):
+        run["block.x:input"]

@@ -7,13 +7,14 @@ import heapq
 import itertools
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
 from hookline.display.text import plural
-from hookline.engine import ROOT, Site, parse_site
+from hookline.engine import ROOT, Site, parse_site, path_text
+from hookline.engine.pytree.tree import Leaf
 from hookline.errors import NotRecordedError
 
 Key = str | Site
@@ -64,10 +65,18 @@ def run_text(backward: int | None, pass_number: int | None) -> str:
 
 @final
 class Index:
-    """Finds the recorded site that holds what a key asks for."""
+    """Finds the recorded site that holds what a key asks for.
 
-    def __init__(self, sites: tuple[Site, ...]) -> None:
+    Args:
+        sites: the recorded sites.
+        has_leaf: tells whether a site, by its number, has a value with such a leaf; for messages.
+    """
+
+    def __init__(
+        self, sites: tuple[Site, ...], has_leaf: Callable[[int, Leaf], bool] | None = None
+    ) -> None:
         self._sites = sites
+        self._has_leaf = has_leaf
         self._by_place: dict[tuple[str, str], list[int]] = {}
         for index, site in enumerate(sites):
             for path in (site.path, *site.aliases):
@@ -138,6 +147,21 @@ class Index:
         call = site.call if kept.call is None else None
         return Lookup(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
 
+    def _part(self, asked: Site, runs: dict[str, int]) -> Lookup | None:
+        """Read a path such as `block.logits` as a part of the value of `block`, if it has one."""
+        names = asked.path.split(".")
+        for n_names in range(len(names) - 1, -1, -1):
+            path = ".".join(names[:n_names])
+            leaf = (*map(_leaf_key, names[n_names:]), *asked.leaf)
+            site = replace(asked, path="" if path == ROOT else path, leaf=leaf)
+            index = self._covering(site, runs)
+            if index is None or self._has_leaf is None:
+                continue
+            found = self._lookup(index, site, runs)
+            if self._has_leaf(index, found.leaf):
+                return found
+        return None
+
     def _not_a_site(self, key: Any) -> str:
         site = f"the site itself, such as {next(iter(self._by_text), 'layer1')!r}"
         if isinstance(key, int) and -len(self._sites) <= key < len(self._sites):
@@ -147,8 +171,14 @@ class Index:
         )
 
     def _not_selected(self, key: Key) -> str:
-        text, (asked, _) = str(key), self._apart(key)
+        text, (asked, runs) = str(key), self._apart(key)
         path = asked.path if isinstance(asked, Site) else ""
+        part = self._part(asked, runs) if isinstance(asked, Site) else None
+        if part is not None:
+            return (
+                f"{text!r} was never selected, but {path_text(part.site.path)} has a part of this"
+                f" name in its {part.site.port}.\nWrite {str(part)!r}."
+            )
         same_path = [
             kept_key
             for kept_key, kept in zip(self.keys, self._sites, strict=True)
@@ -165,6 +195,10 @@ class Index:
             f"{text!r} was never selected{there}"
             "\nLook up one that was, or select this one too when recording."
         )
+
+
+def _leaf_key(name: str) -> str | int:
+    return int(name) if name.isdecimal() else name
 
 
 def _close(text: str, names: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ from hookline.engine import (
     plain,
 )
 from hookline.engine.pytree import leaves, tree
-from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError
+from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
 from hookline.recordings.entries import Entry, PartialGradients
 from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, Lookup
@@ -69,7 +69,24 @@ class Log:
     @functools.cached_property
     def index(self) -> Index:
         """Finds sites; made at the first look-up: many a line is attached for each call."""
-        return Index(self.sites)
+        has_leaf = weakref.WeakMethod(self._has_leaf)
+
+        def has(index: int, leaf: tree.Leaf) -> bool:
+            known = has_leaf()
+            return known is not None and known(index, leaf)
+
+        return Index(self.sites, has)
+
+    def _has_leaf(self, index: int, leaf: tree.Leaf) -> bool:
+        """Whether the first value of a site has such a leaf. No number is read."""
+        for current in self.passes:
+            for entry in self.entries(current, index)[:1]:
+                try:
+                    leaves.get(self.outline(entry), leaf, "")
+                except SiteError:
+                    return False
+                return True
+        return False
 
     def entries(self, current: Pass, index: int) -> list[Entry]:
         """A site's entries in a pass. Values follow one another; gradients know their call."""

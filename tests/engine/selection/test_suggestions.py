@@ -209,3 +209,13 @@ def test_tensors_that_were_given_by_name_are_called_tensors():
     assert str(caught.value) == (
         "'zzz' matches no tensor of tensors.\nIts 2 tensors begin: one, other."
     )
+
+
+def test_a_part_of_an_output_is_written_behind_the_port():
+    root = nn.Sequential(nn.ReLU())
+    assert "Part of an output is written '(root):output.logits'." in said(root, "(root).logits")
+    assert "Part of an output" not in said(Parts(), "(root).logits")  # it has no forward
+    assert "Part of an output is written 'head:output.logits'." in said(Parts(), "head.logits")
+    for name in ("head.bais", "block.convv", "logits", "head.0", "nowhere.logits"):
+        assert "Part of an output" not in said(Parts(), name)
+    assert "Part of an output" not in said(Parts(), "head.logits", ports="grad")

@@ -208,6 +208,33 @@ def test_a_kept_slice_does_not_keep_the_whole():
     assert run["0"].untyped_storage().nbytes() == 40
 
 
+@pytest.mark.parametrize(
+    ("keep", "selector", "leaf"),
+    [
+        (lambda t: t[:, 0], "lstm", "lstm:output[0]"),
+        (lambda t: t.mean(), "lstm:input", "lstm:input.input"),
+        (lambda t: t[0].norm(dim=5), "lstm:output[1]", None),
+        (lambda t: t.squeeze(0)[0], "lstm:output[1]#0", "lstm:output[1][0]#0"),
+    ],
+)
+def test_a_keep_that_takes_a_leaf_has_it_proposed(keep, selector, leaf):
+    model = nn.ModuleDict({"lstm": nn.LSTM(2, 3)})
+    state = torch.zeros(1, 3), torch.zeros(1, 3)
+    model.forward = lambda: model["lstm"](torch.zeros(4, 2), state)
+    if leaf is None:  # it fails on each tensor, too
+        with hl.record(model, selector, keep=keep), pytest.raises(IndexError) as failed:
+            model()
+        assert any("keep= was called with" in note for note in failed.value.__notes__)
+        return
+    with hl.record(model, selector, keep=keep), pytest.raises(hl.StructureError) as refused:
+        model()
+    assert str(refused.value).startswith(f"keep= must take the value at {selector}, got ")
+    assert str(refused.value).endswith(f"\nSelect the leaf that it takes: {leaf!r}.")
+    with hl.record(model, leaf, keep=keep) as run:
+        model()
+    assert run[leaf].numel()
+
+
 def test_a_keep_that_fails_names_the_site_and_what_it_got(holder):
     with hl.record(holder, "inner", keep=lambda t: t[:, -1]):
         with pytest.raises(Exception) as caught:  # noqa: PT011

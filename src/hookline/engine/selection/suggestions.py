@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
-from hookline.engine.selection.site import SiteText, path_text
+from hookline.engine.selection.site import ROOT, SiteText, path_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,27 @@ def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
     computed = _computed(layout, name)
     if computed:
         return computed
+    part = _part_of_output(layout, asked)
+    if part is not None:
+        return f" Part of an output is written {part!r}."
     near = difflib.get_close_matches(name, paths, n=8, cutoff=0.5)
     close = asked.working(*(f"{path}{rest}" for path in near))[:4]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def _part_of_output(layout: ModuleTree, asked: Asked) -> str | None:
+    """Read a path such as `block.logits` as a part of the output of `block`."""
+    above, dot, name = asked.text.path.rpartition(".")
+    holder = "" if above == ROOT else above
+    node = next((node for node in layout.nodes if holder in node.paths), None)
+    if not dot or node is None or "output" not in asked.wanted or not name.isidentifier():
+        return None
+    tensors = (node.module.named_parameters, node.module.named_buffers)
+    known = [child for child, _ in node.module.named_children()]
+    known += [one for named in tensors for one, _ in named(recurse=False)]
+    if asked.rest or difflib.get_close_matches(name, known, cutoff=0.5):
+        return None
+    return next(iter(asked.working(f"{path_text(holder)}:output.{name}")), None)
 
 
 def _computed(layout: ModuleTree, asked: str) -> str | None:

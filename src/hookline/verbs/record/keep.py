@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypedDict, final
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from hookline.engine import (
     Pass,
+    Site,
     Untold,
     defaults_by_name,
     every_tensor,
@@ -20,9 +23,11 @@ from hookline.engine import (
     tensor_holder,
 )
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, SiteError
+from hookline.errors import AttachError, SiteError, StructureError
 from hookline.recordings import Beside, Unknowable, stamp
 from hookline.verbs.record.float32 import measured
+
+_MOST_TRIED = 8  # of the tensors in a value
 
 
 class Keep(TypedDict, total=False):
@@ -127,11 +132,17 @@ class Keeper:
         self._copy = options.get("copy")
         self._untold = untold
 
-    def __call__(self, current: Pass, value: Any) -> tuple[Any, Any]:
+    def __call__(self, current: Pass, value: Any, site: Site | None = None) -> tuple[Any, Any]:
         """What is kept of a value that was seen in a pass, and its stamp.
+
+        Args:
+            current: the pass.
+            value: the value.
+            site: where it was seen, for messages; None where it is one tensor of a value.
 
         Raises:
             SiteError: it was to be copied, and cannot be.
+            StructureError: `keep=` takes a tensor of the value, and not the value.
         """
         beside: list[tuple[Tensor, Tensor]] = []
         if self._keep is None:
@@ -139,16 +150,18 @@ class Keeper:
                 lambda tensor: self._take(tensor, self._must_copy(current, tensor), beside), value
             )
         else:
-            found = self._kept(current, value, self._keep, beside)
+            found = self._kept(current, value, site, beside)
         return found, self._stamp(current, found, beside)
 
     def _kept(
         self,
         current: Pass,
         value: Any,
-        keep: Callable[[Any], Any],
+        site: Site | None,
         beside: list[tuple[Tensor, Tensor]],
     ) -> Any:
+        keep = self._keep
+        assert keep is not None
         # What comes of a tensor may well be a view of it.
         must = any(self._must_copy(current, tensor) for _, tensor in tree.tensors(value))
         if self._detach:
@@ -157,6 +170,8 @@ class Keeper:
             # Whatever keep= computes is of this rank's part, and talks to no other rank.
             found = measured(keep, local_shards(value))
         except Exception as error:
+            if site is not None:
+                _refuse_structure(keep, value, site, error)
             error.add_note(f"hookline: keep= was called with {describe.in_words(value)}")
             raise
 
@@ -198,6 +213,27 @@ class Keeper:
         if held is not None and any(self._must_copy(current, one) for one in every_tensor(held)):
             return Unknowable(type(held).__name__)
         return stamp(found) if not beside else Beside(stamp(found), beside)
+
+
+def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error: Exception) -> None:
+    """Refuse a nested value of which `keep` takes a tensor, and name that tensor's leaf.
+
+    Raises:
+        StructureError: it does.
+    """
+    for leaf, tensor in itertools.islice(tree.tensors(value), _MOST_TRIED):
+        if not leaf:
+            return
+        try:
+            measured(keep, local_shards(tensor))
+        except Exception:  # the next one may do
+            continue
+        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise StructureError(
+            f"keep= must take the value at {site}, got {describe.in_words(value)}:"
+            f" {type(error).__name__}: {first}."
+            f"\nSelect the leaf that it takes: {str(replace(site, leaf=site.leaf + leaf))!r}."
+        ) from error
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -223,12 +223,12 @@ class _Recorder:
             return make(self, site, number, node)
         if site.is_gradient:
             return self._gradient(number, node)
-        see = _keep(number, self._kept)
+        see = _keep(number, self._kept, site)
         if self._after is not None:
             return _then(see, self._after, site)
         if self._in_graph is None:
             return see
-        return SplitCallback(see, self._in_graph, _keep(number, self._of_graph))
+        return SplitCallback(see, self._in_graph, _keep(number, self._of_graph, site))
 
     def _gradient(self, number: int, node: Any) -> KeepGradient:
         parameter = getattr(node, "tensor", None)
@@ -307,7 +307,7 @@ class _PlainTap(OutputTap):
         """Keep a nested value, or one that was seen outside of a pass, as any other tap does."""
         # Made here, since most taps never need it; an inert copy has none.
         if getattr(self, "see", None) is no_callback:
-            self.see = _keep(self.number, self.kept)
+            self.see = _keep(self.number, self.kept, self.site)
         OutputTap.fire(self, module, args, output)
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
@@ -360,13 +360,13 @@ def _may_hand_on(module: nn.Module) -> bool:
     return is_of_torch or next(module.children(), None) is not None
 
 
-def _keep(number: int, kept: Keeper) -> Callback:
+def _keep(number: int, kept: Keeper, site: Site) -> Callback:
     def see(current: Pass, value: Any) -> None:
         if current.stretch is None:
-            found, was = kept(current, value)
+            found, was = kept(current, value, site)
         else:
             with aside(current.stretch):
-                found, was = kept(current, value)
+                found, was = kept(current, value, site)
         current.note((number, found, was))
 
     return see
