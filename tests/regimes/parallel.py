@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,10 +13,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-EVERYTHING = ("input", "output", "grad_output", "grad")
+EVERYTHING = ("input", "output", "grad_output", "grad_input", "grad")
 
 
 class ConvNet(nn.Module):
@@ -99,3 +102,24 @@ def split(model):
         plan[f"model.layers.{k}.mlp.up_proj"] = ColwiseParallel()
         plan[f"model.layers.{k}.mlp.down_proj"] = RowwiseParallel()
     return parallelize_module(model, mesh(), plan)
+
+
+class Stack(nn.Sequential):
+    """A layer split by columns, what works on the parts, one split by rows, and what has it all."""
+
+    is_checkpointed = False
+
+    def forward(self, x):
+        run = partial(checkpoint, self[1], use_reentrant=True) if self.is_checkpointed else self[1]
+        return self[3](self[2](run(self[0](x)) * 2))
+
+
+def stack(*, is_split):
+    torch.manual_seed(0)
+    model = Stack(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, mesh(), plan) if is_split else model
+
+
+def rows():
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -6,24 +6,16 @@ import io
 import re
 import runpy
 import warnings
-from functools import partial
 from math import inf
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
@@ -39,6 +31,7 @@ llama, loss_of, mesh, recorded = (
     PARALLEL[name] for name in ("llama", "loss_of", "mesh", "recorded")
 )
 sharded, split, tokens = (PARALLEL[name] for name in ("sharded", "split", "tokens"))
+rows, stack = PARALLEL["rows"], PARALLEL["stack"]
 
 
 # -- tensor parallel ----------------------------------------------------------------------------
@@ -109,27 +102,6 @@ def test_tensor_parallel_lines_change_as_in_one_process(rank, folder):
         hl.features(model, {"input_ids": batch}, layer),
         hl.features(plain, {"input_ids": batch}, layer),
     )
-
-
-class Stack(nn.Sequential):
-    """A layer split by columns, what works on the parts, one split by rows, and what has it all."""
-
-    is_checkpointed = False
-
-    def forward(self, x):
-        run = partial(checkpoint, self[1], use_reentrant=True) if self.is_checkpointed else self[1]
-        return self[3](self[2](run(self[0](x)) * 2))
-
-
-def stack(*, is_split):
-    torch.manual_seed(0)
-    model = Stack(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return parallelize_module(model, mesh(), plan) if is_split else model
-
-
-def rows():
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
 SITES = ("0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input", "2:grad_output",

@@ -63,6 +63,7 @@ from hookline.engine.torch_private.autograd import at_end_of_backward as at_end_
 from hookline.engine.torch_private.autograd import backward_number as backward_number
 from hookline.engine.torch_private.autograd import outer_backward as outer_backward
 from hookline.engine.torch_private.checkpoint import aside as aside
+from hookline.engine.torch_private.distributed import clone_locally as clone_locally
 from hookline.engine.torch_private.distributed import full_value as full_value
 from hookline.engine.torch_private.distributed import gathered as gathered
 from hookline.engine.torch_private.distributed import is_dtensor as is_dtensor
@@ -112,6 +113,7 @@ __all__ = [
     "backward_number",
     "call_read_only",
     "check_ports",
+    "clone_locally",
     "defaults_by_name",
     "every_tensor",
     "full_value",

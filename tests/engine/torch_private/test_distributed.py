@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from hookline.engine.torch_private import distributed as internals
 
@@ -54,6 +55,48 @@ def test_the_parameters_that_are_sharded_are_known_in_both_forms(mesh):
     assert found[0][1] is model.weight
     internals.reshard(model)
     assert model.weight is shards[0]
+
+
+class Seeing(nn.Linear):
+    """Keeps what it is called with."""
+
+    def forward(self, x):
+        self.given = x
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("library", ["FSDP2", "tensor parallel"])
+def test_what_a_module_is_called_with_has_its_source(mesh, library):
+    """If these move, grad_input is the share of one module alone."""
+    module = Seeing(2, 2)
+    if library == "FSDP2":
+        fully_shard(module, mesh=mesh)
+    else:
+        parallelize_module(module, mesh, ColwiseParallel())
+    x = torch.ones(1, 2, requires_grad=True) * 2
+    module(x)
+    source = internals.source_of(module.given)
+    assert source.tensor is x
+    assert (source.layout is None) == (library == "FSDP2")
+    assert internals.source_of(x) is None
+    view = x.view(2, 1).view(1, 2)
+    module(view)
+    source = internals.source_of(module.given)
+    assert source.tensor is None
+    assert (source.node, source.number) == (view.grad_fn, 0)
+    version = source.alias._version
+    x.add_(1)
+    assert source.alias._version > version
+    module(torch.ones(1, 2, requires_grad=True))
+    assert internals.source_of(module.given) is None
+
+
+def test_a_sum_still_to_be_made_is_cloned_as_one(mesh):
+    total = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    copied = internals.clone_locally(total)
+    assert copied.placements == (Partial(),)
+    assert copied.to_local().data_ptr() != total.to_local().data_ptr()
+    assert torch.equal(copied.to_local(), total.to_local())
 
 
 def test_the_store_has_what_a_meeting_needs(mesh):

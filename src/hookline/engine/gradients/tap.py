@@ -46,7 +46,9 @@ from hookline.engine.torch_private.autograd import (
     is_run_of_compiled,
     is_written_by_compiled,
     outer_backward,
+    version_counter,
 )
+from hookline.engine.torch_private.distributed import Source, source_of
 from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
@@ -288,12 +290,43 @@ class GradientTap(Tap):
     ) -> None:
         """Put a hook on a tensor."""
         node = tensor.grad_fn
+        source = source_of(tensor) if isinstance(node, PYTHON_NODE) else None
+        if source is not None:
+            self._put_on_source(current, source, hook, owner, number)
+            return
         if isinstance(node, PYTHON_NODE) and is_run_of_compiled(node):
             hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
             return
         view = hook_value(tensor, hook, self.lose, owner, number)
         if view is not None:
             self.note_view(current, view)
+
+    def _put_on_source(
+        self, current: Pass, source: Source, hook: GradHook, owner: int, number: int | None
+    ) -> None:
+        """Put a hook on what a parallel library has replaced: its gradient is over all uses."""
+        if source.layout is not None:
+            hook = GradHook(source.layout.call, hook)
+        if source.tensor is not None:
+            self._put(current, source.tensor, hook, owner, number)
+            return
+        counter = version_counter(source.alias)
+        at_view = GradHook(self._at_source, hook, source.number, counter, counter._version)
+        hook_node_before(source.node, at_view)
+
+    def _at_source(
+        self,
+        hook: GradHook,
+        index: int,
+        counter: Tensor,
+        version: int,
+        grads: tuple[Tensor | None, ...],
+    ) -> Any:
+        """A gradient has come to the node of a view: all of it, if nobody wrote to the view."""
+        if counter._version != version:
+            self.lose()
+            return None
+        return _at_node(hook, index, grads)
 
     def _at_compiled(self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
         """Gradients have come to what compiled code returned: the hook on the node that it is.

@@ -6,7 +6,8 @@ Nothing here loads DTensor or FSDP: as long as nobody has, there are none.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 # Where torch keeps the process group, asked in every pass; None if it was built without any.
 _WORLD: Any = dist.distributed_c10d._world if dist.is_available() else None
+# The nodes of what FSDP2 and tensor parallelism call a module with, in the place of a tensor.
+_OF_FSDP = "RegisterPostBackwardFunctionBackward"
+_OF_LOCAL = "_FromTorchTensorBackward"
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -36,6 +40,92 @@ def local_part(tensor: Tensor) -> Tensor:
         arrived: Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
         return arrived
     return tensor
+
+
+def clone_locally(tensor: Tensor) -> Tensor:
+    """Copy a tensor; no rank talks to another for it.
+
+    `clone()` of a DTensor that is a sum still to be made over ranks makes the sum: a collective.
+    """
+    if not is_dtensor(tensor) or not _is_sum(tensor.placements):  # type: ignore[attr-defined]
+        return tensor.clone()
+    return Layout.of(tensor).put(tensor.to_local().clone())  # type: ignore[attr-defined]
+
+
+def _is_sum(placements: Any) -> bool:
+    return any(one.is_partial() for one in placements)
+
+
+class Layout(NamedTuple):
+    """How the parts of a DTensor lie."""
+
+    kind: Any
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Layout:
+        """Return the layout of a DTensor."""
+        return cls(
+            type(tensor), tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        )
+
+    def put(self, local: Tensor) -> Tensor:
+        """Make a DTensor of this rank's part."""
+        made: Tensor = self.kind.from_local(
+            local, self.mesh, self.placements,
+            run_check=False, shape=self.shape, stride=self.stride,
+        )  # fmt: skip
+        return made
+
+    def call(self, hook: Callable[[Tensor], Any], grad: Tensor) -> Any:
+        """Call a hook with a DTensor of this rank's part. Return this rank's part of its result."""
+        new = hook(self.put(grad))
+        if is_dtensor(new):
+            return local_part(new.redistribute(placements=self.placements))
+        return new
+
+
+class Source(NamedTuple):
+    """The tensor that a parallel library called a module with another one in the place of.
+
+    Attributes:
+        node: the node of the graph that computed it.
+        number: which of the node's results it is.
+        tensor: itself; None where it is a view, of which only the base is known.
+        alias: a tensor that shares its memory.
+        layout: how the parts of the one in its place lie, if that is a DTensor and it is not.
+    """
+
+    node: Any
+    number: int
+    tensor: Tensor | None
+    alias: Tensor
+    layout: Layout | None
+
+
+def source_of(tensor: Tensor) -> Source | None:
+    """Find what FSDP2 or tensor parallelism has replaced by a tensor; None if it replaces nothing.
+
+    FSDP2 calls a module with the results of a function of its own, tensor parallelism with
+    DTensors. What comes back to those is the share of one module, not of all uses. A leaf has no
+    source: what is due of it is the share, since it outlives the pass.
+    """
+    node, number, layout = tensor.grad_fn, tensor.output_nr, None
+    while (name := type(node).__name__) in (_OF_FSDP, _OF_LOCAL):
+        if name == _OF_LOCAL:
+            if node.grad_placements is not None or _is_sum(node.forward_input_placements):  # type: ignore[union-attr]
+                return None
+            layout = Layout.of(tensor)
+        node, number = node.next_functions[number]  # type: ignore[union-attr]
+    if node is tensor.grad_fn or node is None or hasattr(node, "variable"):
+        return None
+    alias = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    base = alias._base
+    is_whole = base is not None and base.grad_fn is node and base.output_nr == number
+    return Source(node, number, base if is_whole else None, alias, layout)
 
 
 def full_value(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from hookline.engine import (
     Pass,
     Site,
     Untold,
+    clone_locally,
     defaults_by_name,
     every_tensor,
     graph_snapshot,
@@ -198,9 +199,9 @@ class Keeper:
         if not copied:
             return tensor
         if not tensor.requires_grad or self._copy or tensor.is_inference():
-            return tensor.clone()
+            return clone_locally(tensor)
         # With its graph: gradients with respect to a copy would not be those of the value.
-        beside.append((tensor, tensor.detach().clone()))
+        beside.append((tensor, clone_locally(tensor.detach())))
         return tensor
 
     def _stamp(self, current: Pass, found: Any, beside: list[tuple[Tensor, Tensor]]) -> Any:

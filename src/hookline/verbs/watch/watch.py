@@ -123,7 +123,7 @@ class _Printer:
     def enter(self, current: Pass, value: Any) -> None:
         """Note the structure of the inputs of the call that has just begun."""
         if self.running.calls:
-            self.running.calls[-1].got = describe.shape_or_structure(value)
+            self.running.calls[-1].got = describe.shape_or_structure(local_shards(value))
 
     def leave(self, site: Site, width: int) -> Any:
         """Return what prints an output."""
