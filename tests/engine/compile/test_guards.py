@@ -461,3 +461,98 @@ def test_by_default_compiled_code_sees_forwards_not_first_hooks(kind):
     handle.remove()
     module[0].forward = types.MethodType(doubled, module[0])
     assert torch.equal(call(x), doubled(module[0], x))
+
+
+@pytest.fixture
+def shift():
+    """A model of two classes of its own, in a process where something was compiled."""
+    torch.compile(lambda x: x + 1, backend="eager")(X)
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    class Other(nn.Module):
+        def forward(self, x):
+            return x + 20
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Outer()
+    model.others = Inner, Other, Outer
+    return model
+
+
+def plus_300(self, x):
+    return x + 300
+
+
+def replace_forward(model):
+    type(model.inner).forward = plus_300
+    return 300
+
+
+def replace_class(model):
+    model.inner.__class__ = model.others[1]
+    return 20
+
+
+@pytest.mark.parametrize("replace", [replace_forward, replace_class])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_part_of_another_class_runs_what_that_has(shift, replace, is_compiled):
+    call = torch.compile(shift, backend="eager") if is_compiled else shift
+    zero = torch.zeros(1)
+    with hl.record(shift, "inner") as run:
+        assert call(zero) == 1
+        expected = replace(shift)
+        assert call(zero) == expected
+    assert [one["inner"].item() for one in run.passes] == [1, expected]
+    assert "forward" not in vars(shift.inner)
+    assert call(zero) == expected
+
+
+def test_a_root_is_not_run_with_a_forward_its_class_had(shift):
+    with hl.record(shift) as run:
+        assert shift(torch.zeros(1)) == 1
+        type(shift).forward = plus_300
+        with pytest.raises(hl.AttachError, match="Outer got another forward while this line is on"):
+            shift(torch.zeros(1))
+        assert shift(torch.zeros(1)) == 300
+    assert [one.failed for one in run.passes] == [False, True, False]
+
+
+def test_a_part_by_hand_is_not_run_with_the_old_forward(shift):
+    with hl.record(shift, "inner"):
+        assert shift(torch.zeros(1)) == 1
+        expected = replace_forward(shift)
+        with pytest.raises(hl.AttachError, match="Inner got another forward"):
+            shift.inner(torch.zeros(1))
+        assert shift.inner(torch.zeros(1)) == expected
+
+
+def test_a_second_line_on_a_part_has_the_forward_of_its_class(shift):
+    with hl.record(shift, "inner"):
+        shift(torch.zeros(1))
+        expected = replace_forward(shift)
+        with hl.record(shift, "inner") as run:
+            assert shift(torch.zeros(1)) == expected
+        assert run["inner"].item() == expected
+
+
+def test_a_recompiled_graph_module_runs_its_new_graph():
+    torch.compile(lambda x: x + 1, backend="eager")(X)
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    model = nn.Sequential(traced)
+    with hl.record(model, "0") as run:
+        assert model(torch.tensor([-1.0])) == 0
+        node = next(one for one in traced.graph.nodes if one.op == "call_module")
+        node.replace_all_uses_with(next(iter(traced.graph.nodes)))
+        traced.recompile()
+        assert model(torch.tensor([-1.0])) == -1
+    assert [one["0"].item() for one in run.passes] == [0, -1]

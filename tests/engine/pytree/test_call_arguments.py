@@ -149,7 +149,7 @@ def test_names_are_those_of_the_forward_that_runs():
 
 def test_names_are_those_of_a_forward_that_its_class_was_given(monkeypatch):
     model, a, b = Minus(), torch.tensor(1.0), torch.tensor(2.0)
-    # Once something was compiled, a hooked module keeps its class's forward while a line lasts.
+    # Once something was compiled, the call behind it is refused (compile/test_guards.py).
     if frames := sys.modules.get("torch._dynamo.convert_frame"):
         monkeypatch.setattr(frames, "FRAME_COUNTER", 0)
     with hl.record(model, ":input") as run:

@@ -58,7 +58,30 @@ def mark(module: nn.Module, owner: object) -> None:
             if note is not None:
                 _retire(note.source)
         owners.add(id(owner))
+        _renew(module)
         _put(module)
+
+
+def renew(module: nn.Module) -> bool:
+    """Have a mark stand for the forward that its module's class has by now; whether it did not.
+
+    For `Class.forward = ...`, another `__class__`, and `recompile()` of a `torch.fx.GraphModule`.
+    """
+    with _lock:
+        return _renew(module)
+
+
+def _renew(module: nn.Module) -> bool:
+    standing: Any = module.__dict__.get("forward")
+    note = _note_of(standing)
+    if note is None or note.is_own or note.source is forward_of(type(module)):
+        return False
+    source, held, _ = _usual(module, None)
+    if source is note.source and (source is not _through or held == standing.__self__):
+        return False
+    _put_back(module)
+    _put(module)
+    return True
 
 
 def follow(module: nn.Module) -> None:
@@ -104,6 +127,11 @@ def has_own_forward(module: nn.Module) -> bool:
     standing = module.__dict__.get("forward")
     note = _note_of(standing)
     return standing is not None and (note is None or note.is_own)
+
+
+def forward_of(kind: type) -> Any:
+    """The forward of a class; None where only its instances have one, as scripted modules."""
+    return getattr(kind, "forward", None)
 
 
 def _note_of(forward: Any) -> _Note | None:

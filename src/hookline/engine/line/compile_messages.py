@@ -38,6 +38,16 @@ _REVERSED = (
     " compiled code:\n    with torch.compiler.set_stance('force_eager'): ..."
 )
 
+_STALE = (
+    "{kind} got another forward while this line is on, and torch had fetched the old one for this"
+    " call.\nCall the model again: from now on the new one runs."
+)
+
+
+def stale_forward(module: nn.Module) -> str:
+    """Say that a call would run a forward which the module's class no longer has."""
+    return _STALE.format(kind=type(module).__name__)
+
 
 def note_on(error: BaseException, site: Site | None) -> str | None:
     """What an error has to do with hooks, and what to do; None if nothing.

@@ -15,16 +15,16 @@ import functools
 import threading
 from collections.abc import Iterable
 from types import FrameType, FunctionType
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
 from hookline.engine.compile.compiled_modules import Borders, compiled_within, inside_compiled
-from hookline.engine.compile.guards import mark, unmark
+from hookline.engine.compile.guards import forward_of, mark, renew, unmark
 from hookline.engine.compile.in_graph import CompiledRun, flush_before_reads, stop_settling
 from hookline.engine.gradients.tap import GradientTap
 from hookline.engine.line.attachment import Attachment
-from hookline.engine.line.compile_messages import note_on, refuse_reversed
+from hookline.engine.line.compile_messages import note_on, refuse_reversed, stale_forward
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.site import GRADIENT_PORTS, Site
@@ -84,9 +84,9 @@ class Compiled(Attachment):
     """
 
     __slots__ = (
-        "_around_root", "_borders", "_has_gradients", "_here", "_lock", "_marked",
-        "_members", "_new", "_nodes", "_of_one_call", "_on", "_parts", "_passes", "_root",
-        "_run", "_taps", "_traced", "is_on",
+        "_around_root", "_borders", "_forwards", "_has_gradients", "_here", "_kinds", "_lock",
+        "_marked", "_members", "_new", "_nodes", "_of_one_call", "_on", "_parts", "_passes",
+        "_root", "_run", "_taps", "_traced", "is_on",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +102,9 @@ class Compiled(Attachment):
         self.is_on = False
         self._nodes = nodes
         self._marked: dict[int, nn.Module] = {}
+        # What these were when last looked at: the class of each, and the forward of each class.
+        self._kinds: list[type] = []
+        self._forwards: dict[type, Any] = {}
         self._borders: Borders | None = None
         self._here = _CallStack()
         self._members: set[int] | None = None  # the modules of the model, by id, once asked for
@@ -192,6 +195,27 @@ class Compiled(Attachment):
         self._marked[id(module)] = module  # first: from here on an interrupt takes it off, too
         mark(module, self)
 
+    def _renew(self) -> list[nn.Module]:
+        """Have each mark stand for the forward that the class has now; list those that did not."""
+        kinds = list(map(type, self._marked.values()))
+        if kinds == self._kinds and all(
+            forward_of(kind) is was for kind, was in self._forwards.items()
+        ):
+            return []
+        self._kinds, self._forwards = kinds, {kind: forward_of(kind) for kind in kinds}
+        return [module for module in self._marked.values() if renew(module)]
+
+    def refuse_stale(self, module: nn.Module) -> None:
+        """Refuse a call for which torch has fetched a forward that the class has no longer.
+
+        Told by hooks on a module that is called by hand.
+
+        Raises:
+            AttachError: it is so. The next call finds the new one.
+        """
+        if id(module) in self._marked and renew(module):
+            raise AttachError(stale_forward(module))
+
     # -- passes, told by `Passes` ----------------------------------------------------------------
 
     def begin_pass(self, current: Pass) -> None:
@@ -203,6 +227,9 @@ class Compiled(Attachment):
                 return
         if has_compiled() and not self._here.visits:
             self._make_ready()
+            for module in self._renew():
+                if module is self._root:
+                    raise AttachError(stale_forward(module))
         if self._root in _with_gaps:
             self._open_gap(current)
 
@@ -276,6 +303,7 @@ class Compiled(Attachment):
             self._passes.begin(frame=frame)
         self._passes.switch.is_on, self._traced = False, None
         self._make_ready()
+        self._renew()
         taps = self._taps_in(module)
         current = self._pass() if taps else None
         visit.before = self._turn([] if current is None else taps, current)

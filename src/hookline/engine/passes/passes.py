@@ -112,6 +112,9 @@ class Compiler(Protocol):
     def owner_of(self, tap: Any) -> int:
         """The module that a tap is on, as a number; 0 if it is on none."""
 
+    def refuse_stale(self, module: Any) -> None:
+        """Refuse a call by hand that would run a forward which the module's class has no longer."""
+
     def explain(self, error: BaseException) -> None:
         """A pass has failed: say more about it, if it was where code was compiled."""
 

@@ -161,6 +161,8 @@ class Tap:
             _discard(module, self)
             return None
         current = self.passes.outside()
+        if current is not None and self.passes.compiler is not None:
+            self.passes.compiler.refuse_stale(module)
         return current if current is None or current.again is None else self._again(current)
 
     def _again(self, current: Pass) -> Pass | None:
