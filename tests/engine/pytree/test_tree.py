@@ -291,3 +291,35 @@ def test_parts_made_anew_at_each_access_do_not_get_mixed_up():
 def test_a_mapping_that_cannot_be_written_to_is_copied():
     kept = tree.map_tensors(torch.clone, types.MappingProxyType({"a": torch.ones(1)}))
     assert kept["a"].item() == 1
+
+
+def _namesake():
+    class Slotted:
+        t = torch.zeros(1)
+
+    return Slotted()
+
+
+class Bag:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (deque([1]), deque([1, 2]), "expected 1 part in the deque, got 2"),
+        (deque([1], 3), deque([1]), "expected deque(maxlen=3), got deque(maxlen=None)"),
+        ([1] * 7, [1] * 8, "expected 7 parts in the list, got 8"),
+        (Bag(a=1), Bag(a=1, b=2), "expected the same keys in the Bag, got them with 'b'"),
+        (Bag(a=1), Bag(), "expected the same keys in the Bag, got them without 'a'"),
+        ([Bag(a=1)], [Bag()], "expected the same keys in the Bag at [0], got them without 'a'"),
+    ],
+)
+def test_containers_that_read_alike_differ_by_what_they_hold(old, new, says):
+    assert describe.difference(old, new) == says
+
+
+def test_classes_of_one_name_are_told_apart():
+    said = describe.difference(Slotted(), _namesake())
+    assert said.endswith("Slotted, got one of " + f"{__name__}._namesake.<locals>.Slotted")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import UserList
+from collections import UserList, deque
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from hookline.display.text import plural
 from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, tensors
 
 
@@ -34,7 +35,9 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         return None
     parts_new = items(new)
     if type(old) is not type(new) or parts_new is None or len(parts_new) != len(parts):
-        return f"expected {in_words(old)}{at}, got {in_words(new)}"
+        return _container_difference(old, new, at)
+    if isinstance(old, deque) and old.maxlen != new.maxlen:
+        return f"expected deque(maxlen={old.maxlen}){at}, got deque(maxlen={new.maxlen})"
     if isinstance(old, _SETS):  # without an order: those that are alike are compared
         parts, parts_new = _sorted(parts), _sorted(parts_new)
     for (key, part), (key_new, part_new) in zip(parts, parts_new, strict=True):
@@ -44,6 +47,23 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         if found:
             return found
     return None
+
+
+def _container_difference(old: Any, new: Any, at: str) -> str:
+    """How two containers of different types or numbers of parts differ."""
+    texts = in_words(old), in_words(new)
+    if texts[0] != texts[1]:
+        return f"expected {texts[0]}{at}, got {texts[1]}"
+    name = type(old).__name__
+    if type(old) is not type(new):
+        kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in (type(old), type(new))]
+        return f"expected an object of {kinds[0]}{at}, got one of {kinds[1]}"
+    keys, keys_new = ([key for key, _ in items(value) or ()] for value in (old, new))
+    lost, added = ([k for k in a if k not in b] for a, b in ((keys, keys_new), (keys_new, keys)))
+    if all(isinstance(key, int) for key in (*lost, *added)):
+        return f"expected {plural(len(keys), 'part')} in the {name}{at}, got {len(keys_new)}"
+    changes = [f"without {key!r}" for key in lost] + [f"with {key!r}" for key in added]
+    return f"expected the same keys in the {name}{at}, got them {' and '.join(changes[:4])}"
 
 
 def _tensor_difference(old: Tensor, new: Tensor, at: str) -> str | None:
