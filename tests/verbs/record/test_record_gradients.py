@@ -438,3 +438,23 @@ def test_a_view_by_name_that_nobody_writes_to_has_its_gradient():
         (view * 2).sum().backward()
     assert run["b:grad"].tolist() == [2.0, 2.0]
     assert run["base:grad"].tolist() == [2.0, 2.0, 0.0, 0.0]
+
+
+def test_what_stands_where_no_gradient_came():
+    """The table in docs/gradients.md."""
+    model = nn.ModuleDict(
+        {"frozen": nn.Linear(2, 2), "used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)}
+    )
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: (model["used"](model["frozen"](x)), model["idle"](x))[0]
+    with (
+        pytest.warns(hl.HooklineWarning, match="5 of 12 sites never fired"),
+        hl.record(model, "*", ports=("grad_output", "grad_input", "grad")) as run,
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+    assert run["frozen:grad_output"] is None
+    assert run["used:grad_input"] is None
+    assert run["used.weight:grad"].shape == (2, 2)
+    for key, why in (("frozen.weight:grad", "it is frozen"), ("idle:grad_output", "depends on it")):
+        with pytest.raises(hl.NotRecordedError, match=why):
+            run[key]
