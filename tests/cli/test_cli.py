@@ -191,7 +191,7 @@ def test_whatever_is_given_as_input_is_refused_in_a_few_lines(traps):
         assert_refused("inspect", "demo:digits", name, "--out", "never", cwd=traps)
     for name in NAMES:
         assert_refused("summary", "demo:digits", name, cwd=traps)
-        assert_refused("doctor", "demo:digits", "--input", name, cwd=traps)
+        assert_refused("doctor", "demo:digits", name, cwd=traps)
     assert not (traps / "never").exists()
 
 

@@ -57,12 +57,12 @@ def doctor(tmp_path):
 
 
 def test_it_exits_0_where_every_site_fires(doctor):
-    done = doctor("demo:digits", "block*", "--ports", "output,grad_output")
+    done = doctor("demo:digits", "--at", "block*", "--ports", "output,grad_output")
     assert done.code == 0
     assert done.out.startswith(
         "hl.doctor on DigitsNet: 6 sites, 6 fire, 0 never; ran forward and backward"
     )
-    assert "input: eight digits, 8x1x8x8 float32 (a guess: give yours with --input)" in done.out
+    assert "input: eight digits, 8x1x8x8 float32 (a guess: give yours after the model)" in done.out
     assert done.err == ""
 
 
@@ -70,11 +70,18 @@ def test_it_exits_1_where_one_does_not(doctor):
     done = doctor("mine.py:Idle")
     assert done.code == 1
     assert "not reached: (root) ran and did not call it" in done.out
-    assert doctor("mine.py:Idle", "used").code == 0
+    assert doctor("mine.py:Idle", "--at", "used").code == 0
+
+
+def test_sites_are_named_as_in_inspect(doctor):
+    done = doctor("demo:digits", "demo", "--at", "block1", "--at", "head:input", "--json")
+    assert done.code == 0
+    assert [one["site"] for one in json.loads(done.out)["sites"]] == ["block1", "head:input"]
+    assert doctor("demo:digits", "block*").code == 2  # an input stands there, as in inspect
 
 
 def test_json_is_json_alone(doctor):
-    done = doctor("mine.py:Idle", "--json", "--input", "random:2x4")
+    done = doctor("mine.py:Idle", "random:2x4", "--json")
     assert done.code == 1
     data = json.loads(done.out)
     assert [one["verdict"] for one in data["sites"]] == ["fires", "fires", "never"]
@@ -86,8 +93,8 @@ def test_without_an_input_that_can_be_guessed_nothing_is_known(doctor):
     done = doctor("mine.py:Odd")
     assert done.code == 1
     assert "unknown" in done.out
-    assert "none could be guessed: give one with --input" in done.out
-    assert doctor("mine.py:Odd", "--input", "random:3").code == 0
+    assert "none could be guessed: give one, such as random:" in done.out
+    assert doctor("mine.py:Odd", "random:3").code == 0
 
 
 def test_a_forward_that_fails_exits_1_and_names_the_module(doctor):
@@ -100,9 +107,9 @@ def test_a_forward_that_fails_exits_1_and_names_the_module(doctor):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["demo:digits", "blok"], "Did you mean 'block"),
+        (["demo:digits", "--at", "blok"], "Did you mean 'block"),
         (["demo:digits", "--ports", "output,outptu"], "got 'outptu'"),
-        (["demo:digits", "--input", "no-such.png"], "no-such.png"),
+        (["demo:digits", "no-such.png"], "no-such.png"),
         (["nothing"], "does not name a model"),
     ],
 )

@@ -95,7 +95,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
         "\nTry next:\n"
         f"  {_command()} summary demo:digits demo\n"
         f'  {_command()} inspect demo:digits demo --at "block*:input"\n'
-        f"  {_command()} inspect torchvision:resnet34 PHOTO.jpg    (needs hookline[vision])",
+        f"  {_command()} inspect torchvision:resnet34 PHOTO.jpg    (needs the extra vision)",
         markup=False,
     )
 
@@ -208,11 +208,12 @@ def hooks(model: ModelName, weights: Weights = "none") -> None:
 @app.command("doctor")
 def doctor_command(
     model: ModelName,
-    select: Annotated[
-        str | None, typer.Argument(metavar="[SELECT]", help="which sites; none: every module")
-    ] = None,
     source: Annotated[
-        str | None, typer.Option("--input", metavar="INPUT", help="as for inspect; none: a guess")
+        str | None, typer.Argument(metavar="[INPUT]", help="as for inspect; none: a guess")
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option("--at", metavar="SELECTOR", help="which sites; may be given repeatedly"),
     ] = None,
     ports: Annotated[
         str, typer.Option(help="output, input, grad_output, grad_input, grad; several by commas")
@@ -224,7 +225,7 @@ def doctor_command(
     with complaints():
         with Busy(f"loading {model}"):
             loaded = load_model(model, weights=weights)
-        found, said = diagnose(loaded, select, source, ports)
+        found, said = diagnose(loaded, at, source, ports)
     if as_json:
         typer.echo(json.dumps({**diagnosis_data(found), "input": said}, indent=2))
     else:

@@ -10,7 +10,7 @@ from hookline.verbs import Diagnosis
 
 
 def diagnose(
-    loaded: LoadedModel, select: str | None, source: str | None, ports: str
+    loaded: LoadedModel, at: list[str] | None, source: str | None, ports: str
 ) -> tuple[Diagnosis, str]:
     """Ask the doctor about a model, in eval mode with gradients on.
 
@@ -24,8 +24,8 @@ def diagnose(
     names = tuple(name.strip() for name in ports.split(","))
     with Busy("running the model"):
         inputs = None if batch is None else inputs_of(loaded.model, batch)
-        found = hl.doctor(loaded.model, inputs, select, ports=names)
+        found = hl.doctor(loaded.model, inputs, at or None, ports=names)
     if batch is None:
-        return found, "none given, and none could be guessed: give one with --input"
-    guessed = " (a guess: give yours with --input)" if source is None else ""
+        return found, "none given, and none could be guessed: give one, such as random:1x3x224x224"
+    guessed = " (a guess: give yours after the model)" if source is None else ""
     return found, batch.description + guessed
