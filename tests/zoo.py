@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -83,6 +85,28 @@ class Holder(nn.Module):
         return self.inner(x, x, scale=2.0, mask=x > 0)
 
 
+class Step(nn.Module):
+    """Linear, ReLU, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.linear(x)) + x
+
+
+def steps(n: int = 4) -> nn.Sequential:
+    """Blocks that are all alike, as those of a transformer."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[Step() for _ in range(n)])
+
+
+def tanh_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
 class Residual(nn.Module):
     """x + f(x), between two linear layers."""
 
@@ -141,3 +165,22 @@ class Delegating(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
+
+
+class Sized(nn.Module):
+    """Knows how many of its activations are alive."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.act, self.head = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x):
+        x = self.act(self.layer(x))
+        self.alive.append(weakref.ref(x))
+        return self.head(x)  # which keeps it for backward
+
+    def n_alive(self):
+        gc.collect()
+        return sum(one() is not None for one in self.alive)

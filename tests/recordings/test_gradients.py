@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import hookline as hl
+from zoo import tanh_net
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net()
 
 
 @pytest.fixture

@@ -104,15 +104,29 @@ def test_a_leaf_of_a_whole_value_can_be_looked_up(holder):
         run["inner:output.nothing"]
 
 
-def test_an_alias_finds_the_shared_module():
-    shared = nn.Linear(1, 1)
+@pytest.mark.trap(20)
+def test_a_shared_module_is_found_by_each_name_call_by_call():
     model = nn.Sequential()
-    model.add_module("a", shared)
-    model.add_module("b", shared)
+    model.add_module("first", nn.Linear(1, 1))
+    model.add_module("again", model.first)
+    x, kept = torch.ones(1), {}
+    expected = [model.first(x), model.first(model.first(x))]
+    handles = [
+        module.register_forward_hook(lambda m, a, output, name=name: kept.update({name: output}))
+        for name, module in model.named_modules()
+        if name
+    ]
     with hl.record(model, "*") as run:
-        model(torch.ones(1))
-    assert torch.equal(run["b#1"], run["a#1"])
-    assert run.sites[0].aliases == ("b",)
+        model(x)
+    for handle in handles:
+        handle.remove()
+    assert kept == {"first": expected[1]}  # one name, one call
+    for name in ("first", "again"):
+        assert all(map(torch.equal, run.calls(name), expected))
+        assert torch.equal(run[f"{name}#1"], expected[1])
+        with pytest.raises(hl.AmbiguousError, match=f"{name}#0"):
+            run[name]
+    assert run.sites[0].aliases == ("again",)
 
 
 def test_a_recording_can_be_read_while_its_line_is_still_on(net, image):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 import warnings
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 
 import hookline as hl
+from zoo import Step, steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -25,15 +28,6 @@ pytestmark = [
 
 OPTIONS = {"backend": "aot_eager", "fullgraph": True}
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-
-
-class Step(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.act = nn.Linear(8, 8), nn.ReLU()
-
-    def forward(self, x):
-        return self.act(self.linear(x)) + x
 
 
 class Loop(nn.Module):
@@ -70,17 +64,12 @@ class Parts(nn.Module):
         return found["y"].square() + found["again"][0] + found["again"][1]
 
 
-def make(kind=None, n=4):
-    torch.manual_seed(0)
-    return kind() if kind else nn.Sequential(*[Step() for _ in range(n)])
-
-
 class Inside(nn.Module):
     """A compiled function inside, which has no border."""
 
     def __init__(self):
         super().__init__()
-        self.inner = make()
+        self.inner = steps()
         self.fast = torch.compile(lambda x: self.inner(x) * 2, **OPTIONS)
 
     def forward(self, x):
@@ -110,7 +99,8 @@ def same(found, expected):
 
 @pytest.mark.cell("torch.compile", "gradients", "edit gradients")
 def test_gradients_of_structures_come_out_in_their_form():
-    model, found = make(Parts), []
+    torch.manual_seed(0)
+    model, found = Parts(), []
     for run in (model, torch.compile(model, **OPTIONS)):
         x = X.clone().requires_grad_() * 1
         with hl.record(model, ["inner:grad_output", ":grad_input", "inner:grad_input"]) as seen:
@@ -126,7 +116,8 @@ def test_gradients_of_structures_come_out_in_their_form():
 
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
-    model, found = make(Loop), []
+    torch.manual_seed(0)
+    model, found = Loop(), []
     sites = ["block", "block#2", "block:grad_output", "block:grad_output#1", "block:input#2"]
     for run in (model, torch.compile(model, **OPTIONS) if form == "whole" else by_part(model)):
         for _ in range(2):
@@ -151,7 +142,7 @@ def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
     note="what runs in compiled code is printed when that has run, without inputs and times",
 )  # fmt: skip
 def test_watch_prints_what_compiled_code_has_done():
-    model, out = make(), io.StringIO()
+    model, out = steps(), io.StringIO()
     run = torch.compile(model, **OPTIONS)
     with hl.watch(model, file=out):
         run(X).sum().backward()
@@ -169,7 +160,7 @@ def test_watch_prints_what_compiled_code_has_done():
 )
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_features_are_those_of_the_eager_model(form):
-    model = make()
+    model = steps()
     expected = hl.features(model, X, ["2", "0.linear"])
     run = torch.compile(model, **OPTIONS) if form == "whole" else by_part(model)
     assert same(hl.features(run, X, ["2", "0.linear"]), expected)
@@ -177,7 +168,7 @@ def test_features_are_those_of_the_eager_model(form):
 
 
 def test_a_compiled_part_that_is_called_by_hand_is_seen():
-    model = make()
+    model = steps()
     expected = model[1].linear(X)
     fast = torch.compile(model[1], **OPTIONS)
     by_part(model)
@@ -197,7 +188,7 @@ def test_a_line_on_a_compiled_part_has_a_pass_for_each_run():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = make()
+            self.model = steps()
 
         def forward(self, x):
             return self.model(x).sum()
@@ -213,7 +204,7 @@ def test_a_line_on_a_compiled_part_has_a_pass_for_each_run():
 
 
 def test_what_is_compiled_inside_the_block_is_seen():
-    model = make()
+    model = steps()
     with hl.record(model, Step) as seen:
         by_part(model)
         for _ in range(3):
@@ -252,7 +243,7 @@ def test_what_fails_in_a_compiled_function_is_explained_once(kind):
 
 
 def test_a_thread_that_runs_the_compiled_model_is_not_mixed_in():
-    model = make()
+    model = steps()
     run = torch.compile(model, **OPTIONS)
     expected, n_runs = model(X), 0
     over = threading.Event()
@@ -275,7 +266,7 @@ def test_a_thread_that_runs_the_compiled_model_is_not_mixed_in():
 
 
 def test_threads_of_a_line_of_every_thread_have_their_own_passes():
-    model = make()
+    model = steps()
     run = torch.compile(model, **OPTIONS)
     run(X)
     line = hl.record(model, "3", ports=("output", "grad_output"), every_thread=True)
@@ -299,7 +290,7 @@ def test_threads_of_a_line_of_every_thread_have_their_own_passes():
 
 
 def test_a_line_that_another_thread_ends_leaves_dynamos_settings():
-    model = make()
+    model = steps()
     run = torch.compile(model, **OPTIONS)
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     line = hl.record(model, "1")
@@ -312,7 +303,7 @@ def test_a_line_that_another_thread_ends_leaves_dynamos_settings():
 
 
 def test_compiled_parts_inside_a_compiled_model_join_its_graph():
-    model = make()
+    model = steps()
     model[1] = torch.compile(model[1], **OPTIONS)
     model[2].compile(**OPTIONS)
     expected = model[3](model[2]._call_impl(model[1]._orig_mod(model[0](X))))
@@ -326,7 +317,7 @@ def test_compiled_parts_inside_a_compiled_model_join_its_graph():
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
-    model = make()
+    model = steps()
     run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     run(X)
     sums = []
@@ -356,7 +347,7 @@ def test_a_hook_that_no_graph_can_hold_is_named_with_the_choices(fullgraph):
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("verb", ["record", "edit", "attach"])
 def test_a_line_made_inside_a_compiled_function_is_refused(fullgraph, verb):
-    model = make()
+    model = steps()
     make_line = {
         "record": lambda: hl.record(model, "1"),
         "edit": lambda: hl.edit(model, "1", hl.edits.scale(2)),
@@ -373,31 +364,10 @@ def test_a_line_made_inside_a_compiled_function_is_refused(fullgraph, verb):
     assert is_bare(model)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_graph_limit_reached_is_explained_and_never_wrong(fullgraph):
-    model = make()
-    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
-    run(X)
-    h = model[1](model[0](X))
-
-    def sweep():
-        for k in range(12):
-            with hl.edit(model, "1", lambda value, k=k: value * k):
-                assert torch.equal(run(X), model[3](model[2](h * k)))
-
-    if not fullgraph:
-        sweep()
-        return
-    with pytest.raises(Exception, match="fullgraph") as failed:
-        sweep()
-    assert "Make the function once" in failed.value.__notes__[0]
-    assert is_bare(model)
-
-
 @pytest.mark.parametrize("verb", ["edit", "record", "forward", "forward_pre"])
 def test_functions_that_differ_in_defaults_alone_are_told_apart(verb):
     """Torch 2.11 guards on a function's code, not on its defaults."""
-    model = make()
+    model = steps()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     h = model[1](model[0](X))
     for k in (1, 2, 3):
@@ -420,7 +390,7 @@ def test_functions_that_differ_in_defaults_alone_are_told_apart(verb):
 
 
 def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
-    model = by_part(make())
+    model = by_part(steps())
     torch.compile(model, **OPTIONS)(X)
     impl, call = model[0]._compiled_call_impl, OptimizedModule.__call__
 
@@ -442,7 +412,7 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
 
 @pytest.mark.cell("torch.compile", "raw hooks", refused="AttachError", note="`line.saved`")
 def test_packing_what_is_saved_is_refused_with_the_remedy():
-    model = make()
+    model = steps()
     run = torch.compile(model, **OPTIONS)
     run(X)
     with hl.attach(model) as line:
@@ -455,7 +425,7 @@ def test_packing_what_is_saved_is_refused_with_the_remedy():
 
 @pytest.mark.cell("torch.compile", "clip")
 def test_gradients_of_parameters_are_clipped_and_seen():
-    model, found = make(), []
+    model, found = steps(), []
     for run in (model, torch.compile(model, **OPTIONS)):
         model.zero_grad()
         with hl.clip(model, norm=0.1), hl.attach(model) as line:
@@ -470,7 +440,7 @@ def test_gradients_of_parameters_are_clipped_and_seen():
 @pytest.mark.cell("torch.compile", "record", "edit", "statistics", "gradients", "edit gradients")
 @pytest.mark.trap(1)
 def test_a_raw_hook_after_compiling_is_silent_a_line_is_not():
-    model, fired = make(), []
+    model, fired = steps(), []
     run = torch.compile(model, **OPTIONS)
     expected = run(X)
     handle = model[1].register_forward_hook(lambda *_: fired.append(1))
@@ -490,9 +460,51 @@ def test_a_raw_hook_after_compiling_is_silent_a_line_is_not():
     assert torch.equal(run(X), expected)
 
 
+class Tap:
+    """A raw hook that keeps the last value, as compiled code can: in an attribute."""
+
+    value = None
+
+    def __call__(self, module, args, output):
+        self.value = output
+
+
+@pytest.mark.trap(2)
+def test_a_hooked_block_is_served_the_code_of_an_unhooked_one():
+    model, tap = by_part(steps()), Tap()
+    handle = model[2].linear.register_forward_hook(tap)  # before anything is compiled
+    model(X)
+    handle.remove()
+    assert tap.value is None
+    torch.compiler.reset()
+    with hl.record(model, "2.linear") as seen:
+        model(X)
+    assert torch.equal(seen["2.linear"], model[2].linear(model[1](model[0](X))))
+
+
+@pytest.mark.trap(3)
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
+def test_nothing_tells_of_a_hook_that_was_compiled_out():
+    model, tap = steps(), Tap()
+    run = torch.compile(model, **OPTIONS)
+    run(X)
+    handle = model[1].register_forward_hook(tap)
+    run(X)  # a warning would be an error here
+    assert tap.value is None
+    assert tap in model[1]._forward_hooks.values()  # all that can be asked says that it is on
+    handle.remove()
+    with hl.record(model, "1") as seen:
+        run(X)
+    assert [count for _, count in seen.report().fired] == [1]
+    with hl.attach(hl.EVERYWHERE) as line:
+        line.forward(nn.Linear, lambda *_: None)
+        run(X)
+    assert "in compiled code, which hl.EVERYWHERE does not reach" in str(line.report())
+
+
 @pytest.mark.trap(7)
 def test_a_hook_that_leaves_the_code_is_silent_a_line_is_not():
-    model, kept = make(), []
+    model, kept = steps(), []
 
     def hook(module, args, output):
         if torch.compiler.is_compiling():
@@ -509,9 +521,63 @@ def test_a_hook_that_leaves_the_code_is_silent_a_line_is_not():
     assert "1" in seen
 
 
+def stop(module, args, output):
+    raise StopIteration
+
+
+LOCK = threading.Lock()
+
+
+def locked(module, args, output):
+    with LOCK:
+        pass
+
+
+UNTRACEABLE = {
+    "print": lambda module, args, output: print(output.shape),
+    "a lock": locked,
+    "time": lambda module, args, output: print(time.perf_counter()),
+    "an if on values": lambda module, args, output: None if output.isnan().any() else output,
+    "an exception to stop early": stop,
+}
+
+
+@pytest.mark.trap(6)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.parametrize("what", UNTRACEABLE)
+def test_what_hooks_usually_do_is_refused_by_a_full_graph(what, capsys):
+    model = steps()
+    handle = model[1].register_forward_hook(UNTRACEABLE[what])
+    run = torch.compile(model, **OPTIONS)
+    with pytest.raises(Unsupported) as failed:
+        run(X)
+    handle.remove()
+    assert not any("hookline" in note for note in getattr(failed.value, "__notes__", []))
+    capsys.readouterr()
+    torch.compiler.reset()
+    printed = io.StringIO()
+    with hl.record(model, "1") as seen, hl.watch(model, "2", file=printed):
+        run(X)
+    expected = model[1](model[0](X))
+    assert torch.equal(seen["1"], expected)
+    assert "[2, 8] float32" in printed.getvalue()
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+    with hl.attach(model) as line:
+        line.options.quiet = True
+        line.forward("1", UNTRACEABLE[what])
+        with pytest.raises(Unsupported) as failed:
+            run(X)
+    (note,) = failed.value.__notes__
+    assert "the hook at 1:forward (Step)" in note
+    assert "set_stance('force_eager')" in note
+    capsys.readouterr()
+    assert is_bare(model)
+
+
 @pytest.mark.trap(9)
 def test_a_record_of_compiled_code_has_no_gradient_the_port_has():
-    model, kept = make(), {}
+    model, kept = steps(), {}
     handle = model[1].register_forward_hook(lambda m, a, output: kept.update(one=output))
     loss = torch.compile(model, **OPTIONS)(X).sum()
     handle.remove()
@@ -525,10 +591,65 @@ def test_a_record_of_compiled_code_has_no_gradient_the_port_has():
     )
 
 
+@pytest.mark.trap(8)
+def test_full_backward_hooks_break_the_graph():
+    model = steps()
+    handle = model[1].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(Unsupported, match="backwards hooks require compiled autograd"):
+        torch.compile(model, **OPTIONS)(X)
+    torch.compiler.reset()
+    counters.clear()
+    torch.compile(model, backend="aot_eager")(X).sum().backward()
+    assert sum(counters["graph_break"].values()) == 1
+    handle.remove()
+    torch.compiler.reset()
+    counters.clear()
+    h = model[1](model[0](X)).detach().requires_grad_()
+    (expected,) = torch.autograd.grad(model[3](model[2](h)).sum(), h)
+    run = torch.compile(model, **OPTIONS)
+    with hl.record(model, "1:grad_output") as found:
+        run(X).sum().backward()
+    assert torch.equal(found["1:grad_output"], expected)
+    assert not counters["graph_break"]
+
+
+sunk: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("hookline_traps::sink", mutates_args=())
+def sink(value: torch.Tensor) -> torch.Tensor:
+    sunk.append(value.clone())
+    return value.clone()
+
+
+sink.register_fake(torch.empty_like)
+
+
+@pytest.mark.trap(10)
+def test_an_operator_that_keeps_gradients_is_dead_code_if_unused():
+    def hook(module, args, output):
+        output.register_hook(lambda grad: (sink(grad), None)[1])
+
+    model = steps()
+    handles = [part.register_forward_hook(hook) for part in model]
+    model(X).sum().backward()
+    assert len(sunk) == 4
+    torch.compile(model, **OPTIONS)(X).sum().backward()
+    assert len(sunk) == 4  # none of the compiled run
+    for handle in handles:
+        handle.remove()
+    torch.compiler.reset()
+    with hl.record(model, "*:grad_output") as found:
+        torch.compile(model, **OPTIONS)(X).sum().backward()
+    assert list(found) == [f"{k}:grad_output" for k in range(4)]
+    assert all(map(torch.equal, found.values(), reversed(sunk)))
+    sunk.clear()
+
+
 @pytest.mark.cell("torch.compile", "raw hooks", note="forward and forward_pre hooks are traced")
 @pytest.mark.trap(14)
 def test_paths_are_those_of_the_model():
-    model = make()
+    model = steps()
     run = torch.compile(model, **OPTIONS)
     assert "_orig_mod.0" in dict(run.named_modules())
     assert [site.path for site in hl.select(run, Step)] == ["0", "1", "2", "3"]

@@ -196,13 +196,17 @@ def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
 )  # fmt: skip
 def test_everywhere_says_that_it_does_not_see_into_fused_layers(x):
     model = nn.Sequential(nn.Linear(16, 16), encoder()).eval()
-    seen = []
+    by_hand, seen = [], []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: by_hand.append(type(m)))
     with torch.no_grad():
         line = hl.attach(hl.EVERYWHERE)
         line.forward(nn.Linear, lambda module, args, output: seen.append(module))
         model(x)
         with pytest.warns(hl.HooklineWarning, match="did not see the modules"):
             line.remove()
+        handle.remove()
+        assert nn.TransformerEncoderLayer in by_hand
+        assert by_hand.count(nn.Linear) == 1  # of what is in the layers, nothing, and not a word
         assert seen == [model[0]]
         assert "note: torch ran encoder layers as one operation" in str(line.report())
         with hl.attach(hl.EVERYWHERE) as line:  # the layers themselves are seen

@@ -54,12 +54,19 @@ def test_what_inference_mode_recorded_can_be_used_with_autograd(net, image):
     assert net.layer1[0].conv.weight.grad is not None
 
 
+@pytest.mark.trap(26)
 def test_in_inference_mode_overwritten_values_were_copied(net, image):
+    kept = []
+    handle = net.layer1[0].bn.register_forward_hook(lambda m, args, output: kept.append(output))
     with torch.inference_mode(), hl.record(net, "layer1.0.bn") as run:
         net(image)
+    handle.remove()
     with hl.record(net, "layer1.0.bn", copy=True) as expected:
         net(image)
     assert torch.equal(run["layer1.0.bn"], expected["layer1.0.bn"])
+    assert torch.equal(kept[0], run["layer1.0.bn"].relu())
+    with pytest.raises(RuntimeError, match="do not track version counter"):
+        print(kept[0]._version)  # which would tell
     with torch.no_grad(), hl.record(net, "layer1.0.bn") as run:
         net(image)
     with pytest.raises(hl.OverwrittenError):
@@ -78,6 +85,13 @@ def test_no_gradient_flows_is_said_with_reason_and_remedy(mode, net, image):
         line.backward("fc", lambda *a: None)
         return line
 
+    handle = net.fc.register_forward_hook(
+        lambda module, args, output: output.register_hook(torch.zeros_like) and None
+    )
+    with MODES[mode](), pytest.raises(RuntimeError, match="doesn't require gradient") as failed:
+        net(image)
+    handle.remove()
+    assert not hasattr(failed.value, "__notes__")  # that would name the module
     lines = [
         lambda: hl.record(net, "fc", ports="grad_output"),
         lambda: hl.record(net, "fc", ports="grad_input"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import types
 
@@ -215,10 +216,12 @@ def test_modules_with_attributes_of_their_own_are_hooked(model, x, left_as_found
     assert left_as_found(delegating) == before
 
 
+@pytest.mark.trap(33)
 @pytest.mark.cell("torch's containers", "record", "gradients", "clip")
 def test_containers_are_no_sites_and_what_they_hold_are(x):
     model, bare = Holding(), Holding()
     bare.load_state_dict(model.state_dict())
+    bare.blocks.register_forward_hook(lambda *_: pytest.fail("a list has no forward"))
     bare(x).sum().backward()
     nn.utils.clip_grad_norm_(bare.scales.parameters(), 1e-3)
     with hl.record(model, ports=("output", "grad")) as run, hl.clip(model, "scales", norm=1e-3):
@@ -305,6 +308,12 @@ def test_lines_come_and_go_while_a_model_runs_or_is_walked(model, x):
 @pytest.mark.cell("copies made inside the block", "record", "gradients", "edit", "raw hooks")
 def test_a_copy_made_inside_the_block_sheds_its_inert_hooks(model, x):
     seen = []
+    handle = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    copy.deepcopy(model)(x)
+    assert seen.pop() is not None  # of a model that did not run
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        pickle.dumps(model)
+    handle.remove()
     with (
         hl.record(model, ports=("output", "grad_output", "grad")) as run,
         hl.edit(model, "0", hl.edits.scale(0.0)),
@@ -320,9 +329,12 @@ def test_a_copy_made_inside_the_block_sheds_its_inert_hooks(model, x):
         assert not len(hl.inventory(other))
         assert len(run.passes) == 0
         assert not seen
+        loaded = pickle.loads(pickle.dumps(model))
+        loaded(x)
+        assert not len(hl.inventory(loaded))
         model(x).sum().backward()
     assert torch.equal(other(x), model(x))
-    assert len(run.passes) == 1
+    assert len(run.passes) == len(seen) == 1
 
 
 @pytest.mark.parametrize(

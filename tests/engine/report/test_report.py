@@ -62,12 +62,40 @@ def test_a_call_that_never_came_says_how_often_the_module_ran(looped):
             looped(torch.ones(1, 2))
 
 
-def test_attentions_out_proj_is_explained():
-    attention = nn.MultiheadAttention(4, 2)
-    x = torch.zeros(3, 1, 4)
-    with pytest.warns(hl.HooklineWarning, match="uses out_proj's weights without calling it"):
-        with hl.record(attention, "out_proj"):
-            attention(x, x, x)
+class Bypasses(nn.Module):
+    """Uses modules and operations in all the ways that hooks do not see."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.direct, self.weights_of = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        x = torch.relu(self.direct.forward(x)) @ self.weights_of.weight
+        return self.attention(x[None], x[None], x[None])[0]
+
+
+REASONS = {
+    "direct": r"direct: not reached in this forward, or its \.forward was called directly",
+    "weights_of": r"weights_of: not reached in this forward",
+    "attention.out_proj": "uses out_proj's weights without calling it; select its parent",
+}
+
+
+@pytest.mark.trap(33)
+@pytest.mark.parametrize("path", REASONS)
+def test_hooks_on_what_is_not_called_never_fire_in_silence(path):
+    model, fired = Bypasses(), []
+    handle = model.get_submodule(path).register_forward_hook(lambda *_: fired.append(1))
+    model(torch.ones(4, 3))
+    handle.remove()
+    assert not fired
+    with pytest.warns(hl.HooklineWarning, match=REASONS[path]):
+        with hl.record(model, path) as run:
+            model(torch.ones(4, 3))
+    with pytest.raises(hl.NotRecordedError, match=f"{path} was selected, but has no value"):
+        run[path]
 
 
 def test_no_warning_hides_an_exception(net):

@@ -219,3 +219,18 @@ def test_a_part_of_an_output_is_written_behind_the_port():
     for name in ("head.bais", "block.convv", "logits", "head.0", "nowhere.logits"):
         assert "Part of an output" not in said(Parts(), name)
     assert "Part of an output" not in said(Parts(), "head.logits", ports="grad")
+
+
+class Functions(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+
+@pytest.mark.trap(33)
+def test_who_selects_modules_of_functions_is_told_there_are_none():
+    model = Functions()
+    assert not [module for module in model.modules() if isinstance(module, nn.ReLU)]  # and no word
+    with pytest.raises(hl.SelectionError, match="ReLU"):
+        hl.record(model, nn.ReLU)
+    with pytest.raises(hl.SelectionError, match="matches no module of LSTM"):
+        hl.record(nn.LSTM(3, 4), "cell")  # torch runs all of it as one operation

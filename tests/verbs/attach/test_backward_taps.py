@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from zoo import Two
+from zoo import Out, Two
 
 
 class Inside(nn.Module):
@@ -176,6 +176,97 @@ def test_an_input_that_nothing_came_back_to_has_none_not_zeros(use):
     assert seen["torch"][1][1] is seen["hookline"][1][1] is None
 
 
+class Formed(nn.Module):
+    """Gives its result in a structure."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, x, *, scale):
+        return self.form(x * scale)
+
+
+FORMS = {"dict": lambda t: {"hidden": t}, "list": lambda t: [t], "dataclass": Out}
+
+
+@pytest.mark.trap(23)
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")
+@pytest.mark.parametrize("form", FORMS)
+def test_structured_outputs_are_given_where_torch_skips_them(form):
+    def use(inner, h):
+        found = inner(h, scale=scale)
+        return found.hidden if form == "dataclass" else found[0 if form == "list" else "hidden"]
+
+    scale, seen = torch.full((2, 3), 2.0, requires_grad=True) * 1, {}
+    for by in ("torch", "hookline"):
+        seen[by] = []
+        model = Inside(Formed(FORMS[form]), use)
+        with hooked(by, model, lambda m, *grads: seen[by].append(grads), lambda *_: None):  # noqa: B023
+            model(torch.ones(2, 3)).backward(retain_graph=True)
+    assert seen["torch"] == []
+    (((of_x, of_scale), of_output),) = seen["hookline"]
+    assert type(of_output) is {"dict": dict, "list": tuple, "dataclass": Out}[form]
+    h = model.stem(torch.ones(2, 3))
+    torch.testing.assert_close(of_x, 4 * h * scale * scale / 2)
+    torch.testing.assert_close(of_scale, 2 * h * h * scale)
+
+
+@pytest.mark.trap(23)
+def test_keyword_arguments_are_given_where_torch_leaves_them_out():
+    # What comes in by position is data: it needs no gradient.
+    use = lambda inner, h: inner(h.detach(), scale=h * 2)  # noqa: E731
+    model, seen = Inside(Formed(torch.Tensor.clone), use), {}
+    with (
+        hooked("torch", model, lambda m, *grads: seen.update(torch=grads[0]), lambda *_: None),
+        pytest.warns(UserWarning, match="no input.* require"),
+    ):
+        model(torch.ones(2, 3)).backward()
+    with hooked("hookline", model, lambda m, *grads: seen.update(hl=grads[0]), lambda *_: None):
+        model(torch.ones(2, 3)).backward()
+    assert seen["torch"] == (None,)  # of two inputs, one of which has a gradient
+    assert seen["hl"][0] is None
+    h = model.stem(torch.ones(2, 3))
+    torch.testing.assert_close(seen["hl"][1], 4 * h**3)
+
+
+class Several(nn.Module):
+    """A module of several operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.linear(x).tanh() * 2
+
+
+@pytest.mark.trap(40)
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_the_legacy_hooks_grad_input_is_the_last_operations():
+    torch.manual_seed(0)
+    model, seen, x = nn.Sequential(Several(), nn.Linear(2, 2)), [], torch.ones(4, 3)
+    x.requires_grad_()
+    handles = [
+        module.register_backward_hook(lambda module, grads_in, grads_out: seen.append(grads_in))
+        for module in model
+    ]
+    model(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    of_linear, of_two = seen
+    assert [list(grad.shape) for grad in of_linear] == [[2], [4, 2], [2, 2]]  # bias, x, weight.T
+    assert of_two[0].shape != x.shape
+    with pytest.raises(AttributeError, match=r"not dL/dx.*\n.*line\.backward") as failed:
+        with hl.attach(model) as line:
+            line.register_backward_hook("0", lambda *_: None)
+    assert "ports=('grad_input', 'grad_output')" in str(failed.value)
+    expected, x.grad = x.grad, None
+    with hl.record(model, "0:grad_input") as run:
+        model(x).sum().backward()
+    assert torch.equal(run["0:grad_input"], expected)
+
+
 def test_one_tensor_given_twice_is_one_tensor_with_one_gradient():
     # torch gives the module two, so that self-attention would not know itself; and each its share.
     model, seen = Inside(Two(), lambda m, h: m(h, h)), []
@@ -188,6 +279,7 @@ def test_one_tensor_given_twice_is_one_tensor_with_one_gradient():
     assert torch.allclose(seen[0][0], expected[0][0] + expected[0][1])
 
 
+@pytest.mark.trap(19)
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(3, 3), nn.Identity, Two], ids=["layer", "identity", "two"]
 )

@@ -107,6 +107,22 @@ def test_a_tensors_gradient_is_replaced_by_one_of_its_form_alone(wrong):
     assert len(str(caught.value).splitlines()) == 2
 
 
+@pytest.mark.trap(38)
+@pytest.mark.parametrize("stray", [True, "", (), 0])
+def test_whatever_a_hook_returns_becomes_the_output(stray):
+    model = nn.Sequential(nn.Linear(3, 3))
+    handle = model[0].register_forward_hook(lambda *_: stray)
+    assert model(X) is stray
+    handle.remove()
+    with pytest.raises(hl.StructureError, match="which would become the output") as failed:
+        with hl.attach(model) as line:
+            line.forward("0", lambda *_: stray)
+            model(X)
+    assert "0:forward (Linear)" in failed.value.__notes__[0]
+    with pytest.raises(hl.StructureError), hl.edit(model, "0", lambda value: stray):
+        model(X)
+
+
 @pytest.mark.parametrize("with_kwargs", [False, True])
 def test_a_pre_hooks_single_value_is_wrapped_with_kwargs_a_pair(with_kwargs):
     model = nn.Identity()
@@ -119,12 +135,16 @@ def test_a_pre_hooks_single_value_is_wrapped_with_kwargs_a_pair(with_kwargs):
             assert torch.equal(model(X), X * 5)
 
 
+@pytest.mark.trap(38)
 def test_a_list_is_an_argument_only_where_there_was_one():
     class Summing(nn.Module):
         def forward(self, parts):
             return sum(parts)
 
     model = Summing()
+    handle = model.register_forward_pre_hook(lambda module, args: [X, X * 2])
+    assert torch.equal(model((X,)), X * 3)  # a tuple became a list, and nothing is said
+    handle.remove()
     with hl.attach(model) as line:
         line.forward_pre("", lambda module, args: [X, X * 2])
         assert torch.equal(model([X]), X * 3)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from zoo import Two
 
 
 def test_an_edit_changes_what_flows_on(net, image):
@@ -220,10 +221,26 @@ def test_an_edit_that_changes_the_structure_is_an_error(net, image, change, said
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_part_of_a_tuple_returned_for_the_whole_is_an_error(holder):
-    with hl.edit(holder, "inner", lambda value: value["pair"]):
-        with pytest.raises(hl.StructureError, match="expected OrderedDict"):
-            holder(torch.ones(2))
+@pytest.mark.trap(25)
+def test_part_of_a_tuple_returned_for_the_whole_is_an_error():
+    class Unpacks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.split = Two()
+
+        def forward(self, x):
+            product, total = self.split(x, x * 2)
+            return product + total
+
+    model, x = Unpacks(), torch.ones(2, 3)
+    handle = model.split.register_forward_hook(lambda module, args, output: output[0])
+    assert model(x).shape == (3,)  # a row plus a row
+    handle.remove()
+    with pytest.raises(hl.StructureError, match="split"):
+        with hl.edit(model, "split", lambda output: output[0]):
+            model(x)
+    with hl.edit(model, "split:output[0]", lambda product: product * 10):
+        assert torch.equal(model(x), 10 * x * x * 2 + x.tanh() + x * 2)
 
 
 def test_what_is_no_function_is_refused(net):
@@ -287,6 +304,23 @@ def test_ready_made_edits_do_not_round_silently():
             model(torch.tensor([4, 6]))
     with hl.edit(model, "0", hl.edits.scale(2)):
         assert model(torch.tensor([4, 6])).tolist() == [8, 12]
+
+
+@pytest.mark.trap(37)
+def test_a_recorder_before_the_edit_sees_the_unedited_value():
+    model, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), []
+    handles = [
+        model[0].register_forward_hook(lambda module, args, output: kept.append(output)),
+        model[0].register_forward_hook(lambda module, args, output: output * 0),
+    ]
+    out = model(torch.ones(4, 3))
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(out, model[1](torch.zeros(4, 3)))
+    assert kept[0].any()  # is not what the next module got
+    with hl.record(model, "0") as run, hl.edit(model, "0", hl.edits.scale(0.0)):
+        assert torch.equal(model(torch.ones(4, 3)), out)
+    assert not run["0"].any()
 
 
 def test_only_a_hook_prepended_later_comes_before_an_edit():

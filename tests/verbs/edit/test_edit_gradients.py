@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import hookline as hl
+from zoo import tanh_net
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    return tanh_net()
 
 
 @pytest.fixture
@@ -149,6 +149,39 @@ def test_what_cannot_be_the_gradient_is_refused_at_its_site(model, x, change, sa
     assert site in str(caught.value)
     assert len(str(caught.value).splitlines()) == 2
     assert not len(hl.inventory(model))
+
+
+@pytest.mark.trap(39)
+def test_a_gradient_changed_in_place_changes_another_branchs():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.one(x) + self.other(x)  # one gradient for both
+
+    model = Branches()
+
+    def zeroed(grad):
+        grad.mul_(0)
+
+    def forward_hook(module, args, output):
+        output.register_hook(zeroed)
+
+    handle = model.other.register_forward_hook(forward_hook)
+    model(torch.ones(4, 3)).square().sum().backward()
+    handle.remove()
+    assert not model.one.bias.grad.any()  # only the other one's was to be changed
+    model.zero_grad()
+    with pytest.raises(hl.StructureError, match="changed a gradient in place"):
+        with hl.edit(model, "other:grad_output", zeroed):
+            model(torch.ones(4, 3)).square().sum().backward()
+    model.zero_grad()
+    with hl.edit(model, "other:grad_output", hl.edits.scale(0.0)):
+        model(torch.ones(4, 3)).square().sum().backward()
+    assert model.one.bias.grad.any()
+    assert not model.other.bias.grad.any()
 
 
 def test_an_error_in_backward_keeps_its_type_and_names_the_site(model, x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
+from zoo import Sized
 
 
 def test_recorded_values_are_the_forwards_own_to_the_last_bit(net, image):
@@ -68,9 +70,15 @@ def test_recording_takes_no_randomness_and_changes_no_mode():
     assert model.training
 
 
+@pytest.mark.trap(17)
 def test_a_value_overwritten_in_place_is_never_returned(net, image):
+    kept = []
+    handle = net.layer1[0].bn.register_forward_hook(
+        lambda module, args, output: kept.append(output.detach())
+    )
     with hl.record(net) as run:
         net(image)
+    handle.remove()
     with pytest.raises(hl.OverwrittenError, match=r"bn was overwritten in place.*\n.*copy=True"):
         run["layer1.0.bn"]
     with hl.record(net, copy=True) as run:
@@ -78,6 +86,8 @@ def test_a_value_overwritten_in_place_is_never_returned(net, image):
     block = net.layer1[0]
     assert torch.equal(run["layer1.0.bn"], block.bn(block.conv(net.stem(image))))
     assert torch.equal(run["layer1.0.relu"], run["layer1.0.bn"].relu())
+    assert not torch.equal(run["layer1.0.relu"], run["layer1.0.bn"])
+    assert torch.equal(kept[0], run["layer1.0.relu"])  # another layer's output, without a word
 
 
 def test_an_input_overwritten_in_place_is_never_returned():
@@ -201,10 +211,14 @@ def test_wrong_options_are_refused_before_the_model_runs(net, left_as_found):
     assert left_as_found(net) == before
 
 
+@pytest.mark.trap(41)
 def test_a_kept_slice_does_not_keep_the_whole():
-    model = nn.Sequential(nn.Identity())
+    model, kept = nn.Sequential(nn.Identity()), []
+    handle = model[0].register_forward_hook(lambda module, args, output: kept.append(output[:1]))
     with hl.record(model, "0", keep=lambda t: t[:1]) as run:
         model(torch.zeros(1000, 10))
+    handle.remove()
+    assert kept[0].untyped_storage().nbytes() == 40 * 1000
     assert run["0"].untyped_storage().nbytes() == 40
 
 
@@ -233,6 +247,49 @@ def test_a_keep_that_takes_a_leaf_has_it_proposed(keep, selector, leaf):
     with hl.record(model, leaf, keep=keep) as run:
         model()
     assert run[leaf].numel()
+
+
+@pytest.mark.trap(41)
+def test_a_record_keeps_the_graph_and_all_it_holds():
+    model, kept = Sized(), []
+    handle = model.head.register_forward_hook(lambda module, args, output: kept.append(output))
+    for _ in range(3):
+        model(torch.ones(4, 3))
+    handle.remove()
+    assert model.n_alive() == 3  # for four numbers each
+    kept.clear()
+    assert model.n_alive() == 0
+    with hl.record(model, "head") as run:
+        for _ in range(3):
+            model(torch.ones(4, 3))
+    assert len(run.passes) == 3
+    assert model.n_alive() == 0
+
+
+@pytest.mark.trap(41)
+def test_a_dict_of_modules_keeps_the_model():
+    def recorded(how):
+        model = Sized()
+        if how == "by hand":
+            kept = {}
+            handle = model.head.register_forward_hook(
+                lambda module, args, output: kept.update({module: output.detach()})
+            )
+            model(torch.ones(4, 3))
+            handle.remove()
+        else:
+            with hl.record(model, "head") as kept:
+                model(torch.ones(4, 3))
+        return kept, weakref.ref(model.head)
+
+    kept, model = recorded("by hand")
+    gc.collect()
+    assert model() is not None
+    assert len(kept) == 1
+    kept, model = recorded("by a line")
+    gc.collect()
+    assert model() is None
+    assert len(kept) == 1
 
 
 def test_a_keep_that_fails_names_the_site_and_what_it_got(holder):

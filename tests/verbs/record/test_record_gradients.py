@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import hookline as hl
 from hookline.models.packages import import_package
+from zoo import Sized
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -135,11 +136,20 @@ def test_the_gradients_of_a_structure_are_autograds_in_form(kind):
         assert grad is None or grad.shape == value.shape
 
 
+@pytest.mark.trap(18)
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_the_gradients_of_in_place_layers_are_autograds(net, image, mode):
     getattr(net, mode)()
     net.requires_grad_(True)
     assert_gradients_are_autograds(net, lambda m: m(image).square().sum())
+    kept = []
+    handle = net.layer1[0].bn.register_forward_hook(lambda m, args, output: kept.append(output))
+    with hl.record(net, "layer1.0.bn:grad_output") as run:
+        loss = net(image).square().sum()
+        (of_later_value,) = torch.autograd.grad(loss, kept, retain_graph=True)
+        loss.backward()
+    handle.remove()
+    assert not torch.allclose(of_later_value, run["layer1.0.bn:grad_output"])
 
 
 def test_the_gradients_of_a_shared_module_are_kept_call_by_call(looped):
@@ -274,11 +284,36 @@ def test_accumulated_gradients_are_recorded_before_adding_up(looped):
     assert torch.equal(run.passes[1]["head.weight:grad"], 2 * run.passes[0]["head.weight:grad"])
 
 
+@pytest.mark.trap(39)
+def test_a_recorded_grad_changes_when_it_is_clipped_or_zeroed():
+    model, kept = nn.Sequential(nn.Linear(3, 1)), []
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    with hl.record(model, "0.weight:grad") as run:
+        model(torch.ones(4, 3)).square().sum().backward()
+    handle.remove()
+    before = kept[0].clone()
+    nn.utils.clip_grad_norm_(model.parameters(), before.norm().item() / 2)
+    assert not torch.allclose(kept[0], before)
+    model.zero_grad(set_to_none=False)
+    assert not kept[0].any()
+    assert torch.equal(run["0.weight:grad"], before)
+
+
+@pytest.mark.trap(21)
 def test_a_tied_parameters_gradient_is_one_site_with_aliases():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
+    kept = {}
+    handles = [
+        parameter.register_hook(lambda grad, name=name: kept.update({name: grad}))
+        for name, parameter in model.named_parameters()
+    ]
     with hl.record(model, ports="grad") as run:
         model(torch.randn(2, 3)).square().sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert "1.weight" not in kept  # by hand, who asks for it finds nothing
+    assert torch.equal(kept["0.weight"], model[0].weight.grad)
     assert list(run) == ["0.weight:grad", "0.bias:grad", "1.bias:grad"]
     assert torch.equal(run["0.weight:grad"], model[0].weight.grad)
     assert torch.equal(run["1.weight:grad"], model[0].weight.grad)
@@ -458,3 +493,22 @@ def test_what_stands_where_no_gradient_came():
     for key, why in (("frozen.weight:grad", "it is frozen"), ("idle:grad_output", "depends on it")):
         with pytest.raises(hl.NotRecordedError, match=why):
             run[key]
+
+
+@pytest.mark.trap(41)
+def test_a_tensor_hook_that_closes_over_its_tensor_is_not_freed():
+    model, by_hand = Sized(), Sized()
+
+    def hook(module, args, output):
+        output.register_hook(lambda grad: grad * output.sign())
+
+    handle = by_hand.act.register_forward_hook(hook)
+    by_hand(torch.ones(4, 3)).sum().backward()
+    handle.remove()
+    assert by_hand.n_alive() == 1
+    with (
+        hl.record(model, "act:grad_output"),
+        hl.edit(model, "act:grad_output", lambda grad: grad.sign()),
+    ):
+        model(torch.ones(4, 3)).sum().backward()
+    assert model.n_alive() == 0

@@ -1,0 +1,150 @@
+"""torch.compile: what makes a new graph, and what is said where there may be no more."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+
+import hookline as hl
+from zoo import steps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
+
+OPTIONS = {"backend": "aot_eager", "fullgraph": True}
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+
+
+def linears(n):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)])
+
+
+def by_part(model):
+    for part in model:
+        part.compile(**OPTIONS)
+    return model
+
+
+def n_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.trap(4)
+@config.patch(recompile_limit=3)
+def test_a_hook_that_appends_to_a_list_is_recompiled_each_call():
+    kept = []
+    model = linears(3)
+    handle = model[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    run = torch.compile(model, **OPTIONS)
+    with pytest.raises(FailOnRecompileLimitHit):
+        for _ in range(5):
+            run(X)
+    handle.remove()
+    assert len(kept) == n_graphs() == 3
+    torch.compiler.reset()
+    counters.clear()
+    with hl.record(model, "1") as seen:
+        for _ in range(5):
+            run(X)
+    assert len(seen.passes) == 5
+    assert n_graphs() == 1
+
+
+@pytest.mark.trap(5)
+@config.patch(recompile_limit=3)
+def test_a_hook_that_reads_its_name_is_recompiled_for_each_block():
+    class Named:
+        def __init__(self, name):
+            self.name, self.kept = name, {}
+
+        def __call__(self, module, args, output):
+            self.kept[self.name] = output
+
+    model = linears(5)
+    handles = [part.register_forward_hook(Named(f"block {k}")) for k, part in enumerate(model)]
+    by_part(model)
+    with pytest.raises(FailOnRecompileLimitHit):
+        model(X)
+    for handle in handles:
+        handle.remove()
+    torch.compiler.reset()
+    counters.clear()
+    with hl.record(model, "*") as seen:
+        model(X)
+    assert list(seen) == [str(k) for k in range(5)]
+    assert n_graphs() <= 2
+
+
+@pytest.mark.trap(13)
+@config.patch(recompile_limit=3)
+def test_a_sweep_of_one_edit_over_sites_hits_the_recompile_limit():
+    model = linears(5)
+    run = torch.compile(model, **OPTIONS)
+
+    def sweep():
+        for part in model:
+            handle = part.register_forward_hook(lambda module, args, output: output * 0)
+            try:
+                run(X)
+            finally:
+                handle.remove()
+
+    with config.patch(skip_nnmodule_hook_guards=False), pytest.raises(FailOnRecompileLimitHit):
+        sweep()
+    torch.compiler.reset()
+    counters.clear()
+    for k in range(5):
+        with contextlib.ExitStack() as edits:
+            for j in range(5):  # at all sites, so that the graph is one; times 1 changes nothing
+                edits.enter_context(hl.edit(model, str(j), hl.edits.scale(float(j != k))))
+            assert torch.equal(run(X), model[k + 1 :](torch.zeros(2, 8)))
+    assert n_graphs() <= 2
+
+
+@pytest.mark.trap(13)
+@config.patch(recompile_limit=3)
+def test_a_sweep_of_lines_says_at_the_limit_what_to_do():
+    model = linears(5)
+
+    def sweep(run):
+        for k in range(5):
+            with hl.edit(model, str(k), hl.edits.scale(0.0)):
+                assert torch.equal(run(X), model[k + 1 :](torch.zeros(2, 8)))
+
+    with pytest.raises(FailOnRecompileLimitHit) as failed:
+        sweep(torch.compile(model, **OPTIONS))
+    assert "hooks at other sites" in failed.value.__notes__[0]
+    assert "hl.edits.scale(1.0)" in failed.value.__notes__[0]
+    torch.compiler.reset()
+    model = steps(5)
+    sweep(by_part(model))  # blocks that are compiled one by one share their code
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_graph_limit_reached_is_explained_and_never_wrong(fullgraph):
+    model = steps()
+    run = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    run(X)
+    h = model[1](model[0](X))
+
+    def sweep():
+        for k in range(12):
+            with hl.edit(model, "1", lambda value, k=k: value * k):
+                assert torch.equal(run(X), model[3](model[2](h * k)))
+
+    if not fullgraph:
+        sweep()
+        return
+    with pytest.raises(Exception, match="fullgraph") as failed:
+        sweep()
+    assert "Make the function once" in failed.value.__notes__[0]
+    assert not len(hl.inventory(model))
