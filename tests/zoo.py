@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -184,3 +185,75 @@ class Sized(nn.Module):
     def n_alive(self):
         gc.collect()
         return sum(one() is not None for one in self.alive)
+
+
+ROWS = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def rows_net(change=None):
+    """Two linear layers and a tanh, always of the same numbers; for `ROWS`.
+
+    Args:
+        change: called with the first layer.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    if change is not None:
+        change(model[0])
+    return model
+
+
+def lazy_net():
+    """The same layers, without a shape before their first run."""
+    return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
+
+
+class Checkpointed(nn.Sequential):
+    """Three layers, the second of which is in a checkpointed region."""
+
+    is_reentrant = True
+
+    def forward(self, x):
+        return self[2](checkpoint(self.inner, self[0](x), use_reentrant=self.is_reentrant))
+
+    def inner(self, x):
+        return self[1](x * 2) * x
+
+
+class NotCheckpointed(Checkpointed):
+    """The same without a checkpoint."""
+
+    def forward(self, x):
+        return self[2](self.inner(self[0](x)))
+
+
+def encoder():
+    """Two encoder layers of torch's, always of the same numbers; for a batch of (2, 3, 8)."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Recursive(nn.Module):
+    """Calls itself, and its layer in each call."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x, depth=2):
+        return self.linear(x) if not depth else self(x, depth - 1) + self.linear(x)
+
+
+class Tagged(torch.Tensor):
+    """A tensor that is of a class of its own, and stays so."""
+
+
+def int8_net():
+    """Two linear layers whose weights torchao holds in 8 bits."""
+    from torchao import quantization  # it takes seconds to load
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model

@@ -7,13 +7,39 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.testing import assert_close
 
 import hookline as hl
+
+
+class Part(NamedTuple):
+    """A tensor within a value: as a site names it, how to get it, how to put another in its place.
+
+    Attributes:
+        put: called with the value and the new tensor, makes a new value.
+    """
+
+    leaf: str
+    get: Callable[[Any], torch.Tensor]
+    put: Callable[[Any, torch.Tensor], Any]
+
+
+WHOLE = Part("", lambda value: value, lambda value, new: new)
+
+
+def nth(number):
+    """A part of a tuple."""
+    return Part(
+        f"[{number}]", lambda value: value[number],
+        lambda value, new: (*value[:number], new, *value[number + 1 :]),
+    )  # fmt: skip
+
 
 VERBS = ("gradients", "edit gradients", "raw hooks", "clip")
 
@@ -36,8 +62,10 @@ def _wide(grad):
 
 
 @contextmanager
-def hooked_by_torch(model, site, change=None):
+def hooked_by_torch(model, site, change=None, part=None):
     """Put torch's own hooks on the tensor at a site of gradients.
+
+    Without a part, that of a tuple is its first.
 
     Gives a list of the gradients that came, as they were when `change` had changed them.
     """
@@ -45,13 +73,14 @@ def hooked_by_torch(model, site, change=None):
     module, came = model.get_submodule(path), []
 
     def put(value):
-        tensor = value if torch.is_tensor(value) else value[0]
+        first = WHOLE if torch.is_tensor(value) else nth(0)
+        tensor = (part or first).get(value)
         if tensor.requires_grad:
             if change is not None:
                 tensor.register_hook(change)
             tensor.register_hook(lambda grad: came.append(grad.detach().clone()))
 
-    if port == "grad_output":
+    if port.startswith("grad_output"):
         handle = module.register_forward_hook(lambda module, args, output: put(output))
     else:
         handle = module.register_forward_pre_hook(lambda module, args: put(args))
@@ -79,7 +108,7 @@ def gradients_of(model, step):
     return [*found, *(() if given is None else given)]
 
 
-def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, plain=None, **close):
+def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, part=None, plain=None, **close):
     """Hold what each verb does at a site of gradients against torch's own hooks: by numbers.
 
     Args:
@@ -87,12 +116,13 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, plain=None, **
         step: runs it forward and backward; may return further tensors to compare.
         site: a site of gradients where one tensor flows.
         verbs: which of `VERBS`.
+        part: that of the value, where it is one of several.
         plain: makes the model that torch's hooks are put on, or what that is and its `step`.
         close: for `torch.testing.assert_close`.
     """
     make_plain, plain_step = plain if isinstance(plain, tuple) else (plain or make, step)
     model = make_plain()
-    with hooked_by_torch(model, site) as came:
+    with hooked_by_torch(model, site, part=part) as came:
         bare = gradients_of(model, plain_step)
     if "gradients" in verbs:
         model = make()
@@ -112,7 +142,7 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, plain=None, **
     for verb in [verb for verb in verbs if verb != "gradients"]:
         change, attached = changes[verb]
         model = make_plain()
-        with hooked_by_torch(model, site, change):
+        with hooked_by_torch(model, site, change, part):
             expected = gradients_of(model, plain_step)
         model = make()
         with attached(model) as line:
@@ -133,7 +163,7 @@ def tripled(value):
 
 
 @contextmanager
-def seen_by_torch(model, path, part=None, change=None):
+def seen_by_torch(model, path, part=WHOLE, change=None):
     """Put torch's own forward hook on a module.
 
     Gives a list of the values that came, as they were before `change` changed them.
@@ -141,12 +171,9 @@ def seen_by_torch(model, path, part=None, change=None):
     came = []
 
     def hook(module, args, output):
-        value = output if part is None else output[part]
+        value = part.get(output)
         came.append(value.detach().clone())
-        if change is None:
-            return None
-        new = change(value)
-        return new if part is None else (*output[:part], new, *output[part + 1 :])
+        return None if change is None else part.put(output, change(value))
 
     with model.get_submodule(path).register_forward_hook(hook):
         yield came
@@ -187,7 +214,27 @@ def measured(value):
     return wide.mean(), wide.norm(), wide.amax(), wide.amin()
 
 
-def assert_values_are_torchs(make, step, path, verbs=VALUES, *, part=None, plain=None, **close):
+CHANGES = (tripled, tripled), (hl.edits.scale(0.3), lambda value: value * 0.3)
+
+
+class How(NamedTuple):
+    """What is done with values, where it has to be another for their kind.
+
+    Attributes:
+        measure: what `keep=` computes.
+        changes: what `hl.edit` is given, and what a hook does for it.
+    """
+
+    measure: Callable[[torch.Tensor], Any] = measured
+    changes: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = CHANGES
+
+
+PLAINLY = How()
+
+
+def assert_values_are_torchs(
+    make, step, path, verbs=VALUES, *, part=WHOLE, plain=None, how=PLAINLY, **close
+):
     """Hold what each verb does with a module's output against torch's own hooks: by numbers.
 
     Args:
@@ -195,17 +242,18 @@ def assert_values_are_torchs(make, step, path, verbs=VALUES, *, part=None, plain
         step: runs it, and returns what comes out; may run it backward, too.
         path: the module's.
         verbs: which of `VALUES`.
-        part: which part of its output, if that is a tuple.
+        part: which part of its output, if it has several.
         plain: makes the model that torch's hooks are put on, or what that is and its `step`.
+        how: what is done with the values.
         close: for `torch.testing.assert_close`.
     """
     make_plain, plain_step = plain if isinstance(plain, tuple) else (plain or make, step)
-    site = path if part is None else f"{path}:output[{part}]"
+    site = f"{path}:output{part.leaf}" if part.leaf else path
     model = make_plain()
     with seen_by_torch(model, path, part) as came:
         bare = results_of(model, plain_step)
     assert came
-    for verb, keep in (("record", None), ("statistics", measured)):
+    for verb, keep in (("record", None), ("statistics", how.measure)):
         if verb in verbs:
             model = make()
             with hl.record(model, site, keep=keep, copy=True) as run:
@@ -223,7 +271,7 @@ def assert_values_are_torchs(make, step, path, verbs=VALUES, *, part=None, plain
             assert_close(results_of(model, step), bare, **close)
         assert_printed(file.getvalue(), came)
     if "edit" in verbs:
-        for change, by_hand in ((tripled, tripled), (hl.edits.scale(0.3), lambda v: v * 0.3)):
+        for change, by_hand in how.changes:
             model = make_plain()
             with seen_by_torch(model, path, part, by_hand):
                 expected = results_of(model, plain_step)

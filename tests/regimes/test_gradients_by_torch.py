@@ -15,9 +15,19 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from zoo import (
+    ROWS,
+    Checkpointed,
+    Delegating,
+    NotCheckpointed,
+    Tagged,
+    encoder,
+    int8_net,
+    lazy_net,
+    rows_net,
+)
 
 HERE = Path(__file__).parent
 BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
@@ -27,18 +37,9 @@ hooked_by_torch, triple, raw_hook = (
     BY_TORCH[name] for name in ("hooked_by_torch", "triple", "raw_hook")
 )
 both_ports = pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input"])
-X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
 
-def make(change=None):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    if change is not None:
-        change(model[0])
-    return model
-
-
-def step(model, x=X):
+def step(model, x=ROWS):
     model(x).square().sum().backward()
 
 
@@ -47,25 +48,10 @@ def step(model, x=X):
 def test_under_autocast(site):
     def cast(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(X).square().sum()
+            loss = model(ROWS).square().sum()
         loss.backward()
 
-    assert_gradients_are_torchs(make, cast, site)
-
-
-class Checkpointed(nn.Sequential):
-    is_reentrant = True
-
-    def forward(self, x):
-        return self[2](checkpoint(self.inner, self[0](x), use_reentrant=self.is_reentrant))
-
-    def inner(self, x):
-        return self[1](x * 2) * x
-
-
-class Plain(Checkpointed):
-    def forward(self, x):
-        return self[2](self.inner(self[0](x)))
+    assert_gradients_are_torchs(rows_net, cast, site)
 
 
 @pytest.mark.cell("checkpointing", "gradients", "edit gradients", "raw hooks", "clip")
@@ -73,15 +59,17 @@ class Plain(Checkpointed):
 @pytest.mark.parametrize("is_reentrant", [True, False])
 def test_under_checkpointing(site, is_reentrant):
     def checkpointed():
-        model = Checkpointed(*make())
+        model = Checkpointed(*rows_net())
         model.is_reentrant = is_reentrant
         return model
 
-    assert_gradients_are_torchs(checkpointed, step, site, plain=lambda: Plain(*make()))
+    assert_gradients_are_torchs(
+        checkpointed, step, site, plain=lambda: NotCheckpointed(*rows_net())
+    )
 
 
 def of_input(model):
-    x = X.clone().requires_grad_()
+    x = ROWS.clone().requires_grad_()
     model(x).square().sum().backward()
     return [x.grad]
 
@@ -95,10 +83,10 @@ def silent(model):
 @both_ports
 def test_under_grad_of_torch_func(site):
     def transformed(model):
-        return [grad(lambda x: model(x).square().sum())(X)]
+        return [grad(lambda x: model(x).square().sum())(ROWS)]
 
     assert_gradients_are_torchs(
-        lambda: silent(make()), transformed, site, plain=(lambda: silent(make()), of_input)
+        lambda: silent(rows_net()), transformed, site, plain=(lambda: silent(rows_net()), of_input)
     )
 
 
@@ -106,24 +94,20 @@ def test_under_grad_of_torch_func(site):
 @both_ports
 def test_each_example_under_vmap_is_clipped_and_edited_by_itself(site):
     def mapped(model):
-        return [vmap(grad(lambda x: model(x).square().sum()))(X)]
+        return [vmap(grad(lambda x: model(x).square().sum()))(ROWS)]
 
     def one_by_one(model):
         found = []
-        for row in X:
+        for row in ROWS:
             x = row.clone().requires_grad_()
             model(x).square().sum().backward()
             found.append(x.grad)
         return [torch.stack(found)]
 
     assert_gradients_are_torchs(
-        lambda: silent(make()), mapped, site, ["edit gradients", "clip"],
-        plain=(lambda: silent(make()), one_by_one),
+        lambda: silent(rows_net()), mapped, site, ["edit gradients", "clip"],
+        plain=(lambda: silent(rows_net()), one_by_one),
     )  # fmt: skip
-
-
-def lazy():
-    return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
 
 
 def seeded(model):
@@ -136,7 +120,7 @@ def seeded(model):
 )
 @both_ports
 def test_on_the_first_run_of_lazy_modules(site):
-    assert_gradients_are_torchs(lazy, seeded, site)
+    assert_gradients_are_torchs(lazy_net, seeded, site)
 
 
 @pytest.mark.cell("parametrized weights", "gradients", "edit gradients", "raw hooks", "clip")
@@ -146,7 +130,7 @@ def test_on_the_first_run_of_lazy_modules(site):
 )
 @both_ports
 def test_with_parametrized_weights(site, change):
-    assert_gradients_are_torchs(partial(make, change), step, site)
+    assert_gradients_are_torchs(partial(rows_net, change), step, site)
 
 
 @pytest.mark.cell(
@@ -164,59 +148,31 @@ def test_with_parametrized_weights(site, change):
 )
 @both_ports
 def test_with_pruned_and_normed_weights(site, change):
-    assert_gradients_are_torchs(partial(make, change), step, site)
+    assert_gradients_are_torchs(partial(rows_net, change), step, site)
 
 
 @pytest.mark.cell("pruning; old weight and spectral norm", "clip")
 def test_a_pruned_parameters_gradient_is_clipped_as_torch_does():
     change = partial(prune.l1_unstructured, name="weight", amount=0.5)
-    bare = gradients_of(make(change), step)
-    model = make(change)
+    bare = gradients_of(rows_net(change), step)
+    model = rows_net(change)
     with hl.clip(model, norm=0.1):
         assert_close(gradients_of(model, step), clipped_by_torch(bare, norm=0.1))
-
-
-class Delegating(nn.Module):
-    """Gives the attributes of another module as its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 @pytest.mark.cell("attributes of their own", "gradients", "edit gradients", "raw hooks", "clip")
 @pytest.mark.parametrize("site", ["inner.0:grad_output", "inner.2:grad_input"])
 def test_with_modules_that_have_attributes_of_their_own(site):
-    assert_gradients_are_torchs(lambda: Delegating(make()), step, site)
-    bare, model = gradients_of(Delegating(make()), step), Delegating(make())
+    assert_gradients_are_torchs(lambda: Delegating(rows_net()), step, site)
+    bare, model = gradients_of(Delegating(rows_net()), step), Delegating(rows_net())
     with hl.clip(model, total_norm=0.1):
         assert_close(gradients_of(model, step), clipped_by_torch(bare, total_norm=0.1))
 
 
 @pytest.mark.cell("DataParallel", "gradients", "edit gradients", "raw hooks", "clip")
-@pytest.mark.parametrize("site", ["module.0:grad_output", "module.2:grad_input"])
+@both_ports
 def test_with_data_parallel_on_the_cpu(site):
-    plain = site.removeprefix("module.")
-
-    def under(model):
-        step(nn.DataParallel(model))
-
-    assert_gradients_are_torchs(make, under, plain)
-
-
-def encoder():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    assert_gradients_are_torchs(lambda: nn.DataParallel(rows_net()), step, site, plain=rows_net)
 
 
 @pytest.mark.cell(
@@ -231,26 +187,19 @@ def test_with_encoder_layers(site, is_training):
     assert_gradients_are_torchs(lambda: encoder().train(is_training), partial(step, x=x), site)
 
 
-class Tagged(torch.Tensor):
-    """A tensor that is of a class of its own, and stays so."""
-
-
 @pytest.mark.cell("tensor subclasses", "gradients", "edit gradients", "raw hooks", "clip")
 @both_ports
 def test_with_tensor_subclasses(site):
     def tagged(model):
-        model(X.as_subclass(Tagged)).square().sum().backward()
+        model(ROWS.as_subclass(Tagged)).square().sum().backward()
 
-    assert_gradients_are_torchs(make, tagged, site)
+    assert_gradients_are_torchs(rows_net, tagged, site)
 
 
 @pytest.fixture(scope="module")
 def torchao_model():
-    torchao = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    return model
+    pytest.importorskip("torchao")
+    return int8_net()
 
 
 @pytest.mark.cell("torchao, int8 weights", "gradients", "edit gradients", "raw hooks", "clip")
@@ -268,7 +217,7 @@ def test_with_int8_weights_of_torchao(site, torchao_model):
 @pytest.mark.cell("threads, one model", "gradients", "edit gradients", "raw hooks", "clip")
 @both_ports
 def test_in_threads_that_share_a_model(site):
-    model, barrier = silent(make()), threading.Barrier(4, timeout=60)
+    model, barrier = silent(rows_net()), threading.Barrier(4, timeout=60)
     with hooked_by_torch(model, site) as came:
         bare = of_input(model)
     bound = came[0].norm().item() / 4
@@ -307,7 +256,7 @@ child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 @both_ports
 @pytest.mark.processes
 def test_in_a_forked_child(site):
-    model = make()
+    model = rows_net()
     with hooked_by_torch(model, site) as came:
         bare = gradients_of(model, step)
     bound = came[0].norm().item() / 4

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import hookline as hl
+from zoo import int8_net
+
+BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
+assert_values_are_torchs, measured, How = (
+    BY_TORCH[name] for name in ("assert_values_are_torchs", "measured", "How")
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
@@ -140,6 +148,26 @@ def test_quantised_values_are_recorded_and_lost_ones_are_named(static, image, tm
     assert "quint8" in str(hl.summary(static, image))
 
 
+def retripled(value):
+    """Three times a quantised value, plus one, in its own steps."""
+    return torch.quantize_per_tensor(
+        value.dequantize() * 3 + 1, value.q_scale(), value.q_zero_point(), value.dtype
+    )
+
+
+QUANTISED = How(lambda value: measured(value.dequantize()), ((retripled, retripled),))
+
+
+@pytest.mark.cell("statically quantised", "record", "statistics", "edit", "features")
+@pytest.mark.parametrize("path", ["quant", "conv", "dequant"])
+def test_statically_quantised_values_are_those_of_torchs_hooks(static, image, path):
+    kinds = {} if path == "dequant" else {"how": QUANTISED}
+    assert_values_are_torchs(
+        lambda: static, lambda model: model(image), path,
+        ["record", "statistics", "edit", "features"], **kinds,
+    )  # fmt: skip
+
+
 @pytest.mark.cell(
     "statically quantised", "edit", note="by a function that returns a quantised tensor"
 )
@@ -163,12 +191,7 @@ def test_a_quantised_value_is_edited_by_a_quantised_one_only(static, image):
 
 @pytest.fixture
 def torchao_model():
-    from torchao import quantization
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    return model
+    return int8_net()
 
 
 @pytest.mark.cell("torchao, int8 weights", "record", "edit", "gradients", "raw hooks")

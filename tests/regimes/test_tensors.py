@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import hookline as hl
+from zoo import Tagged
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -20,7 +22,14 @@ pytestmark = [
 ]
 
 BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-clipped_by_torch = BY_TORCH["clipped_by_torch"]
+clipped_by_torch, hooked_by_torch, measured, raw_hook, seen_by_torch, triple, tripled = (
+    BY_TORCH[name]
+    for name in (
+        "clipped_by_torch", "hooked_by_torch", "measured", "raw_hook", "seen_by_torch", "triple",
+        "tripled",
+    )
+)  # fmt: skip
+printed, printed_of = BY_TORCH["printed"], BY_TORCH["printed_of"]
 
 BASE = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 COMPLEX = torch.complex(BASE, BASE.flip(0))
@@ -245,6 +254,67 @@ def test_values_and_gradients_of_nested_tensors_are_their_parts(layout):
         assert hl.features(model, x, ["linear"])["linear"].is_nested
 
 
+def parts(value):
+    return [part.detach().clone() for part in value.unbind()]
+
+
+def numbers(value):
+    """What `keep=` computes of a nested tensor."""
+    return measured(torch.cat([part.flatten() for part in value.unbind()]))
+
+
+def nested_step(model, layout):
+    """Run a model forward and backward; the parts of what it returns, and its gradients."""
+    model.zero_grad()
+    out = model(nested(layout))
+    total(out).backward()
+    return [*parts(out), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.cell("nested tensors", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("path", ["linear", "act"])
+def test_nested_values_are_those_of_torchs_hooks(layout, path):
+    torch.manual_seed(0)
+    model, file = Pooled(), io.StringIO()
+    with seen_by_torch(model, path) as came, hooked_by_torch(model, f"{path}:grad_output") as grads:
+        bare = nested_step(model, layout)
+    with (
+        hl.record(model, path, ports=("output", "grad_output")) as run,
+        hl.record(model, path, keep=numbers) as kept,
+        hl.watch(model, path, file=file),
+    ):
+        assert_close(nested_step(model, layout), bare)
+    assert_close(parts(run[path]), parts(came[0]))
+    assert_close(parts(run[f"{path}:grad_output"]), parts(grads[0]))
+    assert_close(kept[path], numbers(came[0]))
+    assert_close(parts(hl.features(model, nested(layout), path)[path]), parts(came[0]))
+    text = file.getvalue().replace("< ", "")
+    flat = [torch.cat([part.flatten() for part in one.unbind()]) for one in (came[0], grads[0])]
+    assert_close(printed(text), [printed_of(one) for one in flat], rtol=1e-3, atol=1e-6)
+    with seen_by_torch(model, path, change=tripled):
+        expected = nested_step(model, layout)
+    with hl.edit(model, path, tripled):
+        assert_close(nested_step(model, layout), expected)
+    assert not all(map(torch.equal, expected, bare))
+
+
+@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="of the jagged layout")
+@pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
+def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
+    torch.manual_seed(0)
+    model = Pooled()
+    bare = nested_step(model, torch.jagged)
+    with hooked_by_torch(model, site, triple):
+        expected = nested_step(model, torch.jagged)
+    with hl.edit(model, site, triple):
+        assert_close(nested_step(model, torch.jagged), expected)
+    with hl.attach(model) as line:
+        raw_hook(line, site)
+        assert_close(nested_step(model, torch.jagged), expected)
+    assert not all(map(torch.equal, expected, bare))
+
+
 @pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="of the jagged layout")
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
@@ -337,14 +407,6 @@ def test_the_table_of_gradients_holds_nested_ones(layout):
         total(y).backward()
     expected = torch.cat([2 * part.detach().flatten() for part in y.unbind()]).norm()
     torch.testing.assert_close(run.gradients()["act:grad_output"].norm, expected.item())
-
-
-class Tagged(torch.Tensor):
-    """A subclass by `__torch_function__`."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 class Boxed(torch.Tensor):

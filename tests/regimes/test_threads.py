@@ -169,8 +169,9 @@ def test_everywhere_is_of_one_task(model):
 
 
 @pytest.mark.cell(
-    "DataParallel", "record", note="several devices: `every_thread=True`, each replica a pass"
-)
+    "DataParallel", "record", "edit",
+    note="several devices: `every_thread=True`, each replica a pass",
+)  # fmt: skip
 def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     # What DataParallel does on several devices, which are not here: replicas, one thread each.
     line = hl.record(model, "0", every_thread=True)
@@ -178,6 +179,14 @@ def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     together(*[lambda step, r=r, k=k: r(batch(k)) for k, r in enumerate(replicas)])
     line.remove()
     assert len(line.recording.passes) == 2
+    found = sorted(one["0"].tolist() for one in line.recording.passes)
+    assert found == sorted(model[0](batch(k)).tolist() for k in range(2))
+    edit = hl.edit(model, "0", lambda t: t * 3 + 1, every_thread=True)
+    replicas = [model._replicate_for_data_parallel() for _ in range(2)]
+    edited = together(*[lambda step, r=r, k=k: r(batch(k)) for k, r in enumerate(replicas)])
+    edit.remove()
+    for k, value in enumerate(edited):
+        torch.testing.assert_close(value, model[2](model[1](model[0](batch(k)) * 3 + 1)))
     with (
         pytest.warns(hl.HooklineWarning, match="or attach with every_thread=True"),
         hl.record(model, "0"),

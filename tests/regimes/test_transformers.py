@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import hookline as hl
 from hookline.models._torchvision_import import import_torchvision
+
+BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
+assert_values_are_torchs, assert_gradients_are_torchs, measured, nth, seen_by_torch, tripled = (
+    BY_TORCH[name]
+    for name in (
+        "assert_values_are_torchs", "assert_gradients_are_torchs", "measured", "nth",
+        "seen_by_torch", "tripled",
+    )
+)  # fmt: skip
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 
@@ -38,6 +51,76 @@ def t5():
 
 IDS = torch.tensor([[1, 2, 3, 4]])
 OPTIONS = {"max_new_tokens": 3, "do_sample": False, "min_new_tokens": 3}
+
+
+def step(model, **given):
+    out = model(IDS, labels=IDS, **given)
+    out.loss.backward()
+    return out.logits
+
+
+@pytest.mark.cell("transformers", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.mlp", "lm_head"])
+def test_values_are_those_of_torchs_hooks(llama, path):
+    assert_values_are_torchs(lambda: llama, step, path)
+
+
+@pytest.mark.cell("transformers", "record", "statistics", "edit", "features")
+def test_a_part_of_an_output_is_that_of_torchs_hooks(llama):
+    verbs = ["record", "statistics", "edit", "features"]
+    assert_values_are_torchs(lambda: llama, step, "model.layers.1.self_attn", verbs, part=nth(0))
+
+
+def cleared(model):
+    model.zero_grad()
+    step(model)
+
+
+@pytest.mark.cell("transformers", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.parametrize("site", ["model.layers.1:grad_output", "model.layers.0.mlp:grad_input"])
+def test_gradients_are_those_of_torchs_hooks(llama, site):
+    assert_gradients_are_torchs(lambda: llama, cleared, site)
+
+
+@pytest.mark.cell("transformers, encoder-decoder", "record", "statistics", "edit", "features")
+@pytest.mark.parametrize("path", ["encoder.block.0", "decoder.block.1"])
+def test_values_of_an_encoder_decoder_are_torchs_hooks(t5, path):
+    verbs = ["record", "statistics", "edit", "features"]
+    assert_values_are_torchs(lambda: t5, step, path, verbs, part=nth(0))
+
+
+@pytest.mark.cell(
+    "transformers, encoder-decoder", "gradients", "edit gradients", "raw hooks", "clip"
+)
+@pytest.mark.parametrize("site", ["encoder.block.1.layer.1:grad_output", "lm_head:grad_input"])
+def test_gradients_of_an_encoder_decoder_are_torchs_hooks(t5, site):
+    assert_gradients_are_torchs(lambda: t5, cleared, site)
+
+
+@pytest.mark.cell("transformers, generate", "record", "statistics", "edit", "raw hooks")
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
+def test_generate_does_what_it_does_under_torchs_hooks(llama, options):
+    path = "model.layers.1"
+
+    def generated():
+        scores = {"output_scores": True, "return_dict_in_generate": True}
+        found = llama.generate(IDS, **OPTIONS, **options, **scores)
+        return [found.sequences, *found.scores]
+
+    with seen_by_torch(llama, path) as came:
+        bare = generated()
+    with hl.record(llama, path, copy=True) as run, hl.record(llama, path, keep=measured) as numbers:
+        assert_close(generated(), bare)
+    assert_close([one[path] for one in run.passes], came)
+    assert_close([one[path] for one in numbers.passes], [measured(value) for value in came])
+    with seen_by_torch(llama, path, change=tripled):
+        expected = generated()
+    with hl.edit(llama, path, tripled):
+        assert_close(generated(), expected)
+    with hl.attach(llama) as line:
+        line.forward(path, lambda module, args, output: tripled(output))
+        assert_close(generated(), expected)
+    assert not torch.equal(expected[1], bare[1])
 
 
 @pytest.mark.trap(36)

@@ -19,25 +19,28 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from zoo import (
+    ROWS,
+    Checkpointed,
+    Delegating,
+    NotCheckpointed,
+    Recursive,
+    Tagged,
+    encoder,
+    int8_net,
+    lazy_net,
+    rows_net,
+)
 
 HERE = Path(__file__).parent
 BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
 assert_values_are_torchs = BY_TORCH["assert_values_are_torchs"]
-seen_by_torch, tripled, assert_printed, measured = (
-    BY_TORCH[name] for name in ("seen_by_torch", "tripled", "assert_printed", "measured")
+seen_by_torch, tripled, assert_printed, measured, nth = (
+    BY_TORCH[name] for name in ("seen_by_torch", "tripled", "assert_printed", "measured", "nth")
 )
-X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
 
-def make(change=None):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    if change is not None:
-        change(model[0])
-    return model
-
-
-def step(model, x=X):
+def step(model, x=ROWS):
     out = model(x)
     out.square().sum().backward()
     return out
@@ -49,24 +52,9 @@ def step(model, x=X):
 def test_under_autocast(path, dtype):
     def cast(model):
         with torch.autocast("cpu", dtype=dtype):
-            return model(X)
+            return model(ROWS)
 
-    assert_values_are_torchs(make, cast, path)
-
-
-class Checkpointed(nn.Sequential):
-    is_reentrant = True
-
-    def forward(self, x):
-        return self[2](checkpoint(self.inner, self[0](x), use_reentrant=self.is_reentrant))
-
-    def inner(self, x):
-        return self[1](x * 2) * x
-
-
-class Plain(Checkpointed):
-    def forward(self, x):
-        return self[2](self.inner(self[0](x)))
+    assert_values_are_torchs(rows_net, cast, path)
 
 
 @pytest.mark.cell("checkpointing", "record", "statistics", "edit", "features", "watch")
@@ -74,11 +62,11 @@ class Plain(Checkpointed):
 @pytest.mark.parametrize("is_reentrant", [True, False])
 def test_under_checkpointing(path, is_reentrant):
     def checkpointed():
-        model = Checkpointed(*make())
+        model = Checkpointed(*rows_net())
         model.is_reentrant = is_reentrant
         return model
 
-    assert_values_are_torchs(checkpointed, step, path, plain=lambda: Plain(*make()))
+    assert_values_are_torchs(checkpointed, step, path, plain=lambda: NotCheckpointed(*rows_net()))
 
 
 class Block(nn.Module):
@@ -127,15 +115,15 @@ def test_in_compiled_code(path, compiled):
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_under_grad_of_torch_func(path):
     def silent():
-        return make().requires_grad_(False)
+        return rows_net().requires_grad_(False)
 
     def of_input(model):
-        x = X.clone().requires_grad_()
+        x = ROWS.clone().requires_grad_()
         model(x).square().sum().backward()
         return x.grad
 
     assert_values_are_torchs(
-        silent, lambda model: grad(lambda x: model(x).square().sum())(X), path,
+        silent, lambda model: grad(lambda x: model(x).square().sum())(ROWS), path,
         plain=(silent, of_input),
     )  # fmt: skip
 
@@ -144,13 +132,13 @@ def test_under_grad_of_torch_func(path):
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_under_vmap(path):
     assert_values_are_torchs(
-        make, lambda model: vmap(model)(X), path, ["record", "edit", "watch"],
-        plain=(make, lambda model: model(X)),
+        rows_net, lambda model: vmap(model)(ROWS), path, ["record", "edit", "watch"],
+        plain=(rows_net, lambda model: model(ROWS)),
     )  # fmt: skip
-    model = make()
+    model = rows_net()
     with seen_by_torch(model, path) as came:
-        model(X)
-    found = vmap(lambda row: hl.features(model, row, path)[path])(X)
+        model(ROWS)
+    found = vmap(lambda row: hl.features(model, row, path)[path])(ROWS)
     assert_close(found, came[0])
 
 
@@ -159,12 +147,9 @@ def test_under_vmap(path):
 )
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_on_the_first_run_of_lazy_modules(path):
-    def lazy():
-        return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
-
     def seeded(model):
         torch.manual_seed(0)
-        return model(X)
+        return model(ROWS)
 
     def first_run(model):
         """Without the parameters' gradients: there are no parameters yet to reset."""
@@ -175,7 +160,7 @@ def test_on_the_first_run_of_lazy_modules(path):
         def zero_grad(self, set_to_none=True):
             """Nothing: lazy parameters have no gradient."""
 
-    assert_values_are_torchs(lambda: Fresh(*lazy()), first_run, path)
+    assert_values_are_torchs(lambda: Fresh(*lazy_net()), first_run, path)
 
 
 @pytest.mark.cell("parametrized weights", "record", "edit")
@@ -185,7 +170,7 @@ def test_on_the_first_run_of_lazy_modules(path):
 )
 @pytest.mark.parametrize("path", ["0", "0.parametrizations.weight"])
 def test_with_parametrized_weights(path, change):
-    assert_values_are_torchs(partial(make, change), step, path)
+    assert_values_are_torchs(partial(rows_net, change), step, path)
 
 
 @pytest.mark.cell("pruning; old weight and spectral norm", "record", "edit")
@@ -200,36 +185,13 @@ def test_with_parametrized_weights(path, change):
     ids=["prune", "weight_norm", "spectral_norm"],
 )
 def test_with_pruned_and_normed_weights(change):
-    assert_values_are_torchs(partial(make, change), step, "0")
-
-
-class Delegating(nn.Module):
-    """Gives the attributes of another module as its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, x):
-        return self.inner(x)
+    assert_values_are_torchs(partial(rows_net, change), step, "0")
 
 
 @pytest.mark.cell("attributes of their own", "record", "edit")
 @pytest.mark.parametrize("path", ["inner.0", "inner"])
 def test_with_modules_that_have_attributes_of_their_own(path):
-    assert_values_are_torchs(lambda: Delegating(make()), step, path)
-
-
-def encoder():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    assert_values_are_torchs(lambda: Delegating(rows_net()), step, path)
 
 
 @pytest.mark.cell("encoder layers, fast path", "edit")
@@ -245,8 +207,8 @@ def test_with_encoder_layers(path):
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        assert_values_are_torchs(encoder, without_gradients, path)
-        model = encoder()
+        assert_values_are_torchs(lambda: encoder().eval(), without_gradients, path)
+        model = encoder().eval()
         with seen_by_torch(model, path, change=tripled):
             expected = without_gradients(model)
     finally:
@@ -269,22 +231,37 @@ def test_with_attention(part):
             return out.sum() + weights.sum()
 
     assert_values_are_torchs(
-        Attending, partial(step, x=X[None]), "attention",
-        ["record", "statistics", "edit", "features"], part=part,
+        Attending, partial(step, x=ROWS[None]), "attention",
+        ["record", "statistics", "edit", "features"], part=nth(part),
     )  # fmt: skip
-
-
-class Tagged(torch.Tensor):
-    """A tensor that is of a class of its own, and stays so."""
 
 
 @pytest.mark.cell("tensor subclasses", "record", "statistics", "edit")
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_tensor_subclasses(path):
     def tagged(model):
-        return step(model, X.as_subclass(Tagged))
+        return step(model, ROWS.as_subclass(Tagged))
 
-    assert_values_are_torchs(make, tagged, path)
+    assert_values_are_torchs(rows_net, tagged, path)
+
+
+@pytest.mark.cell("torchao, int8 weights", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_int8_weights_of_torchao(path):
+    model = int8_net()
+
+    def through(model):
+        x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
+        out = model(x)
+        return out, *torch.autograd.grad(out.square().sum(), x)
+
+    assert_values_are_torchs(lambda: model, through, path)
+
+
+@pytest.mark.cell("DataParallel", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.parametrize("path", ["0", "1"])
+def test_with_data_parallel_on_the_cpu(path):
+    assert_values_are_torchs(lambda: nn.DataParallel(rows_net()), step, path, plain=rows_net)
 
 
 @pytest.mark.cell("no_grad, inference_mode", "record", "statistics", "edit", "features", "watch")
@@ -293,9 +270,9 @@ def test_with_tensor_subclasses(path):
 def test_without_gradients(path, mode):
     def run(model):
         with mode():
-            return model(X)
+            return model(ROWS)
 
-    assert_values_are_torchs(make, run, path)
+    assert_values_are_torchs(rows_net, run, path)
 
 
 @pytest.mark.cell("dynamically quantised", "record", "edit", "features", "watch")
@@ -304,15 +281,15 @@ def test_without_gradients(path, mode):
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_dynamically_quantised_layers(path):
     def quantised():
-        return torch.ao.quantization.quantize_dynamic(make(), {nn.Linear}, dtype=torch.qint8)
+        return torch.ao.quantization.quantize_dynamic(rows_net(), {nn.Linear}, dtype=torch.qint8)
 
-    assert_values_are_torchs(quantised, lambda model: model(X), path)
+    assert_values_are_torchs(quantised, lambda model: model(ROWS), path)
 
 
 @pytest.mark.cell("torch.fx.GraphModule", "record", "edit", "features")
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_a_traced_model(path):
-    assert_values_are_torchs(lambda: torch.fx.symbolic_trace(make()), step, path)
+    assert_values_are_torchs(lambda: torch.fx.symbolic_trace(rows_net()), step, path)
 
 
 @pytest.mark.cell("AveragedModel (EMA, SWA)", "record", "edit")
@@ -320,7 +297,7 @@ def test_with_a_traced_model(path):
 def test_with_an_averaged_model(path):
     averaged = torch.optim.swa_utils.AveragedModel
     assert_values_are_torchs(
-        lambda: averaged(make()), step, path, plain=(make, step),
+        lambda: averaged(rows_net()), step, path, plain=(rows_net, step),
     )  # fmt: skip
 
 
@@ -328,7 +305,7 @@ def test_with_an_averaged_model(path):
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_a_forward_replaced_on_the_instance(path):
     def replaced():
-        model = make()
+        model = rows_net()
         own = model[0].forward
         model[0].forward = lambda x: own(x) * 2
         return model
@@ -336,21 +313,14 @@ def test_with_a_forward_replaced_on_the_instance(path):
     assert_values_are_torchs(replaced, step, path)
 
 
-class Recursive(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, depth=2):
-        x = self.linear(x).tanh()
-        return self(x, depth - 1) if depth else x
-
-
 @pytest.mark.cell("modules that call themselves", "record", "edit")
 @pytest.mark.parametrize("path", ["linear", ""])
 def test_with_modules_that_call_themselves(path):
-    assert_values_are_torchs(Recursive, step, path, ["record", "statistics", "edit", "watch"])
+    def recursive():
+        torch.manual_seed(0)
+        return Recursive(4)
+
+    assert_values_are_torchs(recursive, step, path, ["record", "statistics", "edit", "watch"])
 
 
 @pytest.mark.cell("gradients switched inside forward", "record", "edit")
@@ -362,7 +332,7 @@ def test_where_the_model_switches_gradients(path):
                 x = self[0](x)
             return self[2](self[1](x))
 
-    assert_values_are_torchs(lambda: Switching(*make()), step, path)
+    assert_values_are_torchs(lambda: Switching(*rows_net()), step, path)
 
 
 def in_threads(*actions):
@@ -381,16 +351,16 @@ def in_threads(*actions):
 @pytest.mark.cell("threads, one model", "record", "statistics", "edit", "features", "watch")
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_in_threads_that_share_a_model(path):
-    model = make()
+    model = rows_net()
     with torch.no_grad():
         with seen_by_torch(model, path) as came:
-            bare = model(X)
+            bare = model(ROWS)
         with seen_by_torch(model, path, change=tripled):
-            expected = model(X)
+            expected = model(ROWS)
 
     def run(line):
         with torch.no_grad(), line as attached:
-            return model(X), attached
+            return model(ROWS), attached
 
     def watched():
         file = io.StringIO()
@@ -401,7 +371,7 @@ def test_in_threads_that_share_a_model(path):
         lambda: run(hl.edit(model, path, tripled))[0],
         lambda: run(hl.record(model, path)),
         lambda: run(hl.record(model, path, keep=measured)),
-        lambda: hl.features(model, X, path)[path],
+        lambda: hl.features(model, ROWS, path)[path],
         watched,
     )
     assert_close(found[0], expected)
@@ -415,11 +385,11 @@ def test_in_threads_that_share_a_model(path):
 
 @pytest.mark.cell("async tasks", "record", "edit")
 def test_in_contexts_of_their_own():
-    model = make()
+    model = rows_net()
     with seen_by_torch(model, "1") as came:
-        bare = model(X)
+        bare = model(ROWS)
     with seen_by_torch(model, "1", change=tripled):
-        expected = model(X)
+        expected = model(ROWS)
 
     def attached(line):
         return line.__enter__()
@@ -428,8 +398,8 @@ def test_in_contexts_of_their_own():
     run, edit = hl.record(model, "1"), contexts[1].run(hl.edit, model, "1", tripled)
     contexts[1].run(edit.__enter__)
     recording = attached(run)
-    assert torch.equal(model(X), bare)
-    assert_close(contexts[1].run(model, X), expected)
+    assert torch.equal(model(ROWS), bare)
+    assert_close(contexts[1].run(model, ROWS), expected)
     run.remove()
     contexts[1].run(edit.remove)
     assert torch.equal(recording["1"], came[0])
@@ -437,14 +407,14 @@ def test_in_contexts_of_their_own():
 
 @pytest.mark.cell("torch.func.grad, vjp", "edit")
 def test_an_edit_under_functional_call():
-    model = make()
+    model = rows_net()
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(weights):
-        return functional_call(model, weights, (X,)).square().sum()
+        return functional_call(model, weights, (ROWS,)).square().sum()
 
     with seen_by_torch(model, "1", change=tripled):
-        model(X).square().sum().backward()
+        model(ROWS).square().sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     with hl.edit(model, "1", tripled):
         found = grad(loss)(weights)
@@ -458,18 +428,18 @@ child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 @pytest.mark.cell("a fork inside the block", "record", "edit", "features", "watch")
 @pytest.mark.processes
 def test_in_a_forked_child():
-    model = make().requires_grad_(False)
+    model = rows_net().requires_grad_(False)
     with seen_by_torch(model, "1") as came, seen_by_torch(model, "0") as first:
-        bare = model(X)
+        bare = model(ROWS)
     with seen_by_torch(model, "1", change=tripled):
-        expected = model(X)
+        expected = model(ROWS)
     file = io.StringIO()
     with hl.edit(model, "1", tripled) as edit, hl.watch(model, "0", file=file):
 
         def action():
-            edited = model(X)
+            edited = model(ROWS)
             edit.remove()
-            features = hl.features(model, X, "1")["1"]
+            features = hl.features(model, ROWS, "1")["1"]
             return edited.tolist(), features.tolist(), file.getvalue()
 
         edited, features, text = child(action)
@@ -477,6 +447,6 @@ def test_in_a_forked_child():
         assert_close(torch.tensor(features), came[0])
         assert_printed(text, first * 2)
         assert file.getvalue() == ""
-        assert_close(model(X), expected)
+        assert_close(model(ROWS), expected)
     assert_printed(file.getvalue(), first)
     assert not torch.equal(expected, bare)

@@ -5,15 +5,34 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import runpy
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.fx
 from torch import nn
+from torch.testing import assert_close
 
 import hookline as hl
-from zoo import Delegating
+from zoo import ROWS, Delegating, Recursive, rows_net
+
+BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
+assert_values_are_torchs, assert_gradients_are_torchs, Part = (
+    BY_TORCH[name] for name in ("assert_values_are_torchs", "assert_gradients_are_torchs", "Part")
+)
+clipped_by_torch, hooked_by_torch, results_of, seen_by_torch, triple, tripled = (
+    BY_TORCH[name]
+    for name in (
+        "clipped_by_torch",
+        "hooked_by_torch",
+        "results_of",
+        "seen_by_torch",
+        "triple",
+        "tripled",
+    )
+)
 
 
 class Block(nn.Module):
@@ -252,13 +271,60 @@ def test_packed_sequences_are_a_structure_with_leaves():
     assert lengths.tolist() == [3, 2]
 
 
-class Recursive(nn.Module):
+class Packing(nn.Module):
+    """Two recurrent layers on sequences of their own lengths, which are packed."""
+
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        torch.manual_seed(0)
+        self.first, self.second = nn.LSTM(4, 3), nn.GRU(3, 2)
 
-    def forward(self, x, depth=2):
-        return self.linear(x) if not depth else self(x, depth - 1) + self.linear(x)
+    def forward(self, rows):
+        packed, _ = self.first(nn.utils.rnn.pack_sequence([rows[:3], rows[3:]]))
+        return self.second(packed)[0].data
+
+
+# What a recurrent layer returns for a packed sequence: that, and the last states.
+DATA = Part(
+    "[0].data",
+    lambda output: output[0].data,
+    lambda output, new: (output[0]._replace(data=new), *output[1:]),
+)
+STATE = Part(
+    "[1][0]",
+    lambda output: output[1][0],
+    lambda output, new: (output[0], (new, *output[1][1:])),
+)
+
+
+def packed_step(model):
+    out = model(ROWS)
+    out.square().sum().backward()
+    return out
+
+
+@pytest.mark.cell("packed sequences", "record", "statistics", "edit", "features")
+@pytest.mark.parametrize("path", ["first", "second"])
+def test_packed_values_are_those_of_torchs_hooks(path):
+    verbs = ["record", "statistics", "edit", "features"]
+    assert_values_are_torchs(Packing, packed_step, path, verbs, part=DATA)
+
+
+@pytest.mark.cell("packed sequences", "record", "statistics", "features")
+def test_states_of_packed_sequences_are_those_of_torchs_hooks():
+    verbs = ["record", "statistics", "features"]
+    assert_values_are_torchs(Packing, packed_step, "first", verbs, part=STATE)
+
+
+@pytest.mark.cell("packed sequences", "gradients", "edit gradients", "clip")
+@pytest.mark.parametrize("path", ["first", "second"])
+def test_gradients_of_packed_sequences_are_those_of_torchs_hooks(path):
+    def step(model):
+        packed_step(model)
+
+    verbs = ["gradients", "edit gradients", "clip"]
+    site = f"{path}:grad_output[0].data"
+    assert_gradients_are_torchs(Packing, step, site, verbs, part=DATA)
 
 
 @pytest.mark.cell("modules that call themselves", "record", "gradients", "edit", "raw hooks")
@@ -335,6 +401,61 @@ def test_a_copy_made_inside_the_block_sheds_its_inert_hooks(model, x):
         model(x).sum().backward()
     assert torch.equal(other(x), model(x))
     assert len(run.passes) == len(seen) == 1
+
+
+def squared(model):
+    out = model(ROWS)
+    out.square().sum().backward()
+    return out
+
+
+@pytest.mark.cell(
+    "copies made inside the block", "record", "statistics", "gradients", "edit", "edit gradients",
+    "raw hooks", "clip",
+)  # fmt: skip
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_its_own_numbers_and_the_original_the_lines(copied):
+    model = rows_net()
+    bare = results_of(model, squared)
+    with seen_by_torch(model, "0") as came, hooked_by_torch(model, "0:grad_output") as grads:
+        results_of(model, squared)
+    changed = {}
+    with seen_by_torch(model, "0", change=tripled):
+        changed["edit"] = changed["raw"] = results_of(model, squared)
+    with hooked_by_torch(model, "0:grad_output", triple):
+        changed["edit gradients"] = results_of(model, squared)
+    bound = grads[0].norm().item() / 4
+    with hooked_by_torch(model, "0:grad_output", lambda g: clipped_by_torch([g], norm=bound)[0]):
+        changed["clip"] = results_of(model, squared)
+
+    def raw():
+        line = hl.attach(model)
+        line.forward("0", lambda module, args, output: tripled(output))
+        return line
+
+    lines = {
+        "edit": lambda: hl.edit(model, "0", tripled), "raw": raw,
+        "edit gradients": lambda: hl.edit(model, "0:grad_output", triple),
+        "clip": lambda: hl.clip(model, "0:grad_output", norm=bound),
+    }  # fmt: skip
+    for verb, line in lines.items():
+        with line():
+            other = copied(model)
+            assert_close(results_of(other, squared), bare)
+            assert_close(results_of(model, squared), changed[verb])
+        assert_close(results_of(other, squared), bare)
+        assert not all(map(torch.equal, changed[verb], bare))
+    with (
+        hl.record(model, "0", ports=("output", "grad_output")) as run,
+        hl.record(model, "0", keep=torch.mean) as numbers,
+    ):
+        other = copied(model)
+        with torch.no_grad():
+            other[0].bias += 1
+        results_of(other, squared)
+        assert_close(results_of(model, squared), bare)
+    assert len(run.passes) == 1
+    assert_close([run["0"], run["0:grad_output"], numbers["0"]], [*came, *grads, came[0].mean()])
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,9 @@ def watch(
     A module is printed when it has run, so a container comes after what it holds; the indentation
     is the depth of the call. In backward, the gradient of each module's output is printed when it
     arrives, marked `<`: the last module's first. Statistics are of the first floating tensor, in
-    float64 on the CPU, else in float32. Where a module raises, the last line names it and what it
-    got. Under `vmap` shapes are those of one example, and statistics are of all of them.
+    float64 on the CPU, else in float32; of a nested tensor they are of all its parts. Where a
+    module raises, the last line names it and what it got. Under `vmap` shapes are those of one
+    example, and statistics are of all of them.
 
     The time is that of the module without hookline: its hooks, the statistics and the printing are
     left out, also those of other lines and of modules inside. Hooks that are not hookline's and
@@ -253,7 +254,7 @@ def _shown(value: Any) -> str:
             with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
                 mean, std = _mean_and_std(innermost(tensor.detach()))
                 return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}"
-        except Exception:  # sparse, nested, fake: it has no numbers to show; the model must go on
+        except Exception:  # sparse, fake: it has no numbers to show; the model must go on
             return f"{text} {dtype}"
     return text
 
@@ -264,6 +265,8 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
     `torch.std_mean` takes ten times as long there. That is not only slow: the longer a hook runs,
     the more of the model's data leaves the caches, and the longer the model takes after it.
     """
+    if tensor.is_nested:
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     if tensor.device.type != "cpu" or not tensor.numel():
         both = torch.std_mean(tensor.float(), correction=0)
         return both[1].item(), both[0].item()
