@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import hookline as hl
 from hookline.cli.app import app
+from hookline.models.packages import import_package
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,6 +53,9 @@ def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
 def test_the_docs_examples_run_in_order_and_print_as_shown(page, tmp_path):
     namespace: dict[str, object] = {}
     blocks = re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
+    if any("transformers import" in code for language, code in blocks if language == "python"):
+        # It imports torchvision, which some builds of torch do only with a little help.
+        import_package("transformers", page.name)
     with chdir(tmp_path):
         for k, (language, code) in enumerate(blocks):
             if language != "python":
@@ -68,25 +72,53 @@ class Parts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.LSTM(2, 2), nn.LSTM(2, 2)
+        self.first, self.second, self.last = nn.LSTM(2, 2), nn.LSTM(2, 2), nn.LSTM(2, 2)
         self.empty = nn.Identity()
         nn.init.constant_(self.second.bias_ih_l0, float("nan"))
 
     def forward(self, x):
         x, _ = self.first(x)
         self.empty(None)
-        return self.second(x)[1]
+        return self.last(self.second(x)[0])
 
 
-def test_the_recipe_for_the_first_nan_works_for_any_structure():
+class SecondCall(nn.Module):
+    """Divides by zero in the second call of its part, in place, and only in the second pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.log, self.relu = Logarithm(), nn.ReLU(inplace=True)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.relu(self.log(self.log(x) + (0 if self.passes < 2 else -9)))
+
+
+class Logarithm(nn.Module):
+    def forward(self, x):
+        return x.log_()
+
+
+def recipe_for_the_first_nan():
     (block,) = [code for language, code in BLOCKS if "first NaN" in code]
-    recipe = re.search(
-        r"with hl.record\(model, copy=True\) as run:  # where.*?first = .*?\n", block, re.S
-    )
-    for model, expected in ((Parts(), "second:output[0]"), (nn.LSTM(2, 2), None)):
-        found = {"hl": hl, "model": model, "x": torch.ones(3, 2)}
-        exec(recipe[0], found)
-        assert found["first"] == expected
+    return re.search(r"with hl.record[^\n]*first NaN.*?, None\)\n", block, re.S)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "expected"),
+    [
+        (Parts(), torch.ones(3, 2), "second, call 0 of pass 0"),
+        (SecondCall(), torch.full((3, 2), 9.0), "log, call 1 of pass 1"),
+        (nn.LSTM(2, 2), torch.ones(3, 2), None),
+        (nn.LSTM(2, 2), torch.full((3, 2), float("nan")), None),
+    ],
+)
+def test_the_recipe_for_the_first_nan_names_who_makes_it(model, x, expected):
+    twice = recipe_for_the_first_nan().replace("model(x)", "model(x.clone()); model(x.clone())")
+    found = {"hl": hl, "model": model, "x": x}
+    exec(twice, found)
+    assert found["first"] == expected
 
 
 @pytest.mark.processes
