@@ -43,6 +43,13 @@ def test_gradients_of_intermediate_tensors():
     assert lines[3].endswith("at a: tensor([4., 4., 4., 4., 4.])")
 
 
+def test_overview():
+    out = run("overview")
+    (before,), (after,) = numbers("score of the 7: N", out), numbers("silent: N,", out)
+    assert before > 0.9
+    assert after < 0.5
+
+
 def test_change_gradients():
     out = run("change_gradients")
     assert re.findall(r"^\w.*:$", out, re.M) == [

@@ -1,4 +1,4 @@
-"""Where and when: sites and selections, lines and taps, passes, and what fired.
+"""The engine: sites and selections, lines and taps, passes, reports.
 
 Nothing here knows what a hook means. docs/architecture.md draws the rooms.
 """

@@ -55,6 +55,16 @@ def test_a_recording_outlives_a_line_that_was_dropped(net, image):
     assert "its line was dropped" in str(run.report())
 
 
+def test_a_line_dropped_inside_its_pass_ends_that(net, image):
+    held = [hl.record(net, "stem*")]
+    run = held[0].recording
+    drop = net.fc.register_forward_pre_hook(lambda *_: held.clear())
+    with pytest.warns(hl.HooklineWarning, match="dropped"):
+        net(image)
+    drop.remove()
+    assert [one.failed for one in run.passes] == [False]
+
+
 class Leaves(nn.Module):
     """Leaves its forward by an error that torch tells no hook of."""
 

@@ -323,3 +323,9 @@ def test_containers_that_read_alike_differ_by_what_they_hold(old, new, says):
 def test_classes_of_one_name_are_told_apart():
     said = describe.difference(Slotted(), _namesake())
     assert said.endswith("Slotted, got one of " + f"{__name__}._namesake.<locals>.Slotted")
+
+
+def test_a_mapping_is_whole_if_a_key_may_hold_tensors():
+    plain, held = {"a": 1, 2: None}, {(torch.zeros(1),): 1}
+    assert list(tree.walk([plain])) == []
+    assert [(leaf, part is held) for leaf, part in tree.walk([held])] == [((0,), True)]

@@ -74,7 +74,7 @@ def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
 
 
 def has_aliases(tensor: Tensor) -> bool:
-    """Whether torch can make an alias of it: not if sparse, nor nested in the older layout."""
+    """Tell whether torch can make an alias of a tensor: not of sparse or old nested ones."""
     return tensor.layout is torch.jagged or (
         tensor.layout is torch.strided and not tensor.is_nested
     )

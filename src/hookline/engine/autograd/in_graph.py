@@ -189,7 +189,7 @@ def untraced_views() -> list[tuple[HookedView, Tensor | None]]:
 
 
 def place_in(found: list[Tensor], tensor: Tensor) -> int:
-    """Where a tensor stands in a list; its length if it does not."""
+    """Return the index of a tensor in a list; its length if it is not there."""
     for k, other in enumerate(found):
         if other is tensor:
             return k
@@ -197,7 +197,7 @@ def place_in(found: list[Tensor], tensor: Tensor) -> int:
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """What stands for a tensor in a structure that leaves a graph: it holds nothing."""
+    """Return an empty tensor in place of one whose structure leaves a graph."""
     return tensor.detach().new_empty(0)
 
 

@@ -171,7 +171,7 @@ class HookedView:
         return self._base()
 
     def is_of(self, base: Tensor) -> bool:
-        """Whether it shows this tensor's memory."""
+        """Tell whether this view shows a tensor's memory."""
         return self._base() is base
 
     def at_view(self, grad: Tensor) -> Any:

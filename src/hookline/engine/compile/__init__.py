@@ -1,1 +1,1 @@
-"""What torch.compile needs: guards, captures in the graph, the border of compiled code."""
+"""Hooks in compiled code: guards, captures in the graph, calls of compiled modules."""

@@ -19,10 +19,10 @@ from hookline.util.weak_map import WeakIdentityMap
 
 
 class Watcher(Protocol):
-    """Who wants to be told when compiled modules run."""
+    """The interface of an object that is told when compiled modules run."""
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether it wants to know of this one."""
+        """Tell whether this module concerns the watcher."""
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
         """A compiled module is about to run, called from within this frame."""
@@ -86,7 +86,7 @@ class Borders:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this module go through `torch.compile`."""
+    """Tell whether calls of this module go through `torch.compile`."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     return any(
@@ -131,7 +131,7 @@ def _around(
 
 
 def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `OptimizedModule.__call__` is while somebody watches."""
+    """Call an `OptimizedModule`, and tell its watchers. It replaces `OptimizedModule.__call__`."""
     original = Borders._original or type(optimized).__mro__[1].__call__
     if is_dynamo_compiling():
         return original(optimized, *args, **kwargs)

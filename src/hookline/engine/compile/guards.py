@@ -1,4 +1,4 @@
-"""How compiled code learns that a module has other hooks: by guards on its forward.
+"""Have compiled code notice that a module has other hooks: by guards on its forward.
 
 Compiled code is guarded on each module that it calls: that it has no forward of its own, or on the
 code of the one that it has. By default nothing else in it shows that a hook was put where none was.
@@ -24,7 +24,7 @@ from hookline.util.weak_map import WeakIdentityMap
 
 
 class _Note(NamedTuple):
-    """What is known of a mark.
+    """The origin of a mark.
 
     Args:
         source: the function that its code is a copy of.
@@ -166,7 +166,7 @@ def _put(module: nn.Module) -> None:
 
 
 def _usual(module: nn.Module, own: Any) -> tuple[Any, Any, bool]:
-    """What a mark of a module is made of: a function, what it is bound to, and `_Note.is_own`."""
+    """Return the parts of a module's mark: a function, what it is bound to, and `_Note.is_own`."""
     if own is not None:
         return _through, own, True
     found: Any = inspect.getattr_static(type(module), "forward")

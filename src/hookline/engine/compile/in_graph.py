@@ -1,4 +1,4 @@
-"""What a tap does inside compiled code.
+"""Capture values inside compiled code.
 
 A graph holds tensors, and writes to plain attributes: no locks, no contexts, no lists that grow. So
 inside it a tap keeps what it sees in an attribute, and the rest is done when the graph has run.
@@ -24,7 +24,7 @@ Callback = Callable[[Pass, Any], Any]
 
 
 class SplitCallback(NamedTuple):
-    """What is done with the values at a site, also in two halves.
+    """A callback split for torch.compile: `inside` runs in the graph, `after` on its result.
 
     Args:
         see: all of it, where no code is compiled.
@@ -38,7 +38,7 @@ class SplitCallback(NamedTuple):
 
 
 class GraphCapture:
-    """What compiled code does at one site, and what it has left there.
+    """A capture at one site in compiled code, with the values that it holds.
 
     What code reads is guarded, at each site anew in each run, so each kind reads as little as it
     can, and nothing that sites share: that they share it would be guarded, too.
@@ -67,15 +67,15 @@ class GraphCapture:
         self.caught = (what,) if self.caught is None else (*self.caught, what)
 
     def n_calls(self) -> int:
-        """How many calls there were in this run."""
+        """Count the calls of this run."""
         return 0 if self.caught is None else len(self.caught)
 
     def is_meant(self) -> bool:
-        """Whether the present call is one of those that are wanted."""
+        """Tell whether the present call is a wanted one."""
         return self.call is None or self.call == self.n_before + self.n_calls()
 
     def taken(self) -> tuple[Any, ...]:
-        """What was kept, handed out once."""
+        """Hand out what was kept, once."""
         caught, self.caught = self.caught, None
         return caught or ()
 
@@ -179,8 +179,9 @@ class CompiledRun:
 
 @final
 class Calls(dict[Any, int]):
-    """How often a pass's taps have run, while compiled code runs: between two pieces of that code
-    there may be eager ones, that call the same taps.
+    """The number of calls of each tap in a pass, while compiled code runs.
+
+    Between two pieces of compiled code there may be eager code that calls the same taps.
 
     Args:
         calls: what was counted before.
@@ -206,7 +207,7 @@ class Calls(dict[Any, int]):
 
 @final
 class _Note:
-    """What notes in a pass, while compiled code runs."""
+    """The log of a pass while compiled code runs."""
 
     __slots__ = ("before", "settle")
 

@@ -131,7 +131,7 @@ def _has_come(store: Any, keys: list[str], timeout: float) -> bool:
 
 
 def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
-    """What all have said. What many said alike stands there once."""
+    """Collect what all ranks have said. Equal statements appear once."""
     posts = [json.loads(store.get(key)) for key in keys]
     texts = list(dict.fromkeys(text for _, text in posts))
     said = [texts.index(text) for _, text in posts]

@@ -1,4 +1,4 @@
-"""What of a value lies on this rank."""
+"""The parts of a value that lie on this rank."""
 
 from __future__ import annotations
 

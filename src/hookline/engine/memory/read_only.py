@@ -117,7 +117,7 @@ class _Before:
                 self._copy = tensor.clone()
 
     def is_written(self) -> bool:
-        """Whether the tensor was written to since."""
+        """Tell whether the tensor was written to since."""
         return self._version != _version(self._tensor)
 
     def put_back(self, refusal: Callable[[], StructureError]) -> None:

@@ -81,7 +81,7 @@ class Untold:
         return True
 
     def has(self, current: Any, tensor: Tensor) -> bool:
-        """Whether it is so of a tensor that was seen in a pass."""
+        """Tell whether the memory of a tensor of this pass may change without its version."""
         known = current.untold
         if known is None:
             known = self.look(current)
@@ -91,7 +91,7 @@ class Untold:
         return _is_within(tensor, known)
 
     def look(self, current: Any) -> Container[int]:
-        """Where memory begins that is untold in a pass, in lines: `address >> LINE`.
+        """Look up where such memory begins in this pass, as cache lines: `address >> LINE`.
 
         Some of the parameters are asked once a pass whether they have moved, since all of them
         would take longer than a small model. Where only others have, a look-up says so (`has_now`).
@@ -106,7 +106,7 @@ class Untold:
         return known.lines
 
     def has_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:
-        """Whether it is so of any of these tensors, now that so many passes have begun.
+        """Tell whether it may change of any of these tensors, now that so many passes have begun.
 
         Jobs of several ranks are left out: there everything was copied in time.
         """
@@ -129,7 +129,7 @@ def _is_within(tensor: Tensor, known: Container[int]) -> bool:
 
 
 def addresses(tensor: Tensor) -> Iterator[int]:
-    """Where the memory of a tensor begins, by lines: of one that stands for several, of each."""
+    """Yield the cache lines where a tensor begins; of a wrapper, those of all tensors inside it."""
     if is_lazy(tensor):
         return  # it has none before its module's first run
     tensor = innermost(tensor)
@@ -152,8 +152,10 @@ def addresses(tensor: Tensor) -> Iterator[int]:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor was given back under it, as FSDP does: reading it would end
-    the process. Of one that a transform has wrapped, `innermost` is to be asked."""
+    """Tell whether the storage of a tensor was freed, as FSDP does: a read would crash the process.
+
+    Of a tensor that a transform has wrapped, ask with `innermost(tensor)`.
+    """
     if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         return False
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
@@ -201,7 +203,7 @@ class _Memory:
             self._witnesses.append((weakref.ref(module), name, _place_of(tensor)))
 
     def has_moved(self) -> bool:
-        """Whether a witness is elsewhere by now, or gone."""
+        """Tell whether a sampled parameter has moved or is gone."""
         for held, name, place in self._witnesses:
             module = held()
             if module is None or _place_of(parameters(module).get(name)) != place:
@@ -210,7 +212,7 @@ class _Memory:
 
 
 def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
-    """Where the memory of a module's own parameters, or of its buffers, begins, in lines."""
+    """List the cache lines where a module's own parameters, or its buffers, begin."""
     tensors = [tensor for tensor in table.values() if tensor is not None]
     try:
         if all(type(tensor) in _PLAIN for tensor in tensors):
@@ -221,7 +223,7 @@ def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
 
 
 def _place_of(parameter: Tensor | None) -> int:
-    """Where a parameter is, to tell whether it has moved; 0 if it has no memory."""
+    """Return a parameter's address, to tell whether it has moved; 0 if it has no memory."""
     if type(parameter) in _PLAIN:
         try:
             return parameter.data_ptr()  # type: ignore[union-attr]

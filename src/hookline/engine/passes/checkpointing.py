@@ -1,4 +1,4 @@
-"""What a line does when torch computes a checkpointed stretch of a pass again.
+"""Recomputation: hooks while torch computes a checkpointed region of a pass again.
 
 The first run is the one that counts: what only looks is left out of the second. What changes values
 has to change them in both, and alike, or the gradients would be those of neither; it finds its
@@ -28,7 +28,7 @@ _N_SAMPLES = 64
 
 @final
 class CheckpointedRegion:
-    """What one line did in one checkpointed stretch of a pass, in the first run.
+    """The record of one line's first run of a checkpointed region.
 
     Args:
         passes: the line's.
@@ -130,7 +130,7 @@ class Recomputation:
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether the first run has no gradients: not of this one."""
+        """Tell whether the first run has no gradients, which the recomputation has."""
         return False
 
     def first(self) -> Pass | None:
@@ -187,8 +187,10 @@ class Recomputation:
 
 
 def _is_other(first: Change, second: Change) -> bool:
-    """Whether the same value was changed into another one. That the value is not the same, to the
-    last bit, is no fault of the hook."""
+    """Tell whether the hook changed the same value into another one in its second run.
+
+    A value that differs already before the hook is not the hook's fault.
+    """
     if not _match(first.before, second.before) or not all(
         torch.equal(old.nan_to_num(), now.nan_to_num())
         for old, now in zip(first.before, second.before, strict=True)
@@ -307,8 +309,11 @@ def _note_detached(note: Callable[..., None], entry: Any) -> None:
 
 
 def _replay(stretches: list[CheckpointedRegion], made: list[Recomputation]) -> Pass:
-    """What stands for a line's pass while its stretches are computed again: at first, one that was
-    there before or that no run of the root began; such a run then takes the next of the rest."""
+    """Return the stand-in for a line's pass while its regions are recomputed.
+
+    The first is one that no run of the root began. A run of the root then takes the next of the
+    rest.
+    """
     rest: list[Pass] = []
     runs = [Recomputation(stretch, rest) for stretch in stretches]
     made += runs

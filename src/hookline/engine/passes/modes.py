@@ -27,7 +27,7 @@ from hookline.errors import AttachError
 
 
 class Mode(Enum):
-    """What a pass runs in that is out of the ordinary."""
+    """The modes of torch that change how a pass is seen."""
 
     TRANSFORMED = auto()  # a transform of torch.func: vmap, grad, jvp, ...
     RECOMPUTED = auto()  # a checkpointed stretch that torch computes again
@@ -63,12 +63,12 @@ def refuse_tracing() -> None:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jvp, ...) is running."""
+    """Tell whether a transform of torch.func (vmap, grad, jvp, ...) is running."""
     return transform() is not None
 
 
 def hides_gradients(tensor: Tensor) -> bool:
-    """Whether gradients flow through a tensor, past it: vmap runs, and they are those of the batch.
+    """Tell whether vmap's batch, of which this tensor is one example, requires a gradient.
 
     No hook on one example's tensor is ever called.
     """
@@ -120,7 +120,7 @@ def innermost(tensor: Tensor) -> Tensor:
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor is more than a shape: not one of the meta device, nor a fake one."""
+    """Tell whether a tensor has data: it is neither on the meta device nor fake."""
     return not tensor.is_meta and not any(
         kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__
     )

@@ -86,7 +86,7 @@ class Pass:
 
 @final
 class Switch:
-    """What taps in compiled code have to know of their line.
+    """The state of a line that its taps read in compiled code.
 
     Attributes:
         is_on: whether compiled code runs in a pass of the line; outside, it does nothing.
@@ -101,7 +101,7 @@ class Switch:
 
 
 class Compiler(Protocol):
-    """What a line needs of torch.compile."""
+    """The interface of a line to torch.compile."""
 
     def begin_pass(self, current: Pass) -> None:
         """A pass begins, in which compiled code may run."""
@@ -123,14 +123,14 @@ class Compiler(Protocol):
 
 
 class Sink(Protocol):
-    """Where values go as they are seen: what fires in a pass fills its `Pass.log`."""
+    """The destination of a line's values: taps that fire in a pass fill its `Pass.log`."""
 
     def begin_pass(self, current: Pass) -> None:
         """A pass begins."""
 
 
 class _Lane(threading.local):
-    """What each thread knows: the pass that runs in it, and the one for calls outside the root."""
+    """The pass that runs in each thread, and the one for calls outside the root."""
 
     current: Pass | None = None
     outside: Pass | None = None
@@ -200,7 +200,7 @@ class Passes:
         self.switch.is_on = False
 
     def is_here(self) -> bool:
-        """Whether what runs now, in this thread and context, is the line's to see."""
+        """Tell whether the line sees this thread and context."""
         return not self.closed and (self.every_thread or self in _made_here.get())
 
     def is_ours(self) -> bool:
@@ -346,7 +346,7 @@ ELSEWHERE = (
 
 
 def _is_of_python() -> bool:
-    """Whether the present thread was started by Python, and not by torch."""
+    """Tell whether Python, and not torch, started the present thread."""
     me = threading.get_ident()
     return any(
         thread.ident == me and not isinstance(thread, threading._DummyThread)

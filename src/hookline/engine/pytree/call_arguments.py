@@ -1,4 +1,4 @@
-"""What a module is called with, as one value.
+"""The arguments of a module's call as one value.
 
 That value is the tensor itself if the module got nothing else, otherwise a dict by parameter name.
 """
@@ -134,8 +134,10 @@ def _bind(args: tuple[Any, ...], parameters: _Positional) -> dict[str, Any]:
 
 
 def _keyword_names(kwargs: dict[str, Any], bound: dict[str, Any]) -> dict[str, str]:
-    """What each keyword argument is called. `f(x, /, *rest, **kw)` may be called with `x=`, and
-    with `rest=`: then these are `**x` and `**rest`."""
+    """Name each keyword argument.
+
+    `f(x, /, *rest, **kw)` may be called with `x=` and `rest=`: these are `**x` and `**rest`.
+    """
     taken = {*bound, *kwargs}
     names = {}
     for name in kwargs:

@@ -22,7 +22,7 @@ def _name_text(key: str) -> str:
 
 
 def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
-    """How `new` differs from `old` in structure, shape, dtype, device, layout; None if not."""
+    """Describe how `new` differs from `old` in structure, shape, dtype, device, layout, or None."""
     at = f" at {leaf_text(leaf)}" if leaf else ""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return _tensor_difference(old, new, at)
@@ -50,7 +50,7 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
 
 
 def _container_difference(old: Any, new: Any, at: str) -> str:
-    """How two containers of different types or numbers of parts differ."""
+    """Describe how two containers of different types or numbers of parts differ."""
     texts = in_words(old), in_words(new)
     if texts[0] != texts[1]:
         return f"expected {texts[0]}{at}, got {texts[1]}"

@@ -36,7 +36,7 @@ class IdentityMap(Generic[V]):
         return self._key(thing) in self._entries
 
     def get(self, thing: Any) -> V | None:
-        """What a thing was given; None if it was not."""
+        """Return the value of a key; None without one."""
         key = self._key(thing)
         return self._entries[key][1] if key in self._entries else None
 

@@ -64,7 +64,7 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether objects of a class are merely their attributes, and may be walked and copied.
+    """Tell whether objects of a class are no more than their attributes, to be walked and copied.
 
     Not those of the standard library (a logger would drag its whole tree along), nor those that
     say themselves how they are copied.
@@ -253,7 +253,7 @@ def replace_tensors(value: Any, new: IdentityMap[Tensor], *, fixed_only: bool) -
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is known to merely hold its parts: not a cache, nor any other object."""
+    """Tell whether a value is a plain container: not a cache, nor any other object."""
     if type(value) in PLAIN_ATOMS:
         return False
     known = (tuple, list, Mapping, *_SETS, UserList)

@@ -1,4 +1,4 @@
-"""What a line may be on: a model, tensors by name, everywhere, or nothing."""
+"""The kinds of ground for a line: a model, tensors by name, every module, or nothing."""
 
 from __future__ import annotations
 

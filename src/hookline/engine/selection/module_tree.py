@@ -65,7 +65,7 @@ class ParameterNode:
 
 @final
 class ModuleTree:
-    """What a line can select from: the modules of a model, and its parameters when asked for."""
+    """The modules of a model, and its parameters when asked for: what a line selects from."""
 
     __slots__ = ("_tensors", "compiled", "kinds", "name", "nodes")
 
@@ -122,7 +122,7 @@ def walk(model: nn.Module, met: _Met | None = None) -> list[ModuleNode]:
 
 @final
 class _Met:
-    """What a walk has met.
+    """The modules that a walk has met.
 
     Attributes:
         bare: the types that are not wrappers.

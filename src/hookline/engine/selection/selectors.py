@@ -272,7 +272,7 @@ def _find(
 
 
 def _works(layout: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bool:
-    """Whether a selector matches anything; one that cannot be read does not."""
+    """Tell whether a selector matches anything. A selector with a syntax error matches nothing."""
     try:
         return bool(_find(layout, selector, ports)[0])
     except SelectionError:

@@ -70,7 +70,7 @@ class Site:
 
     @property
     def is_gradient(self) -> bool:
-        """Whether what flows here flows backward."""
+        """Tell whether the value at this site flows backward."""
         return self.port in GRADIENT_PORTS
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What to say when a selector matches nothing: close matches, and what is there."""
+"""Explain a selector that matches nothing: close matches, and the sites that are there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hookline.engine.selection.site import ROOT, SiteText, path_text
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was asked for, of which there is nothing.
+    """A selector that matched nothing, in parts.
 
     Args:
         selector: the selector.
@@ -150,7 +150,7 @@ def _part_of_output(layout: ModuleTree, asked: Asked) -> str | None:
 
 
 def _computed(layout: ModuleTree, asked: str) -> str | None:
-    """What to ask for instead of a weight that its module computes from parameters of its own."""
+    """Suggest the parameters from which a module computes the weight that was asked for."""
     above, _, name = asked.rpartition(".")
     node = next((node for node in layout.nodes if above in node.paths), None)
     if node is None or not name:

@@ -111,7 +111,7 @@ def unhook_gradient(tensor: Tensor, key: Any) -> None:
 
 
 def saves_itself(tensor: Tensor) -> bool:
-    """Whether the function that computed a tensor saved it for its own backward, as tanh does.
+    """Tell whether the function that computed a tensor saved it for its own backward, as tanh does.
 
     More then comes back to it in a second derivative, past all that was computed from it.
     """
@@ -152,7 +152,7 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
 
 
 def is_held_by_one_view(view: Tensor) -> bool:
-    """Whether nobody but this view holds its base: one made inside an operation, as `linear` does.
+    """Tell whether this view alone holds its base, made inside an operation such as `linear`.
 
     Where torch does not count, nobody knows.
     """
@@ -176,7 +176,7 @@ def _holders_of_one() -> tuple[int, int]:
 
 
 def is_of_trace(tensor: Tensor) -> bool:
-    """Whether a tensor stands for one in a graph that torch.compile traces."""
+    """Tell whether a tensor is one of a graph that torch.compile traces."""
     kind = type(tensor)
     return kind is not Tensor and kind.__name__ in ("FunctionalTensor", "FakeTensor")
 
@@ -187,7 +187,7 @@ def is_run_of_compiled(node: Any) -> bool:
 
 
 def is_written_by_compiled(tensor: Tensor) -> bool:
-    """Whether compiled code wrote to a tensor, or its base, and nobody else since."""
+    """Tell whether compiled code was the last to write to a tensor or its base."""
     base = tensor._base if tensor._is_view() else tensor
     node = None if base is None else base.grad_fn
     if node is None or type(node).__name__ not in ("CopyBackwards", "CopySlices"):

@@ -87,7 +87,7 @@ def _told(begin: Begin) -> tuple[Any, Any, Any]:
 
 
 def is_recomputing() -> bool:
-    """Whether torch is computing a checkpointed stretch again, from within a hook."""
+    """Tell whether the calling hook runs in the recomputation of a checkpointed region."""
     if backward_number() == -1:
         return False
     frame: Any = sys._getframe(1)

@@ -21,14 +21,14 @@ _OF_LOCAL = "_FromTorchTensorBackward"
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is one rank's part of a larger one, and knows how the parts lie."""
+    """Tell whether a tensor is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     kind = getattr(loaded, "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank, as a plain tensor; no rank talks to another for it.
+    """Return this rank's part of a tensor as a plain tensor, without a collective.
 
     A tensor that a collective is still on its way to is waited for.
     """
@@ -174,7 +174,7 @@ def default_store() -> Any:
 
 
 def is_shared_job(model: nn.Module | None) -> bool:
-    """Whether this process is one of several ranks, or its model's weights are sharded."""
+    """Tell whether this process is one of several ranks, or its model's weights are sharded."""
     if not is_grouped():
         return False
     if dist.get_world_size() > 1:
@@ -188,7 +188,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def is_grouped() -> bool:
-    """Whether this process is one of a group: `init_process_group` was called."""
+    """Tell whether this process has a process group: `init_process_group` was called."""
     return _WORLD is not None and _WORLD.default_pg is not None
 
 

@@ -17,7 +17,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import AttachError
 from hookline.util.weak_map import WeakIdentityMap
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
@@ -31,14 +30,6 @@ def while_tracing(method: Callable[..., Any]) -> Any:
     return method
 
 
-class TracingAttachError(AttachError, AssertionError):
-    """An `AttachError` that is raised while code is compiled.
-
-    Dynamo hands an `AssertionError` on as it is, and puts an error of its own in most others'
-    place.
-    """
-
-
 def dynamo_config() -> Any:
     """The settings of dynamo; None as long as nothing has loaded it, and so nothing is compiled."""
     loaded = sys.modules.get("torch._dynamo")
@@ -46,8 +37,7 @@ def dynamo_config() -> Any:
 
 
 def has_compiled() -> bool:
-    """Whether there may be compiled code by now. A loaded dynamo alone says little: many packages
-    load it."""
+    """Tell whether there may be compiled code. Many packages load dynamo and compile nothing."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
@@ -57,7 +47,7 @@ _SETTINGS = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
 
 
 class _Held(threading.local):
-    """Who needs the settings in a thread, and what they were before."""
+    """The owners of dynamo's settings in a thread, and the values from before."""
 
     def __init__(self) -> None:
         self.by: set[Settings] = set()
@@ -103,7 +93,7 @@ class Settings:
 
 
 def is_disabled(function: Callable[..., Any]) -> bool:
-    """Whether a function's code is not to be compiled; of a copy of it dynamo would not know."""
+    """Tell whether a function has `torch.compiler.disable`, which a copy of its code would lose."""
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
@@ -118,12 +108,12 @@ def has_compiled_forward(module: nn.Module) -> bool:
 
 
 def is_untraceable(error: BaseException) -> bool:
-    """Whether code could not be compiled because of what it does."""
+    """Tell whether an error says that dynamo cannot trace the code."""
     return type(error).__name__ in ("Unsupported", "TorchRuntimeError", "UserError")
 
 
 def is_limit(error: BaseException) -> bool:
-    """Whether code was compiled too often."""
+    """Tell whether an error says that the recompile limit was hit."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
@@ -187,8 +177,9 @@ def keep_call_in_graphs(function: Callable[..., Any]) -> None:
 
 
 def shares_outputs() -> bool:
-    """Whether the tensor that the present call in a graph is about is a view, and shares memory
-    with several of the graph's outputs, or with an input and an output.
+    """Tell whether the tensor of the present call in a graph is a view that shares memory.
+
+    It shares memory with several of the graph's outputs, or with an input and an output.
 
     AOTAutograd returns the memory, and makes the outputs of it anew outside, where what comes back
     to them passes the views in the graph by. For functions of `keep_call_in_graphs`.

@@ -21,10 +21,10 @@ _innermost_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def is_ordinary() -> bool:
-    """Whether nothing makes a graph of the code that runs now, and no transform runs.
+    """Tell whether neither a tracer nor a transform of torch.func runs.
 
-    `tracer` and `transform` in one, as each pass begins: what is called there for the first time
-    since the last one has left the processor's caches, so that each call less counts.
+    `tracer` and `transform` in one. Each pass begins with this question, when its code is no longer
+    in the processor's caches: there a call less counts.
     """
     symbolic = sys.modules.get("torch.fx._symbolic_trace")
     return not (
@@ -37,7 +37,7 @@ def is_ordinary() -> bool:
 
 
 def tracer() -> str | None:
-    """What is making a graph of the code that runs now, by its public name; None if nothing is.
+    """Return the public name of the tracer that runs now; None if none does.
 
     `torch.compile` is none of them: it knows of lines.
     """
@@ -54,8 +54,10 @@ def tracer() -> str | None:
 
 
 def _may_trace(symbolic: Any) -> bool:
-    """Whether torch.fx says that it traces, in torch up to 2.13 or from 2.14; if it has another
-    word for it by now, it may."""
+    """Tell whether the flag of torch.fx says that it traces: of torch up to 2.13, or from 2.14.
+
+    True where torch has renamed both.
+    """
     flag = getattr(symbolic, "_is_fx_tracing_flag", None)
     if flag is not None:
         return bool(flag)
@@ -64,8 +66,10 @@ def _may_trace(symbolic: Any) -> bool:
 
 
 def _traces_here(symbolic: object) -> bool:
-    """Whether torch.fx traces in this thread. Up to torch 2.13 its flag is one for all threads, and
-    up while another one compiles; so is what it does to calls of modules."""
+    """Tell whether torch.fx traces in this thread.
+
+    Up to torch 2.13 all threads share its flag, which is set while another thread compiles.
+    """
     file = getattr(symbolic, "__file__", None)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -91,17 +95,17 @@ is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor is one example's under vmap, which stands for the whole batch."""
+    """Tell whether a tensor is vmap's view of one example."""
     return _functorch.is_batchedtensor(tensor)
 
 
 def is_of_running_transform(tensor: Tensor) -> bool:
-    """Whether the transform that wrapped a tensor is still running."""
+    """Tell whether the transform that wrapped a tensor is still running."""
     level = _functorch.maybe_get_level(tensor)
     return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
 
 
 def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:
-    """What a transform has wrapped, and under vmap the dimension in which its examples lie."""
+    """Return the tensor that a transform has wrapped, and under vmap the dimension of the batch."""
     dimension = _functorch.maybe_get_bdim(tensor) if is_mapped(tensor) else None
     return _functorch.get_unwrapped(tensor), dimension

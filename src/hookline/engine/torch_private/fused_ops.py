@@ -12,7 +12,7 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch runs this encoder layer as one operation, if nothing in it has a hook.
+    """Tell whether torch runs this encoder layer as one operation, if nothing in it has a hook.
 
     The conditions are those that `nn.TransformerEncoderLayer.forward` goes through.
     """
@@ -35,7 +35,7 @@ def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _can_be_fused(layer: nn.TransformerEncoderLayer) -> bool:
-    """Whether an encoder layer is made as torch's fused one."""
+    """Tell whether an encoder layer has the form that torch's fused operation takes."""
     attention: Any = layer.self_attn
     return bool(
         not layer.training

@@ -127,12 +127,12 @@ def unwrapping(module: nn.Module) -> list[nn.Module]:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether torch would take hooks on this module and never call them."""
+    """Tell whether a module is scripted: torch accepts hooks on it and never calls them."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called at all: `ModuleList` and other mere holders can not."""
+    """Tell whether a module can be called: `ModuleList` and other containers cannot."""
     return not is_holder(type(module)) or "forward" in module.__dict__
 
 
