@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zoo import Holder, Looped, SmallNet
+from zoo import BlockInRegion, Holder, Looped, SmallNet
 
 
 @pytest.fixture
@@ -64,6 +64,16 @@ def fresh_dynamo():
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     yield
     assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=[False, True], ids=["compiled", "compiled, checkpointed"])
+def compiled_block(request):
+    """A model, its compiled self, and the same in eager mode; with a checkpointed region or not."""
+    torch.compiler.reset()
+    model = BlockInRegion(is_checkpointed=request.param)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    yield model, run, BlockInRegion(is_checkpointed=False)
     torch.compiler.reset()
 
 

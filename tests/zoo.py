@@ -227,6 +227,33 @@ class NotCheckpointed(Checkpointed):
         return self[2](self.inner(self[0](x)))
 
 
+class Gated(nn.Module):
+    """x + tanh of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh() + x
+
+
+class BlockInRegion(nn.Module):
+    """A block between two layers, checkpointed or not; always of the same numbers, for `ROWS`."""
+
+    def __init__(self, *, is_checkpointed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(4, 4), Gated(), nn.Linear(4, 3)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.is_checkpointed:
+            return self.last(checkpoint(self.block, x, use_reentrant=False))
+        return self.last(self.block(x))
+
+
 def encoder():
     """Two encoder layers of torch's, always of the same numbers; for a batch of (2, 3, 8)."""
     torch.manual_seed(0)

@@ -154,7 +154,7 @@ def assert_gradients_are_torchs(make, step, site, verbs=VERBS, *, part=None, pla
         assert not all(map(torch.equal, found, bare))
 
 
-VALUES = ("record", "statistics", "edit", "features", "watch")
+VALUES = ("record", "statistics", "edit", "raw hooks", "features", "watch")
 
 
 def tripled(value):
@@ -270,14 +270,22 @@ def assert_values_are_torchs(
         with hl.watch(model, path, file=file):
             assert_close(results_of(model, step), bare, **close)
         assert_printed(file.getvalue(), came)
-    if "edit" in verbs:
-        for change, by_hand in how.changes:
-            model = make_plain()
-            with seen_by_torch(model, path, part, by_hand):
-                expected = results_of(model, plain_step)
+    for change, by_hand in how.changes if {"edit", "raw hooks"} & {*verbs} else ():
+        model = make_plain()
+        with seen_by_torch(model, path, part, by_hand):
+            expected = results_of(model, plain_step)
+        # The test could fail: what is done matters.
+        assert not all(map(torch.equal, expected, bare))
+
+        def changing(module, args, output, by_hand=by_hand):
+            return part.put(output, by_hand(part.get(output)))
+
+        if "edit" in verbs:
             model = make()
             with hl.edit(model, site, change):
-                found = results_of(model, step)
-            assert_close(found, expected, **close)
-            # The test could fail: what was done matters.
-            assert not all(map(torch.equal, found, bare))
+                assert_close(results_of(model, step), expected, **close)
+        if "raw hooks" in verbs:
+            model = make()
+            with hl.attach(model) as line:
+                line.forward(path, changing)
+                assert_close(results_of(model, step), expected, **close)

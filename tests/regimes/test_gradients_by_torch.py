@@ -22,6 +22,7 @@ from zoo import (
     Checkpointed,
     Delegating,
     NotCheckpointed,
+    Recursive,
     Tagged,
     encoder,
     int8_net,
@@ -33,8 +34,8 @@ HERE = Path(__file__).parent
 BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
 assert_gradients_are_torchs = BY_TORCH["assert_gradients_are_torchs"]
 clipped_by_torch, gradients_of = BY_TORCH["clipped_by_torch"], BY_TORCH["gradients_of"]
-hooked_by_torch, triple, raw_hook = (
-    BY_TORCH[name] for name in ("hooked_by_torch", "triple", "raw_hook")
+hooked_by_torch, triple, raw_hook, nth = (
+    BY_TORCH[name] for name in ("hooked_by_torch", "triple", "raw_hook", "nth")
 )
 both_ports = pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input"])
 
@@ -65,6 +66,23 @@ def test_under_checkpointing(site, is_reentrant):
 
     assert_gradients_are_torchs(
         checkpointed, step, site, plain=lambda: NotCheckpointed(*rows_net())
+    )
+
+
+@pytest.mark.cell("torch.compile", "gradients", "edit gradients", "clip")
+@pytest.mark.cell("checkpointing, compiled", "gradients", "edit gradients", "clip")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("site", ["block:grad_input", "block.linear:grad_output"])
+@pytest.mark.compiles
+def test_in_compiled_code(site, compiled_block):
+    model, run, plain = compiled_block
+
+    def cleared(one):
+        one.zero_grad()
+        step(run if one is model else one)
+
+    assert_gradients_are_torchs(
+        lambda: model, cleared, site, ["gradients", "edit gradients", "clip"], plain=lambda: plain
     )
 
 
@@ -113,6 +131,19 @@ def test_each_example_under_vmap_is_clipped_and_edited_by_itself(site):
 def seeded(model):
     torch.manual_seed(0)
     step(model)
+
+
+@pytest.mark.cell("torch.func.vmap", "gradients", "statistics")
+@both_ports
+def test_gradients_of_each_example_under_vmap_are_recorded(site):
+    model, plain = silent(rows_net()), silent(rows_net())
+    with hooked_by_torch(plain, site) as came:
+        for row in ROWS:
+            plain(row.clone().requires_grad_()).square().sum().backward()
+    with hl.record(model, site) as run, hl.record(model, site, keep=torch.norm) as norms:
+        vmap(grad(lambda x: model(x).square().sum()))(ROWS)
+    assert_close(run[site], torch.stack(came))
+    assert_close(norms[site], torch.stack([one.norm() for one in came]))
 
 
 @pytest.mark.cell(
@@ -167,6 +198,87 @@ def test_with_modules_that_have_attributes_of_their_own(site):
     bare, model = gradients_of(Delegating(rows_net()), step), Delegating(rows_net())
     with hl.clip(model, total_norm=0.1):
         assert_close(gradients_of(model, step), clipped_by_torch(bare, total_norm=0.1))
+
+
+@pytest.mark.cell("torch.fx.GraphModule", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_with_a_traced_model(site):
+    assert_gradients_are_torchs(lambda: torch.fx.symbolic_trace(rows_net()), step, site)
+
+
+@pytest.mark.cell("AveragedModel (EMA, SWA)", "gradients", "edit gradients", "raw hooks", "clip")
+@both_ports
+def test_with_an_averaged_model(site):
+    averaged = torch.optim.swa_utils.AveragedModel
+    assert_gradients_are_torchs(lambda: averaged(rows_net()), step, site, plain=rows_net)
+
+
+@pytest.mark.cell(
+    "a forward replaced on the instance", "gradients", "edit gradients", "raw hooks", "clip"
+)
+@both_ports
+def test_with_a_forward_replaced_on_the_instance(site):
+    def replaced():
+        model = rows_net()
+        own = model[0].forward
+        model[0].forward = lambda x: own(x) * 2
+        return model
+
+    assert_gradients_are_torchs(replaced, step, site)
+
+
+@pytest.mark.cell("modules that call themselves", "gradients", "edit gradients", "raw hooks")
+def test_with_modules_that_call_themselves():
+    def recursive():
+        torch.manual_seed(0)
+        return Recursive(4)
+
+    site = "linear:grad_output"
+    assert_gradients_are_torchs(recursive, step, site, ["edit gradients", "raw hooks"])
+    model, plain = recursive(), recursive()
+    with hooked_by_torch(plain, site) as came:
+        step(plain)
+    with hl.record(model, site) as run:
+        step(model)
+    assert len(came) == 3
+    assert_close(run.calls(site), came[::-1])  # what is called last has its gradient first
+
+
+@pytest.mark.cell("gradients switched inside forward", "gradients", "edit gradients", "raw hooks")
+def test_where_the_model_switches_gradients():
+    class Switching(nn.Sequential):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self[0](x)
+            with torch.enable_grad():
+                return self[3](self[2](self[1](x)))
+
+    def switching():
+        return Switching(*rows_net(), nn.Linear(3, 2))
+
+    for site in ("2:grad_output", "3:grad_input"):
+        assert_gradients_are_torchs(switching, step, site)
+
+
+@pytest.mark.cell("MultiheadAttention", "gradients", "edit gradients", "clip")
+@pytest.mark.parametrize("part", [0, 1])
+def test_with_attention(part):
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem = nn.Linear(4, 4)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x):
+            x = self.stem(x)
+            out, weights = self.attention(x, x, x)
+            return out.sum() + weights.square().sum()
+
+    verbs = ["gradients", "edit gradients", "clip"]
+    through = partial(step, x=ROWS[None])
+    site = f"attention:grad_output[{part}]"
+    assert_gradients_are_torchs(Attending, through, site, verbs, part=nth(part))
 
 
 @pytest.mark.cell("DataParallel", "gradients", "edit gradients", "raw hooks", "clip")
@@ -252,7 +364,7 @@ def test_in_threads_that_share_a_model(site):
 child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 
 
-@pytest.mark.cell("a fork inside the block", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell("a fork inside the block", "gradients", "edit gradients", "raw hooks", "clip")
 @both_ports
 @pytest.mark.processes
 def test_in_a_forked_child(site):
@@ -260,6 +372,17 @@ def test_in_a_forked_child(site):
     with hooked_by_torch(model, site) as came:
         bare = gradients_of(model, step)
     bound = came[0].norm().item() / 4
+    with hl.record(model, site) as run:
+
+        def action():
+            gradients_of(model, step)
+            return run[site].tolist()
+
+        assert_close(torch.tensor(child(action)), came[0])
+        assert not run.passes  # nothing of it comes back
+        model.zero_grad()
+        gradients_of(model, step)
+    assert_close(run[site], came[0])
     model.zero_grad()
     changes = {"edit": triple, "raw": triple}
     changes["clip"] = lambda grad: clipped_by_torch([grad], norm=bound)[0]

@@ -59,7 +59,7 @@ def step(model, **given):
     return out.logits
 
 
-@pytest.mark.cell("transformers", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell("transformers", "record", "statistics", "edit", "raw hooks", "features", "watch")
 @pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.mlp", "lm_head"])
 def test_values_are_those_of_torchs_hooks(llama, path):
     assert_values_are_torchs(lambda: llama, step, path)

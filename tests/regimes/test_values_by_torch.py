@@ -16,7 +16,6 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from zoo import (
@@ -46,7 +45,7 @@ def step(model, x=ROWS):
     return out
 
 
-@pytest.mark.cell("autocast", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell("autocast", "record", "statistics", "edit", "raw hooks", "features", "watch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("path", ["0", "1", ""])
 def test_under_autocast(path, dtype):
@@ -57,7 +56,7 @@ def test_under_autocast(path, dtype):
     assert_values_are_torchs(rows_net, cast, path)
 
 
-@pytest.mark.cell("checkpointing", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell("checkpointing", "record", "statistics", "edit", "raw hooks", "features", "watch")
 @pytest.mark.parametrize("path", ["0", "1"])
 @pytest.mark.parametrize("is_reentrant", [True, False])
 def test_under_checkpointing(path, is_reentrant):
@@ -69,49 +68,22 @@ def test_under_checkpointing(path, is_reentrant):
     assert_values_are_torchs(checkpointed, step, path, plain=lambda: NotCheckpointed(*rows_net()))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).tanh() + x
-
-
-@pytest.fixture
-def compiled():
-    """A model with a part that is checkpointed, its compiled self, and one without either."""
-
-    class Net(nn.Module):
-        def __init__(self, is_checkpointed):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.block, self.last = nn.Linear(4, 4), Block(), nn.Linear(4, 3)
-            self.is_checkpointed = is_checkpointed
-
-        def forward(self, x):
-            x = self.first(x)
-            if self.is_checkpointed:
-                return self.last(checkpoint(self.block, x, use_reentrant=False))
-            return self.last(self.block(x))
-
-    torch.compiler.reset()
-    model = Net(is_checkpointed=True)
-    yield model, torch.compile(model, backend="aot_eager", fullgraph=True), Net(False)
-    torch.compiler.reset()
-
-
-@pytest.mark.cell("torch.compile", "record", "statistics", "edit", "features", "watch")
-@pytest.mark.cell("checkpointing, compiled", "record", "edit")
+@pytest.mark.cell("torch.compile", "record", "statistics", "edit", "raw hooks", "features", "watch")
+@pytest.mark.cell(
+    "checkpointing, compiled", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("path", ["first", "block.linear"])
 @pytest.mark.compiles
-def test_in_compiled_code(path, compiled):
-    model, run, plain = compiled
-    assert_values_are_torchs(lambda: model, lambda _: step(run), path, plain=(lambda: plain, step))
+def test_in_compiled_code(compiled_block):
+    model, run, plain = compiled_block
+    assert_values_are_torchs(
+        lambda: model, lambda _: step(run), "block.linear", plain=(lambda: plain, step)
+    )
 
 
-@pytest.mark.cell("torch.func.grad, vjp", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell(
+    "torch.func.grad, vjp", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_under_grad_of_torch_func(path):
     def silent():
@@ -143,7 +115,13 @@ def test_under_vmap(path):
 
 
 @pytest.mark.cell(
-    "lazy modules, before their first run", "record", "statistics", "edit", "features", "watch"
+    "lazy modules, before their first run",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
 )
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_on_the_first_run_of_lazy_modules(path):
@@ -163,7 +141,9 @@ def test_on_the_first_run_of_lazy_modules(path):
     assert_values_are_torchs(lambda: Fresh(*lazy_net()), first_run, path)
 
 
-@pytest.mark.cell("parametrized weights", "record", "edit")
+@pytest.mark.cell(
+    "parametrized weights", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize(
     "change",
     [parametrizations.weight_norm, parametrizations.orthogonal, parametrizations.spectral_norm],
@@ -173,7 +153,15 @@ def test_with_parametrized_weights(path, change):
     assert_values_are_torchs(partial(rows_net, change), step, path)
 
 
-@pytest.mark.cell("pruning; old weight and spectral norm", "record", "edit")
+@pytest.mark.cell(
+    "pruning; old weight and spectral norm",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
+)
 @pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated")
 @pytest.mark.parametrize(
     "change",
@@ -188,14 +176,24 @@ def test_with_pruned_and_normed_weights(change):
     assert_values_are_torchs(partial(rows_net, change), step, "0")
 
 
-@pytest.mark.cell("attributes of their own", "record", "edit")
+@pytest.mark.cell(
+    "attributes of their own", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["inner.0", "inner"])
 def test_with_modules_that_have_attributes_of_their_own(path):
     assert_values_are_torchs(lambda: Delegating(rows_net()), step, path)
 
 
 @pytest.mark.cell("encoder layers, fast path", "edit")
-@pytest.mark.cell("encoder layers, fast path off", "record", "statistics", "watch")
+@pytest.mark.cell(
+    "encoder layers, fast path off",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
+)
 @pytest.mark.parametrize("path", ["layers.0", "layers.0.linear1", "layers.1.norm2"])
 def test_with_encoder_layers(path):
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
@@ -236,7 +234,9 @@ def test_with_attention(part):
     )  # fmt: skip
 
 
-@pytest.mark.cell("tensor subclasses", "record", "statistics", "edit")
+@pytest.mark.cell(
+    "tensor subclasses", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_tensor_subclasses(path):
     def tagged(model):
@@ -245,7 +245,9 @@ def test_with_tensor_subclasses(path):
     assert_values_are_torchs(rows_net, tagged, path)
 
 
-@pytest.mark.cell("torchao, int8 weights", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell(
+    "torchao, int8 weights", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_int8_weights_of_torchao(path):
     model = int8_net()
@@ -258,7 +260,7 @@ def test_with_int8_weights_of_torchao(path):
     assert_values_are_torchs(lambda: model, through, path)
 
 
-@pytest.mark.cell("DataParallel", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell("DataParallel", "record", "statistics", "edit", "raw hooks", "features", "watch")
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_data_parallel_on_the_cpu(path):
     assert_values_are_torchs(lambda: nn.DataParallel(rows_net()), step, path, plain=rows_net)
@@ -275,7 +277,9 @@ def test_without_gradients(path, mode):
     assert_values_are_torchs(rows_net, run, path)
 
 
-@pytest.mark.cell("dynamically quantised", "record", "edit", "features", "watch")
+@pytest.mark.cell(
+    "dynamically quantised", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel")
 @pytest.mark.parametrize("path", ["0", "1"])
@@ -286,13 +290,17 @@ def test_with_dynamically_quantised_layers(path):
     assert_values_are_torchs(quantised, lambda model: model(ROWS), path)
 
 
-@pytest.mark.cell("torch.fx.GraphModule", "record", "edit", "features")
+@pytest.mark.cell(
+    "torch.fx.GraphModule", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_a_traced_model(path):
     assert_values_are_torchs(lambda: torch.fx.symbolic_trace(rows_net()), step, path)
 
 
-@pytest.mark.cell("AveragedModel (EMA, SWA)", "record", "edit")
+@pytest.mark.cell(
+    "AveragedModel (EMA, SWA)", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_an_averaged_model(path):
     averaged = torch.optim.swa_utils.AveragedModel
@@ -301,7 +309,15 @@ def test_with_an_averaged_model(path):
     )  # fmt: skip
 
 
-@pytest.mark.cell("a forward replaced on the instance", "record", "edit")
+@pytest.mark.cell(
+    "a forward replaced on the instance",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_with_a_forward_replaced_on_the_instance(path):
     def replaced():
@@ -313,17 +329,29 @@ def test_with_a_forward_replaced_on_the_instance(path):
     assert_values_are_torchs(replaced, step, path)
 
 
-@pytest.mark.cell("modules that call themselves", "record", "edit")
+@pytest.mark.cell(
+    "modules that call themselves", "record", "statistics", "edit", "raw hooks", "watch"
+)
 @pytest.mark.parametrize("path", ["linear", ""])
 def test_with_modules_that_call_themselves(path):
     def recursive():
         torch.manual_seed(0)
         return Recursive(4)
 
-    assert_values_are_torchs(recursive, step, path, ["record", "statistics", "edit", "watch"])
+    assert_values_are_torchs(
+        recursive, step, path, ["record", "statistics", "edit", "raw hooks", "watch"]
+    )
 
 
-@pytest.mark.cell("gradients switched inside forward", "record", "edit")
+@pytest.mark.cell(
+    "gradients switched inside forward",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_where_the_model_switches_gradients(path):
     class Switching(nn.Sequential):
