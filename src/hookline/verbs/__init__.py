@@ -1,4 +1,4 @@
-"""What people do: each verb is a selection, a hook and a sink."""
+"""The verbs that people call: each is a selection, a hook and a sink."""
 
 from hookline.verbs.attach.raw_line import RawLine as RawLine
 from hookline.verbs.attach.raw_line import attach as attach

@@ -119,7 +119,7 @@ def cam(
 
 
 class _Forward(NamedTuple):
-    """What one run of the model left: the layers, their activations, what the formula weighs by."""
+    """The results of one run of the model: layers, activations, and the weights of the formula."""
 
     layers: list[Layer]
     activations: list[Tensor]

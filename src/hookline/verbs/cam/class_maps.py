@@ -41,7 +41,7 @@ _ANCHORS = np.array(
 @final
 @dataclass(frozen=True)
 class ClassMaps:
-    """Where in each image there is what speaks for its class; made by `hl.cam`.
+    """Maps of the places in each image that speak for its class; made by `hl.cam`.
 
         >>> images, labels = load_demo_digits()
         >>> found = hl.cam(loaded.model, images[:2])

@@ -1,4 +1,4 @@
-"""Where in a model there are maps, and how a layer's value is read as maps.
+"""Find the layers of a model that hold maps, and read their values as maps.
 
 A map's shape is `(batch, channels, height, width)`; a value may have it, or hold channels last, as
 Swin does, or be the tokens of a vision transformer.
@@ -29,7 +29,7 @@ FlowBack = Callable[[Any], object]
 
 
 class Grid(NamedTuple):
-    """How a value is read as maps.
+    """A way to read a value as maps.
 
     Args:
         form: "channels first", "channels last" or "tokens".
@@ -54,7 +54,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(value: Tensor, n_images: int, size: Size, *, is_named: bool) -> Grid | None:
-    """How a value is read as maps of images of that size; None if it holds none.
+    """Find the way to read a value as maps of images of that size; None if it holds none.
 
     Args:
         value: any tensor.
@@ -145,7 +145,7 @@ def recorder(
 def layer_at(
     site: Site, value: Any, n_images: int, size: Size, reshape: Reshape | None
 ) -> Layer | None:
-    """How the maps in a layer's value are read; None if it holds none.
+    """Find the way to read the maps in a layer's value; None if it holds none.
 
     Raises:
         InputError: what `reshape` returned are no maps.

@@ -1,4 +1,4 @@
-"""What a class map is of: a class's score, or any number made of the model's output."""
+"""The target of a class map: a class's score, or any number made of the model's output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Goal(NamedTuple):
 
 
 def goal(target: Target, output: Any, n_images: int) -> Goal:
-    """What a target means, now that the model's output is known.
+    """Resolve a target, now that the model's output is known.
 
     Raises:
         InputError: it is no class of the model, or not one for each image, or the model's output

@@ -56,7 +56,7 @@ class ClipLine(VerbLine[RawLine]):
         return self
 
     def report(self) -> ClipReport:
-        """How often, and how much, gradients were clipped at each site."""
+        """Report how often, and how much, gradients were clipped at each site."""
         rows = tuple(tally.row(self._limit.bound) for tally in self._tallies)
         return ClipReport(self._line.report(), rows)
 

@@ -140,8 +140,10 @@ def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """What torch's functions clip in a parameter's place: where its gradient is sparse, as an
-    embedding's may be, one whose `.grad` is the values that the gradient holds."""
+    """Return what torch's functions clip in a parameter's place.
+
+    For a sparse gradient, as of an embedding: a tensor whose `.grad` is the gradient's values.
+    """
     if parameter.grad is None or not parameter.grad.is_sparse:
         return parameter
     parameter.grad = parameter.grad.coalesce()  # several at one index are one number

@@ -16,7 +16,7 @@ from hookline.engine import Report, has_numbers, innermost
 @final
 @dataclass(frozen=True)
 class ClipRow:
-    """How the gradients at one site were clipped.
+    """The clipping at one site.
 
     Args:
         site: as written, or "total" for the norm over all sites.
@@ -39,7 +39,7 @@ class ClipRow:
 @final
 @dataclass(frozen=True)
 class ClipReport:
-    """How often, and how much, a line clipped. Print it, or iterate over its rows."""
+    """The clipping of a line: how often, and how much. Print it, or iterate over its rows."""
 
     report: Report
     rows: tuple[ClipRow, ...]
@@ -49,12 +49,12 @@ class ClipReport:
 
     @property
     def clipped(self) -> int:
-        """How many gradients were too large, over all sites."""
+        """The number of gradients that were too large, over all sites."""
         return sum(row.clipped for row in self.rows)
 
     @property
     def seen(self) -> int:
-        """How many gradients came by, over all sites."""
+        """The number of gradients that arrived, over all sites."""
         return sum(row.seen for row in self.rows)
 
     def __str__(self) -> str:

@@ -177,7 +177,7 @@ class _NoOpDetector:
 
 
 def _left_alone(effects: list[_NoOpDetector]) -> str | None:
-    """What is to be said of edits that never changed anything."""
+    """Write the warning about edits that never changed anything."""
     found = [one for one in effects if one.was_left and not one.has_changed]
     if not found:
         return None

@@ -22,7 +22,7 @@ __all__ = ["add", "clamp", "noise", "replace", "scale"]
 
 
 def __dir__() -> list[str]:
-    """What an editor completes: the edits, and none of what they are made with."""
+    """List the edits alone, for completion in editors."""
     return [*__all__]
 
 
@@ -139,7 +139,7 @@ def _edit(name: str, change: Edit) -> Edit:
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether it is of a kind for which torch has but some of its functions.
+    """Tell whether a tensor is of a kind for which torch lacks some functions.
 
     In compiled code that cannot be asked of a gradient, and the error is that of the compiler.
     """

@@ -132,7 +132,7 @@ def _run(model: nn.Module, inputs: Any, token: int) -> None:
 
 
 def _batches(inputs: Any) -> Iterator[Any]:
-    """What the model is run on, one after the other.
+    """Yield the batches, one after the other.
 
     Raises:
         InputError: there is no batch, or one is a list.

@@ -55,7 +55,7 @@ def _wide(value: Any) -> Any:
 
 
 def measured(function: Callable[[Any], Any], value: Any) -> Any:
-    """What a function makes of a value, computed without autocast, and reduced in float32."""
+    """Apply a function to a value without autocast, with reductions in float32."""
     tensors = [tensor for _, tensor in tree.tensors(value)]
     if not tensors:
         return function(value)

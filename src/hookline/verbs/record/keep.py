@@ -1,4 +1,4 @@
-"""What of a value is kept, and where: the options that `record` and `features` share."""
+"""The options of `record` and `features`: what to keep of a value, and where."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_TRIED = 8  # of the tensors in a value
 
 
 class Keep(TypedDict, total=False):
-    """What of a value is kept, and where.
+    """The options that say what to keep of a value, and where.
 
     Args:
         keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
@@ -101,14 +101,14 @@ def checked(verb: str, options: Keep) -> Keep:
 
 
 def is_plain(options: Keep) -> bool:
-    """Whether values are kept as they are, detached: the fast way."""
+    """Tell whether values are kept as they are, detached: the fast path."""
     return options.get("detach", True) and not any(
         options.get(key) for key in ("keep", "device", "dtype", "copy")
     )
 
 
 def in_graph(options: Keep) -> Callable[[Any], Any] | None:
-    """What of keeping a value compiled code does itself; None for what it does anyhow."""
+    """Return the part of keeping a value that compiled code does itself; None for a plain copy."""
     keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
     if keep is None:
         return None if copied is snapshot else copied
@@ -134,7 +134,7 @@ class Keeper:
         self._untold = untold
 
     def __call__(self, current: Pass, value: Any, site: Site | None = None) -> tuple[Any, Any]:
-        """What is kept of a value that was seen in a pass, and its stamp.
+        """Return what to keep of a value that was seen in a pass, and its stamp.
 
         Args:
             current: the pass.

@@ -69,7 +69,7 @@ class RecordLine(VerbLine[Line]):
         self.recording.finish(self._line.report())
 
     def report(self) -> Report:
-        """What was matched and attached, how often each site fired, and why some never did."""
+        """Report the sites that were attached, how often each fired, and why some never did."""
         return self._line.report()
 
 
@@ -352,7 +352,7 @@ class _PlainTap(OutputTap):
 
 
 def _may_hand_on(module: nn.Module) -> bool:
-    """Whether a module often returns what another module has just returned.
+    """Tell whether a module often returns what another module has just returned.
 
     A container does, and layers such as `nn.Identity`; a layer of a user's own class computes.
     """

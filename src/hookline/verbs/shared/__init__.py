@@ -1,1 +1,1 @@
-"""What verbs share: run a model, end a line, find the module that failed."""
+"""The shared parts of verbs: run a model, end a line, find the module that failed."""

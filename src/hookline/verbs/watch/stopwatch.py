@@ -94,7 +94,7 @@ class Call:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the time is that of a run without hooks to within a tenth; else it is a bound."""
+        """Tell whether the time is within a tenth of a run without hooks; else it is a bound."""
         return self.seconds is not None and self.n_calls * _SECONDS_A_CALL <= _SHARE * self.seconds
 
 
@@ -210,7 +210,7 @@ def time_calls(
 
 
 def _is_above(key: int, frame: FrameType) -> bool:
-    """Whether a frame with this identity has called the given one, at any distance."""
+    """Tell whether the frame with this id is a caller of the given one, at any distance."""
     above = frame.f_back
     while above is not None and id(above) != key:
         above = above.f_back

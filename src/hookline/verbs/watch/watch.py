@@ -66,7 +66,7 @@ class Watch(VerbLine[Line]):
         self._model = None
 
     def report(self) -> Report:
-        """What was matched and attached, and how often each site fired."""
+        """Report the sites that were matched and attached, and how often each fired."""
         full = self._line.report()
         shown = tuple(
             (site, count)
@@ -235,11 +235,11 @@ def watch(
 
 
 def _nothing(value: Any) -> None:
-    """What compiled code keeps of an input."""
+    """Keep nothing of an input in compiled code."""
 
 
 def _see_nothing(current: Pass, value: Any) -> None:
-    """What is made of that."""
+    """Print nothing of an input of compiled code."""
 
 
 def _shown(value: Any) -> str:
@@ -286,7 +286,7 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Whether a value is computed by a device that Python does not wait for."""
+    """Tell whether a value is computed by a device that Python does not wait for."""
     return any(tensor.device.type not in ("cpu", "meta") for _, tensor in tree.tensors(value))
 
 
