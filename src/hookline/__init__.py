@@ -63,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`hl.plots`, imported when it is first asked for: most programs draw nothing."""
+    """Import `hl.plots` on first access: most programs draw nothing."""
     if name == "plots":
         from hookline.views import plots
 
@@ -72,5 +72,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names for completion, without what is imported to make them."""
+    """List the public names for completion, without the modules that this file imports."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,8 +1,8 @@
 """Every error and warning that hookline raises.
 
-A message names the thing, says what was expected, and ends with what to do. One class for each kind
-of mistake, so that a caller can catch one without catching the others; each also is the built-in
-error that Python programmers would reach for.
+A message names the argument or site, says what was expected, and ends with the fix. Each kind of
+mistake has its own class, so a caller can catch one kind alone. Each class also derives from the
+built-in error that Python programmers would catch.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import NamedTuple
 
 
 class HooklineError(Exception):
-    """The base of all hookline errors: `except hl.HooklineError` catches them all."""
+    """The base class of all hookline errors: `except hl.HooklineError` catches them all."""
 
 
 class SelectionError(HooklineError, LookupError):
-    """A selector is malformed, or matches nothing in this model."""
+    """A selector is malformed or matches nothing in this model."""
 
 
 class SiteError(HooklineError, LookupError):
-    """A site exists, but the leaf that was asked for does not, in the value that flowed there."""
+    """A leaf that was asked for does not exist in the value at its site."""
 
 
 class NotRecordedError(HooklineError, KeyError):
-    """A recording has no value for this site: it was never selected, or it never fired."""
+    """A recording has no value for this site: it was not selected, or it never fired."""
 
     __str__ = Exception.__str__  # KeyError would show the message quoted, on one line
 
 
 class AmbiguousError(HooklineError, LookupError):
-    """A look-up has several answers: several calls, or several passes."""
+    """A look-up matches several calls or several passes."""
 
 
 class OverwrittenError(HooklineError, RuntimeError):
@@ -39,31 +39,31 @@ class OverwrittenError(HooklineError, RuntimeError):
 
 
 class StructureError(HooklineError, TypeError):
-    """A value has another structure, or another shape, than is needed where it is used."""
+    """A value does not have the structure, shape, dtype or device that its use requires."""
 
 
 class AttachError(HooklineError, RuntimeError):
-    """Hooks cannot be attached here, or in this way."""
+    """A hook cannot be attached to this object or in this way."""
 
 
 class FolderError(HooklineError, OSError):
-    """A recording's folder cannot be written, or what is there is not a recording."""
+    """A folder cannot be written, or does not hold a readable recording."""
 
 
 class RanksError(HooklineError, RuntimeError):
-    """The processes of a distributed job do not agree, or one of them did not come."""
+    """The ranks of a distributed job disagree, or a rank is missing from a collective."""
 
 
 class ModelError(HooklineError, ValueError):
-    """A model cannot be found, built or loaded from the name that was given."""
+    """A model cannot be found, built or loaded from its name."""
 
 
 class InputError(HooklineError, ValueError):
-    """An input cannot be read, or does not fit the model."""
+    """An input cannot be read or does not fit the model."""
 
 
 class HooklineWarning(UserWarning):
-    """Something is probably not what you meant; the numbers are still the model's own."""
+    """A probable mistake. The model's outputs and gradients are still its own."""
 
 
 class Place(NamedTuple):
@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 
 def caller() -> Place:
-    """The first line up the stack that is not hookline's own."""
+    """Return the nearest line up the stack that is outside hookline."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
         frame = frame.f_back
@@ -83,7 +83,7 @@ def caller() -> Place:
 
 
 def warn(message: str) -> None:
-    """Warn, at the first line up the stack that is not hookline's own."""
+    """Emit a HooklineWarning at the nearest line up the stack that is outside hookline."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
         frame, level = frame.f_back, level + 1
@@ -91,5 +91,5 @@ def warn(message: str) -> None:
 
 
 def warn_at(place: Place, message: str) -> None:
-    """Warn, at a line that is not on the stack any more."""
+    """Emit a HooklineWarning at a line that has already left the stack."""
     warnings.warn_explicit(message, HooklineWarning, place.filename, place.lineno, place.module)

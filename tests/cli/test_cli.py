@@ -106,7 +106,7 @@ def test_a_failing_forward_exits_1_with_the_module_and_what_ran(tmp_path):
     done = run("inspect", "mine.py:make", "random:1x3x8x8", cwd=tmp_path)
     text = complaint(done, code=1)
     assert "2 (Linear), which got Tensor[1, 4, 6, 6]" in text
-    assert text.endswith("What ran before it was recorded.\n")
+    assert text.endswith("The values before the failure were recorded.\n")
     assert "2 values in hookline-run/" in done.stdout
     recording = hl.open(tmp_path / "hookline-run")
     assert list(recording) == ["0", "1"]
@@ -117,7 +117,7 @@ def test_an_input_shape_that_the_model_refuses_is_explained(tmp_path):
     done = run("inspect", "demo:digits", "random:1x3x8x8", cwd=tmp_path)
     text = complaint(done, code=1)
     assert "stem.conv (Conv2d), which got Tensor[1, 3, 8, 8]" in text
-    assert text.endswith("Nothing that was to be recorded ran before it, so nothing was written.\n")
+    assert text.endswith("No selected site ran before the failure, so nothing was written.\n")
     # It is said once, and of nothing that was recorded no word and no file is left.
     assert "Conv2d), which got" not in done.stdout
     assert "The run failed" not in done.stdout

@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_is_said_and_the_next_one_used(folder, at_once, tmp
 def test_an_address_for_others_comes_with_a_token(folder, at_once, tmp_path):
     done = run("view", folder, "--host", "0.0.0.0", "--port", 0, "--no-open", cwd=tmp_path)
     assert re.search(r"http://\S+/\?token=\S{24,}", done.stdout)
-    assert "only with it" in done.stdout
+    assert "only with this address" in done.stdout
 
 
 def test_two_folders_are_compared(folder, at_once, tmp_path):
@@ -127,7 +127,7 @@ def test_what_is_no_recording_is_said_before_anything_is_served(tmp_path, make, 
 
 def test_a_folder_that_is_not_there_yet_can_be_waited_for(tmp_path, at_once):
     done = run("view", "later", cwd=tmp_path)
-    assert "To wait for one that is still to be written: --wait." in done.stderr
+    assert "Use --wait to wait for a folder that is not written yet." in done.stderr
     done = run("view", "later", "--wait", "--port", 0, "--no-open", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

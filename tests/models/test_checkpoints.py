@@ -153,6 +153,6 @@ def test_an_unknown_suffix_is_an_error(tmp_path, said):
 @pytest.mark.parametrize("content", [torch.zeros(3), {"epoch": 3, "lr": 0.1}, {}, [1, 2]])
 def test_a_file_without_a_state_dict_is_an_error(tmp_path, said, content):
     torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(ModelError, match="holds no state dict") as raised:
+    with pytest.raises(ModelError, match="must hold a state dict") as raised:
         read_state_dict(tmp_path / "other.pt")
     assert "under state_dict or model" in said(raised)

@@ -121,7 +121,7 @@ def test_a_missing_factory_is_an_error_that_lists_what_is_there(write, said):
         load_model(f"{write(NETS)}:make_nets")
     assert said(raised).endswith(
         "Did you mean make_net? "
-        "What can be called there: Settings, Net, make_net, make_number, make_trouble, ready."
+        "Callable names: Settings, Net, make_net, make_number, make_trouble, ready."
     )
     with pytest.raises(ModelError, match="WIDTH cannot be called"):
         load_model(f"{write(NETS)}:WIDTH")
@@ -140,8 +140,8 @@ def test_what_a_file_merely_imports_is_not_listed(write, said):
     assert "partial" not in said(raised)
     with pytest.raises(ModelError) as raised:
         load_model(f"{write(imports + 'ready = Linear(1, 1)', 'more.py')}:make")
-    assert said(raised).endswith("What can be called there: ready.")
-    with pytest.raises(ModelError, match=r"called there: .*UninitializedBuffer"):
+    assert said(raised).endswith("Callable names: ready.")
+    with pytest.raises(ModelError, match=r"Callable names: .*UninitializedBuffer"):
         load_model("torch.nn:make")  # a package offers what it imports
 
 

@@ -1,4 +1,4 @@
-"""The command line: parse, call a verb, print a view."""
+"""The command line: parse arguments, call a verb, print the result."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hookline.util.install import how_to_install
 
 
 def main() -> None:
-    """Run the command `hookline`; what pip installs under that name."""
+    """Run the command `hookline`, the entry point that pip installs."""
     try:
         import typer  # noqa: F401
     except ImportError:
         sys.exit(f"hookline: the command line needs typer.\n{how_to_install('cli')}")
     from hookline.cli.app import app
 
-    # A name that the output's code page lacks is written as \\u65e5, as Python does on stderr.
+    # Characters that stdout's encoding lacks are written as \\u65e5, as Python does on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     app()

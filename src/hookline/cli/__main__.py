@@ -1,4 +1,4 @@
-"""`python -m hookline.cli`: the same as the command `hookline`."""
+"""Run the command `hookline` as `python -m hookline.cli`."""
 
 from hookline.cli import main
 

@@ -1,4 +1,4 @@
-"""The commands. Thin: each parses, calls a verb or `inspect`, and prints a view."""
+"""The commands. Each one parses its arguments, calls a verb or `inspect`, and prints the result."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def whole(
 def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to write")] = Path(
     "hookline-demo"
 )) -> None:  # fmt: skip
-    """Show the main job on a small network that is shipped with hookline. No download."""
+    """Inspect a small network that is shipped with hookline. No download."""
     with complaints():
         loaded, batch = _load("demo:digits", "demo", "default")
         found = inspect(loaded, batch, None, out_folder)
@@ -106,18 +106,18 @@ def inspect_command(
     source: InputName,
     at: Annotated[
         list[str] | None,
-        typer.Option("--at", metavar="SELECTOR", help="what to record; may be given repeatedly"),
+        typer.Option("--at", metavar="SELECTOR", help="the sites to record; may be repeated"),
     ] = None,
     out_folder: Annotated[Path, typer.Option("--out", help="the folder to write")] = Path(
         "hookline-run"
     ),
     weights: Weights = "default",
     plot: Annotated[
-        bool, typer.Option("--plot", help="draw histograms and small maps in the terminal, too")
+        bool, typer.Option("--plot", help="also draw histograms and small maps in the terminal")
     ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
-    """Run a model on an input: print the table, write a recording and a page."""
+    """Run a model on an input: print a table, write a recording and a page."""
     with complaints():
         loaded, batch = _load(model, source, weights)
         found = inspect(loaded, batch, at, out_folder)
@@ -134,9 +134,9 @@ def inspect_command(
         open_page(found.page.resolve().as_uri())
     if found.summary.failure:
         before = (
-            "What ran before it was recorded."
+            "The values before the failure were recorded."
             if len(found.recording)
-            else "Nothing that was to be recorded ran before it, so nothing was written."
+            else "No selected site ran before the failure, so nothing was written."
         )
         say(f"the forward failed in {found.summary.failure}\n{before}")
         raise typer.Exit(1)
@@ -157,7 +157,7 @@ def summary(
     ] = None,
     weights: Weights = "default",
     meta: Annotated[
-        bool, typer.Option("--meta", help="shapes alone: no weights, no memory, any size of model")
+        bool, typer.Option("--meta", help="shapes only: no weights and no memory, for any model")
     ] = False,
 ) -> None:
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
@@ -176,20 +176,22 @@ def summary(
 
 @app.command()
 def view(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="what run.save(DIR) wrote")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="a folder that run.save(DIR) wrote")
+    ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="[DIR2]", help="another, to compare it with")
+        Path | None, typer.Argument(metavar="[DIR2]", help="a second folder to compare with")
     ] = None,
-    port: Annotated[int, typer.Option(help="if it is taken, the next free one")] = 8765,
+    port: Annotated[int, typer.Option(help="the port; if it is taken, the next free one")] = 8765,
     host: Annotated[
-        str, typer.Option(help="others than this machine's own need the token that is printed")
+        str, typer.Option(help="the address to bind to; other machines need the printed token")
     ] = "127.0.0.1",
     wait: Annotated[
-        bool, typer.Option("--wait", help="a folder may be still to be written: follow it")
+        bool, typer.Option("--wait", help="wait for a folder that is not written yet")
     ] = False,
-    no_open: Annotated[bool, typer.Option("--no-open", help="open no browser")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="do not open a browser")] = False,
 ) -> None:
-    """Look at a recording in the browser, or at two side by side; new ones are followed."""
+    """Show one recording in the browser, or two side by side; the page follows new ones."""
     with complaints():
         serving = serving_of(folder, other, host, port, wait)
         serve(serving, [folder] if other is None else [folder, other], not no_open)
@@ -197,7 +199,7 @@ def view(
 
 @app.command()
 def hooks(model: ModelName, weights: Weights = "none") -> None:
-    """List every hook that is on a model as its library makes it, and whose it is."""
+    """List every hook on a model as its library builds it, and who registered it."""
     with complaints():
         with Busy(f"loading {model}"):
             loaded = load_model(model, weights=weights)
@@ -213,10 +215,10 @@ def doctor_command(
     ] = None,
     at: Annotated[
         list[str] | None,
-        typer.Option("--at", metavar="SELECTOR", help="which sites; may be given repeatedly"),
+        typer.Option("--at", metavar="SELECTOR", help="the sites to check; may be repeated"),
     ] = None,
     ports: Annotated[
-        str, typer.Option(help="output, input, grad_output, grad_input, grad; several by commas")
+        str, typer.Option(help="output, input, grad_output, grad_input, grad; separate by commas")
     ] = "output",
     weights: Weights = "none",
     as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False,
@@ -237,7 +239,7 @@ def doctor_command(
 
 @contextlib.contextmanager
 def _meta_suggested() -> Iterator[None]:
-    """Where weights are missing: a table of shapes needs none."""
+    """Add --meta to the error about missing weights: a table of shapes needs none."""
     try:
         yield
     except ModelError as error:
@@ -257,9 +259,9 @@ def _load(model: str, source: str, weights: str) -> tuple[LoadedModel, Batch]:
 
 
 def _plot(found: Inspection) -> str:
-    """Print plots of a recording; return why nothing could be drawn, if that is so."""
+    """Print plots of a recording; return the reason if nothing could be drawn."""
     if not len(found.recording):
-        return ""  # said already
+        return ""  # the caller reports an empty recording itself
     try:
         shown = terminal_plots(found.recording)
     except InputError as error:
@@ -270,7 +272,7 @@ def _plot(found: Inspection) -> str:
 
 
 def _command() -> str:
-    """How this command can be typed again: by its name where the shell finds it."""
+    """Return the command as the user can type it: by name if the shell finds it."""
     return "hookline" if shutil.which("hookline") else sys.argv[0]
 
 

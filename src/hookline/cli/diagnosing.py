@@ -1,4 +1,4 @@
-"""doctor: a model by name, and an input that is given or guessed, to a diagnosis."""
+"""The command `doctor`: diagnose a named model with a given or guessed input."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hookline.verbs import Diagnosis
 def diagnose(
     loaded: LoadedModel, at: list[str] | None, source: str | None, ports: str
 ) -> tuple[Diagnosis, str]:
-    """Ask the doctor about a model, in eval mode with gradients on.
+    """Diagnose a model in eval mode, with gradients enabled.
 
     Returns:
-        What it found, and what the model was given, in words.
+        The diagnosis and a description of the input.
 
     Raises:
         HooklineError: the selector matches nothing, or the input cannot be read.

@@ -1,4 +1,4 @@
-"""inspect: a model and an input in, a table, a recording and a page out."""
+"""The command `inspect`: run a model on an input; make a table, a recording and a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _N_SILENT = 3
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an inspection found, and where it lies; no page where nothing was recorded."""
+    """The results of an inspection and their folder. `page` is None if nothing was recorded."""
 
     summary: Summary
     recording: Recording
@@ -38,8 +38,8 @@ class Inspection:
 def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Path) -> Inspection:
     """Run a model once, record it, and write the recording and its page into a folder.
 
-    A forward that fails is in `summary.failure`; what ran before it is recorded and written. Where
-    nothing was recorded, nothing is written, and the recording's report says why.
+    If the forward raises, `summary.failure` names the module, and the values before the failure are
+    written. If nothing was recorded, nothing is written, and the recording's report says why.
 
     Raises:
         HooklineError: a selector matches nothing, or the folder cannot be written.
@@ -55,7 +55,7 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
     n_modules = sum(1 for _ in model.modules())
     output: list[Any] = []
     with Busy("running the model", n_modules) as busy, warnings.catch_warnings():
-        # What never fired is told by `silence` and by the page; not a third time.
+        # `silence` and the page already report sites that never fired.
         warnings.simplefilter("ignore", HooklineWarning)
         with hl.record(model, at or None, copy=True) as run, hl.attach(model) as line:
             line.forward(None, lambda *_: busy.step())
@@ -81,12 +81,12 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
 
 
 def silence(report: Report, *, is_chosen: bool) -> str:
-    """Say which sites never fired, and why; empty where none is worth a word.
+    """Say which sites never fired, and why; return an empty text if there is nothing to report.
 
     Args:
-        report: the recording's.
-        is_chosen: whether sites were named; of all that there are, some may well not run, and the
-            page says which.
+        report: the recording's report.
+        is_chosen: whether the user selected sites. Without a selection, some sites may well never
+            run, and only the page lists them.
     """
     silent = report.silent
     some = len(silent) < len(report.fired)
@@ -101,7 +101,7 @@ def silence(report: Report, *, is_chosen: bool) -> str:
 
 
 def read_input(source: str, loaded: LoadedModel) -> Batch:
-    """Read an input as `load_input` does, and refuse one that holds nothing.
+    """Read an input as `load_input` does, and refuse one without elements.
 
     Raises:
         InputError: it cannot be read, or its tensors have no elements.
@@ -118,14 +118,14 @@ def read_input(source: str, loaded: LoadedModel) -> Batch:
 
 
 def inputs_of(model: nn.Module, batch: Batch) -> Inputs:
-    """A batch as `hl.summary` takes it."""
+    """Convert a batch to the inputs that `hl.summary` takes."""
     if not batch.kwargs:
         return batch.args
     return batch.kwargs if not batch.args else lambda: model(*batch.args, **batch.kwargs)
 
 
 def _classes(loaded: LoadedModel, output: Any) -> list[tuple[str, float]]:
-    """The five likeliest classes of the first row, if the output is one score for each label."""
+    """List the five likeliest classes of the first row, if the output has a score per label."""
     scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if loaded.labels is None or not isinstance(scores, Tensor) or scores.ndim != 2:
         return []

@@ -1,4 +1,4 @@
-"""What every command shares: where it prints, how it fails, how it shows that it is busy."""
+"""Consoles, error handling and progress bars that all commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hookline.errors import HooklineError
 
-BAD_INPUT = 2  # the exit code for what the user can mend; 1 is for a model that fails
+BAD_INPUT = 2  # the exit code for a mistake in the arguments; 1 is for a model that fails
 
 # Piped into a file, a table must not be folded at the 80 columns that rich would assume.
 out = Console(width=None if sys.stdout.isatty() else 160, highlight=False, emoji=False)
@@ -35,7 +35,7 @@ def complaints() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Print a complaint, as it is: no markup, no folding."""
+    """Print a message to stderr, without markup and without folding."""
     err.print(f"hookline: {message}", markup=False)
 
 
@@ -44,8 +44,8 @@ class Busy:
     """A progress bar that appears only if the work takes longer than a second.
 
     Args:
-        text: what is being done.
-        total: how many steps it has; None where nobody knows.
+        text: the label of the bar.
+        total: the number of steps; None if it is unknown.
     """
 
     def __init__(self, text: str, total: int | None = None) -> None:
@@ -64,9 +64,9 @@ class Busy:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        if self._progress.live.is_started:  # stopping what never began would print a blank line
+        if self._progress.live.is_started:  # stop() on an unstarted bar prints a blank line
             self._progress.stop()
 
     def step(self) -> None:
-        """One step is done."""
+        """Advance the bar by one step."""
         self._progress.advance(self._task)

@@ -1,4 +1,4 @@
-"""view: recordings as pages, served until Ctrl-C."""
+"""The command `view`: serve recordings as pages until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from hookline.views.page import FolderSource, OpenRecordings, Serving
 
 
 def serving_of(folder: Path, other: Path | None, host: str, port: int, wait: bool) -> Serving:
-    """A server for one folder or two, bound to its port.
+    """Create a server for one folder or two, bound to its port.
 
     Raises:
-        HooklineError: a folder holds no recording that can be read (unless it is waited for), no
-            port is free, or an extra is missing.
+        HooklineError: a folder holds no readable recording (unless `wait`), no port is free, or an
+            extra is missing.
     """
     folders = [folder] if other is None else [folder, other]
     shelf = OpenRecordings(*(FolderSource(one) for one in folders))
     if not wait or shelf.state():
         try:
-            shelf.shown()  # so that what is wrong is said here, and the first page is there at once
+            shelf.shown()  # report a bad folder before serving, and make the first page fast
         except FolderError as error:
             if wait or all(os.path.exists(one) for one in folders):
                 raise
             raise FolderError(
-                f"{error}\nTo wait for one that is still to be written: --wait."
+                f"{error}\nUse --wait to wait for a folder that is not written yet."
             ) from None
     return Serving(shelf, host, port)
 
 
 def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:
-    """Say where the page is, open it, and answer until Ctrl-C."""
+    """Print the page's address, open it, and serve until Ctrl-C."""
     if serving.moved:
         say(f"port {serving.wanted_port} is taken; using {serving.port}.")
     names = " and ".join(str(folder) for folder in folders)
     out.print(f"{names} at", markup=False, soft_wrap=True)
     out.print(f"  {serving.address}", markup=False, soft_wrap=True)
     if "token=" in serving.address:
-        out.print("Others on the network can read it with this address, and only with it.")
+        out.print("Other machines can read the page only with this address.")
     out.print("Ctrl-C ends it.")
     if open_browser:
         open_page(serving.address)
@@ -49,9 +49,9 @@ def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:
 
 
 def open_page(address: str) -> None:
-    """Open an address in the browser, where there is a screen."""
+    """Open an address in the browser, if there is a display."""
     if sys.platform.startswith("linux") and not (
         os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     ):
-        return  # there, only a text browser could be found, and it would take the terminal
+        return  # webbrowser would find a text browser, which takes over the terminal
     webbrowser.open(address)

@@ -1,1 +1,1 @@
-"""Text, units, colours, tables: how results are shown. Nothing here knows a type of hookline."""
+"""Text, units, colours and tables for results; independent of hookline's own types."""

@@ -1,7 +1,7 @@
-"""Maps of colours as numbers, for what is drawn without matplotlib.
+"""Colour maps as numbers, for drawings made without matplotlib.
 
-Both read the same to colour-blind people; viridis, whose lightness rises evenly, in black and
-white, too.
+Both maps suit colour-blind readers. Viridis also suits black-and-white print, because its lightness
+rises evenly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VIRIDIS: tuple[Rgb, ...] = (
     (34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
 )  # fmt: skip
 
-# ColorBrewer's RdBu from blue to red: for numbers of both signs, white at zero.
+# ColorBrewer's RdBu from blue to red, for signed values: zero is white.
 BLUE_RED: tuple[Rgb, ...] = (
     (5, 48, 97), (33, 102, 172), (67, 147, 195), (146, 197, 222), (209, 229, 240), (247, 247, 247),
     (253, 219, 199), (244, 165, 130), (214, 96, 77), (178, 24, 43), (103, 0, 31),
@@ -24,7 +24,7 @@ BLUE_RED: tuple[Rgb, ...] = (
 
 
 def colour(share: float, anchors: Sequence[Rgb]) -> Rgb:
-    """The colour at a place from 0 to 1 of a map.
+    """Interpolate a colour of a map at a position from 0 to 1.
 
     >>> colour(0.05, VIRIDIS)
     (70, 18, 100)

@@ -1,4 +1,4 @@
-"""Tables for notebooks. Every cell is escaped: paths and types are the user's own words."""
+"""HTML tables for notebooks. Every cell is escaped, because paths and types come from users."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hookline.display.text import escape_invisible
 
 MOST_ROWS = 60
 
-# Notebooks have rules of their own for tables; a class named three times (&) outweighs them.
-# Colours are the notebook's, light or dark: lines and quiet text are its text colour, made fainter.
+# Notebooks style tables themselves; repeating the class three times (&) outweighs their rules.
+# Lines and quiet text are the notebook's own text colour made fainter, so dark themes work.
 _STYLE = """<style>
 & { font-size: 0.9em; color: inherit; max-width: 100%; overflow-x: auto; }
 & p { margin: 0 0 0.4em; }
@@ -30,7 +30,7 @@ _STYLE = """<style>
 
 
 def escape(text: str) -> str:
-    """Escape a text for HTML.
+    """Escape a text for HTML, including characters that do not print.
 
     >>> escape("<script>")
     '&lt;script&gt;'
@@ -39,16 +39,16 @@ def escape(text: str) -> str:
 
 
 def table(head: str, names: Sequence[str], rows: Iterable[Sequence[str]], n_all: int) -> str:
-    """Lay out a table under a line of HTML.
+    """Return the HTML of a table with a line above it.
 
         >>> "<td>fc</td>" in table("<b>Selection</b>", ["site"], [["fc"]], 1)
         True
 
     Args:
         head: the line above it, in HTML.
-        names: the columns; `>` before a name sets its column right, `~` lets it wrap.
-        rows: the cells as text, escaped here. Give at most `MOST_ROWS`.
-        n_all: how many rows there are in all; the foot tells of those that are not shown.
+        names: the column names; the prefix `>` aligns a column right, `~` lets it wrap.
+        rows: the cells as text, at most `MOST_ROWS` rows; this function escapes them.
+        n_all: the number of rows in all; a footer counts the rows that are not shown.
     """
     classes = [{">": "number", "~": "wrap"}.get(name[0], "") for name in names]
     kinds = [f' class="{kind}"' if kind else "" for kind in classes]

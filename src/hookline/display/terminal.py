@@ -1,7 +1,7 @@
-"""Words, tables and grids, laid out for a terminal or as plain text.
+"""Text, tables and grids, laid out for a terminal or as plain text.
 
-A result describes itself with these, as plain data. rich draws them; it is imported when something
-is drawn, since most programs print nothing.
+A result describes itself with these as plain data, and rich draws them. rich is imported on first
+use, because most programs print nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 _TEXT_WIDTH = 100
 _STRUCTURE_WIDTH = 40
 
-# A text, or pieces of one, each with its style. It is shown as it stands: never as rich's markup.
+# A text, or pairs of a text and its style. It is never parsed as rich's markup.
 Words = str | Sequence[tuple[str, str]]
 
 
 @final
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head.
+    """A table with a header row.
 
     Args:
-        names: the columns; `>` before a name sets its column right, `~` and `^` let long cells
-            wrap, `~` also where the terminal is wide enough.
+        names: the column names. The prefix `>` aligns a column right. `~` and `^` let long cells
+            wrap; `~` limits the width even where the terminal has room.
         rows: the cells.
-        quiet: the places of rows that step back.
+        quiet: the indices of rows that are dimmed.
     """
 
     names: Sequence[str]
@@ -45,11 +45,11 @@ class Table:
 @final
 @dataclass(frozen=True)
 class Grid:
-    """Labels, each with a text.
+    """Pairs of a label and a text, one pair a line.
 
     Args:
         rows: the pairs.
-        gap: how many blanks stand between them.
+        gap: the number of spaces between label and text.
     """
 
     rows: Sequence[tuple[str, Words]]
@@ -60,7 +60,7 @@ Part = Words | Table | Grid
 
 
 def renderable(parts: Sequence[Part]) -> Group:
-    """Make parts ready for `rich.console.Console().print`; a blank line stands between two."""
+    """Convert parts to a rich renderable, with a blank line between them."""
     from rich import box
 
     return _laid_out(parts, box.SIMPLE_HEAD)
@@ -79,20 +79,20 @@ def text_of(parts: Sequence[Part], width: int | None = _TEXT_WIDTH) -> str:
 
     Args:
         parts: the parts.
-        width: in characters; None for as many as nothing needs to be cut off.
+        width: the width in characters; None makes it wide enough for every line.
 
     Returns:
-        The lines, without colour and without a final line break.
+        The lines, without colour and without a trailing newline.
     """
     from rich import box
     from rich.console import Console
 
-    # The rule is in ASCII: print must not fail where stdout is a file in an old code page.
+    # An ASCII rule, because print must not fail where stdout has a legacy encoding.
     shown = _laid_out(parts, box.Box("    \n" * 2 + " -- \n" + "    \n" * 5, ascii=True))
     out = io.StringIO()
 
     def console(width: int) -> Console:
-        # In a notebook rich would display it, and write nothing here.
+        # Without force_jupyter=False, rich in a notebook would display it and write nothing here.
         return Console(
             width=width, file=out, color_system=None, legacy_windows=False, force_jupyter=False
         )

@@ -1,4 +1,4 @@
-"""Numbers with their nouns, names as they can be seen."""
+"""Plurals and the escaping of characters that do not print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def plural(number: int, one: str, many: str | None = None) -> str:
-    """A number with its noun: `1 pass`, `2 passes`.
+    """Return a number with its noun: `1 pass`, `2 passes`.
 
     >>> plural(2, "pass", "passes"), plural(1, "site")
     ('2 passes', '1 site')
@@ -15,10 +15,10 @@ def plural(number: int, one: str, many: str | None = None) -> str:
 
 
 def escape_invisible(text: str) -> str:
-    """A text whose marks that are not seen are: those of direction, and what a terminal obeys.
+    """Escape characters that do not print: control, format and surrogate characters.
 
-    Names of modules are the user's own words, or those of whoever made a folder: a mark in one
-    could turn round, hide or colour what stands beside it. Line breaks and tabs stay.
+    Module names come from users or from a folder's author. A direction mark or a terminal control
+    sequence in a name could reverse, hide or colour the text beside it. Newlines and tabs are kept.
 
     >>> print(escape_invisible("layer\\u202egnp.1"))
     layer\\u202egnp.1
@@ -31,4 +31,4 @@ def escape_invisible(text: str) -> str:
     )
 
 
-_UNSEEN = ("Cc", "Cf", "Cs")  # controls, marks of format, halves of a pair
+_UNSEEN = ("Cc", "Cf", "Cs")  # Unicode categories: control, format, surrogate

@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, bytes, measurements."""
+"""Formatting of counts, byte sizes, measurements and shares."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def count(number: float) -> str:
-    """A large count with three digits and a decimal unit.
+    """Format a count with three digits and a decimal unit.
 
         >>> count(7_332_000_000), count(48), count(999_600)
         ('7.33 G', '48', '1.00 M')
 
     Args:
-        number: how many, from 0.
+        number: the count, at least 0.
 
     Returns:
-        The text; a number below 1000 as it stands.
+        The text; a number below 1000 is not scaled.
     """
     return _scaled(number, 1000, _COUNT_UNITS)
 
 
 def size(n_bytes: float) -> str:
-    """An amount of memory with three digits and a binary unit.
+    """Format an amount of memory with three digits and a binary unit.
 
         >>> size(3_211_264), size(512)
         ('3.06 MiB', '512 B')
 
     Args:
-        n_bytes: the amount in bytes, from 0.
+        n_bytes: the amount in bytes, at least 0.
 
     Returns:
         The text.
@@ -39,7 +39,7 @@ def size(n_bytes: float) -> str:
 
 
 def measure(number: float | None) -> str:
-    """A measurement with four significant digits; nothing for None.
+    """Format a measurement with four significant digits; None gives an empty text.
 
     >>> measure(0.0312549), measure(-12), measure(1.5e-9), measure(None)
     ('0.03125', '-12', '1.5e-09', '')
@@ -48,13 +48,13 @@ def measure(number: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """A share as a percentage that says 0 % and 100 % only for none and all.
+    """Format a share as a percentage; 0 % and 100 % are exact, never rounded.
 
         >>> share(0.5), share(0.0), share(0.99999), share(1.0)
         ('50 %', '0 %', '>99.9 %', '100 %')
 
     Args:
-        part: from 0 to 1; None gives an empty text.
+        part: the share from 0 to 1; None gives an empty text.
     """
     if part is None:
         return ""
@@ -71,7 +71,7 @@ def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
         return f"{number:g} {units[0]}".rstrip()
     power = min(int(math.log(number, base)), len(units) - 1)
     scaled = number / base**power
-    # 999.6 would be written with four digits, 1000: it belongs to the next unit.
+    # 999.6 would round to 1000, which has four digits, so the next unit is used.
     if scaled >= 999.5 and power < len(units) - 1:
         power, scaled = power + 1, number / base ** (power + 1)
     digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0

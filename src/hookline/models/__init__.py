@@ -1,6 +1,6 @@
-"""What a person names: a model and an input for it, from the command line or from Python.
+"""Load a model and an input by name, from the command line or from Python.
 
-torchvision, timm, transformers and pillow are imported on use.
+torchvision, timm, transformers and pillow are imported on first use.
 """
 
 from hookline.models.demo import load_demo_digits as load_demo_digits

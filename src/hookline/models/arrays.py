@@ -1,4 +1,4 @@
-"""Files of arrays as arguments for a model."""
+"""Read files of arrays as arguments of a model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def read_arrays(path: Path, model: nn.Module) -> Batch:
     Args:
         path: `.npy`, `.npz`, `.pt` (a tensor, a tuple or list of arguments, or a dict of keyword
             arguments) or `.safetensors`.
-        model: the model; numpy's float64 becomes float32 where the model's parameters are
-            float32, and the description says so. Nothing else is changed.
+        model: the model. If its parameters are float32, numpy's float64 becomes float32, and the
+            description says so. Nothing else is changed.
 
     Raises:
-        InputError: the file is broken, needs unpickling, or holds what torch has no type for.
+        InputError: the file is broken, needs unpickling, or holds a dtype that torch lacks.
     """
     suffix = path.suffix.lower()
     content = _read_numpy(path) if suffix in (".npy", ".npz") else read_tensors(path, InputError)
@@ -69,20 +69,20 @@ def read_arrays(path: Path, model: nn.Module) -> Batch:
 
 def _read_numpy(path: Path) -> Any:
     try:
-        # Opened here, as numpy leaves a broken file open.
+        # Opened here, because numpy leaves a broken file open.
         with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's on old headers: they are read all the same
+            warnings.simplefilter("ignore")  # numpy warns of old headers, but reads them
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.lib.npyio.NpzFile):
                 return {key: content[key] for key in content.files}
             return content
-    except Exception as error:  # what a broken file makes the readers raise has no common base
+    except Exception as error:  # readers of broken files raise errors without a common base
         if "Object arrays" in str(error):
             raise InputError(
                 f"{path} holds Python objects, which need unpickling; hookline does not do it.\n"
                 "Save arrays of numbers: np.save(FILE, array.astype(np.float32))."
             ) from error
-        # numpy takes any file that is not its own for a pickle, and says so; that would mislead.
+        # numpy takes any unknown file for a pickle and says so, which would mislead.
         reason = "np.save did not write it" if "pickled" in str(error) else first_line(error)
         raise InputError(
             f"{path} cannot be read as a {path.suffix} file: {reason}.\n"
@@ -92,7 +92,7 @@ def _read_numpy(path: Path) -> Any:
 
 def _as_tensor(array: NDArray[Any], path: Path) -> Tensor:
     try:
-        # torch takes neither foreign byte orders nor negative strides.
+        # torch accepts neither foreign byte orders nor negative strides.
         native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
         return torch.from_numpy(native).reshape(array.shape)
     except TypeError as error:

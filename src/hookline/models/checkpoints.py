@@ -1,4 +1,4 @@
-"""Checkpoint files: read without unpickling, and fitted to a model."""
+"""Read checkpoint files without unpickling, and load them into a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _N_KEYS_NAMED = 3
 
 
 def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a state dict from a checkpoint, without running anything that is in the file.
+    """Read a state dict from a checkpoint without executing any of its contents.
 
         >>> torch.save({"state_dict": nn.Linear(2, 2).state_dict(), "epoch": 3}, "last.ckpt")
         >>> list(read_state_dict("last.ckpt"))
@@ -35,11 +35,11 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
             It holds the state dict itself, or a dict with it under `state_dict` or `model`.
 
     Returns:
-        The state dict, on the CPU, with its keys as they are in the file.
+        The state dict, on the CPU, with the keys of the file.
 
     Raises:
-        ModelError: there is no such file, its suffix is none of these, it needs unpickling, it
-            is broken, or it holds no state dict.
+        ModelError: the file does not exist, has another suffix, needs unpickling, is broken, or
+            holds no state dict.
     """
     path = Path(file).expanduser()
     if not is_file(path):
@@ -59,8 +59,8 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
             break
     if not isinstance(content, dict) or not any(isinstance(v, Tensor) for v in content.values()):
         raise ModelError(
-            f"{path} holds no state dict: {_say_content(content)}.\nA state dict, or a dict with "
-            "one under state_dict or model, was expected: torch.save(model.state_dict(), FILE)."
+            f"{path} must hold a state dict, or a dict with one under state_dict or model, got "
+            f"{_say_content(content)}.\nSave one: torch.save(model.state_dict(), FILE)."
         )
     return {str(key): value for key, value in content.items()}
 
@@ -72,51 +72,51 @@ def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
         torch.Size([1, 3, 224, 224])
 
     Args:
-        path: the file. `.safetensors` is read as such; any other suffix through `torch.load`.
-        error_type: the error to raise.
+        path: the file. `.safetensors` is read as such, any other suffix by `torch.load`.
+        error_type: the class of the error to raise.
 
     Returns:
-        What the file holds; for `.safetensors` a dict of tensors.
+        The contents of the file; for `.safetensors` a dict of tensors.
 
     Raises:
-        HooklineError: of type `error_type`: the file needs unpickling, or is broken.
+        HooklineError: of class `error_type`: the file needs unpickling or is broken.
     """
     try:
         if path.suffix.lower() == ".safetensors":
             return load_file(path, device="cpu")
         return torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
-        # torch names the class that it refused; a file of another kind has no such line.
+        # torch names the class that it refused; for a file of another format it names none.
         refused = re.search(r"(?:Unsupported global|Unsupported class): ?\w* (\S+)", str(error))
         if refused is None:
             raise error_type(_say_broken(path, "torch.save did not write it")) from error
         raise error_type(
             f"{path} needs unpickling ({refused[1]}), which can run any code, so hookline does "
-            "not do it.\nWhere you trust the file, load it yourself and save its tensors alone: "
+            "not do it.\nIf you trust the file, load it yourself and save only its tensors: "
             "torch.save(model.state_dict(), FILE), or as .safetensors."
         ) from error
-    except Exception as error:  # what a broken file makes the readers raise has no common base
+    except Exception as error:  # readers of broken files raise errors without a common base
         raise error_type(_say_broken(path, first_line(error))) from error
 
 
 def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: str) -> None:
-    """Load a state dict into a model, all of it or with an error that says what does not fit.
+    """Load a state dict into a model, or raise an error that lists the keys that do not fit.
 
         >>> fit_state_dict(nn.Linear(2, 2), {"module.weight": w, "module.bias": b}, "mine", "a.pt")
 
     Args:
         model: the model, changed in place.
-        state: its state dict; the prefixes `module.` and `_orig_mod.` of wrappers are removed.
+        state: the state dict; the wrapper prefixes `module.` and `_orig_mod.` are removed.
         name: the model's name, for the message.
         source: the file's name, for the message.
 
     Raises:
-        ModelError: keys are missing, unexpected or of another shape; up to three of each are
-            named.
+        ModelError: keys are missing, unexpected or of another shape. The message names up to three
+            of each.
     """
     own = model.state_dict(keep_vars=True)
     bare = {_without_wrappers(key): value for key, value in state.items()}
-    # A model may have a submodule called `module` of its own: then its keys fit as they are.
+    # A model may have a submodule named `module`: then its keys fit with the prefix.
     if len(own.keys() & bare.keys()) > len(own.keys() & state.keys()):
         state = bare
     reshaped = [
@@ -125,7 +125,7 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
         if key in state and _differs(tensor, state[key])
     ]
     missing = [key for key in own if key not in state]
-    # Buffers that the model computes itself, and that files of older releases still hold.
+    # Non-persistent buffers, which files of older releases may still hold.
     computed = {name for name, _ in model.named_buffers()} - own.keys()
     unexpected = [key for key in state if key not in own and key not in computed]
     if not reshaped:
@@ -134,7 +134,7 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
             result = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
             raise ModelError(f"{source} does not fit {name}: {first_line(error)}") from error
-        # A tied parameter has several keys, and is loaded once any of them is.
+        # A tied parameter has several keys; loading one of them loads the parameter.
         loaded = {id(own[key]) for key in own if key in state}
         missing = [key for key in result.missing_keys if id(own.get(key)) not in loaded]
         unexpected = [key for key in result.unexpected_keys if key not in computed]
@@ -165,7 +165,7 @@ def _differs(own: Any, other: Any) -> bool:
 def _without_wrappers(key: str) -> str:
     while key.startswith(_WRAPPERS):
         key = key.split(".", 1)[1]
-    # torch.compile wraps submodules too, so its prefix may stand further in.
+    # torch.compile also wraps submodules, so its prefix may occur inside a key.
     return key.replace("._orig_mod.", ".")
 
 
@@ -176,8 +176,8 @@ def _say_shape(tensor: Any) -> str:
 def _say_content(content: Any) -> str:
     if isinstance(content, dict):
         keys = ", ".join(str(key) for key in list(content)[:_N_KEYS_NAMED])
-        return f"it is a dict with the keys {keys}" if keys else "it is an empty dict"
-    return f"it is a {type(content).__name__}"
+        return f"a dict with the keys {keys}" if keys else "an empty dict"
+    return f"a {type(content).__name__}"
 
 
 def _say_broken(path: Path, reason: str) -> str:

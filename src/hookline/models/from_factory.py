@@ -1,4 +1,4 @@
-"""path/to/file.py:FACTORY, package.module:FACTORY."""
+"""Load a model from `path/to/file.py:FACTORY` or `package.module:FACTORY`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _N_NAMES_LISTED = 8
 
 
 def load_file_factory(file: str, factory: str) -> LoadedModel:
-    """Run a Python file, and call a function of it that makes a model.
+    """Run a Python file and call its factory, a function that returns a model.
 
         >>> load_file_factory("nets/tiny.py", "make").name
         'nets/tiny.py:make'
 
     Args:
-        file: the path of the file. While it runs, modules beside it can be imported.
-        factory: a function or class in it that is called without arguments, or a model in it.
+        file: the path of the file. While it runs, it can import modules beside it.
+        factory: the name of a function or class, called without arguments, or of a model.
 
     Returns:
-        The model; pictures are prepared by a guess (see `guess_preprocess`).
+        The model; `guess_preprocess` prepares its pictures.
 
     Raises:
-        ModelError: there is no such file or no such name in it, running it or calling the
-            factory fails, or what comes back is no `nn.Module`.
+        ModelError: the file or the name does not exist, running the file or calling the factory
+            fails, or the result is not an `nn.Module`.
     """
     path = Path(file).expanduser()
     if not is_file(path):
@@ -54,17 +54,17 @@ def load_file_factory(file: str, factory: str) -> LoadedModel:
 
 
 def load_module_factory(module_name: str, factory: str) -> LoadedModel:
-    """Import a module, and call a function of it that makes a model.
+    """Import a module and call its factory, a function that returns a model.
 
         >>> load_module_factory("torch.nn", "Identity").model
         Identity()
 
     Args:
-        module_name: a module that can be imported, also from the current folder.
+        module_name: an importable module, also one in the current folder.
         factory: as for `load_file_factory`.
 
     Returns:
-        The model; pictures are prepared by a guess (see `guess_preprocess`).
+        The model; `guess_preprocess` prepares its pictures.
 
     Raises:
         ModelError: as for `load_file_factory`.
@@ -85,7 +85,7 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
 
 
 def _run_file(path: Path) -> ModuleType:
-    # In sys.modules, as dataclasses and pickle expect, under a name that no other file has.
+    # dataclasses and pickle look the module up in sys.modules; the digest makes its name unique.
     digest = zlib.crc32(os.fsencode(path.resolve()))
     module_name = f"_hookline_{path.stem}_{digest:08x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -106,7 +106,7 @@ def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
     made = getattr(module, factory, None)
     if made is None or not callable(made):
         raise _no_factory(module, place, factory)
-    # A model may stand in the file ready-made; a class or a function is called.
+    # The name may be a model itself; a class or a function is called.
     if not isinstance(made, nn.Module):
         try:
             made = made()
@@ -123,7 +123,7 @@ def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
 def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
     public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
     own = [k for k in public if _is_own(vars(module)[k], module)]
-    # A package offers what its __init__ imports; a file does not.
+    # A package re-exports names that its __init__ imports; a single file does not.
     is_package = hasattr(module, "__path__")
     names = [*own, *(name for name in public if name not in own)] if is_package else own
     what = "cannot be called" if hasattr(module, factory) else "is not there"
@@ -134,19 +134,19 @@ def _no_factory(module: ModuleType, place: str, factory: str) -> ModelError:
     return ModelError(
         f"{place}:{factory}: {factory} {what}.\n"
         + (f"Did you mean {close[0]}? " if close else "")
-        + (f"What can be called there: {listed}." if names else "It defines no function or class.")
+        + (f"Callable names: {listed}." if names else "It defines no function or class.")
     )
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
-    """Whether a module defines this; a model that stands there ready-made was made there."""
+    """Return whether a module defines a value itself; a model instance always counts as its own."""
     is_model = isinstance(value, nn.Module)
     return is_model or getattr(value, "__module__", "") == module.__name__
 
 
 def _failed(what: str, how: str, error: BaseException) -> ModelError:
     frames = traceback.extract_tb(error.__traceback__)
-    # A call that does not fit the factory's arguments fails here, not in the person's file.
+    # A call that does not fit the factory's signature fails here, not in the user's file.
     frame = frames[-1] if frames and frames[-1].filename != __file__ else None
     if isinstance(error, SyntaxError) and error.filename:
         place = f" ({Path(error.filename).name}, line {error.lineno})"
@@ -162,7 +162,7 @@ def _failed(what: str, how: str, error: BaseException) -> ModelError:
 
 @contextmanager
 def _importable_from(folder: Path) -> Iterator[None]:
-    """Let modules in the folder be imported for a while, as `python file.py` would."""
+    """Put a folder first on `sys.path` inside the block, as `python file.py` does."""
     entry = str(folder)
     sys.path.insert(0, entry)
     try:

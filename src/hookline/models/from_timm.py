@@ -1,4 +1,4 @@
-"""timm:NAME."""
+"""Load a model from timm: `timm:NAME`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from hookline.models.packages import (
 )
 from hookline.models.pictures import in_mode
 
-# In the order in which timm looks for them.
+# In timm's own order of preference.
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
-    """Build a model of timm, with the weights that timm has as its default or with random ones.
+    """Build a timm model with timm's default weights or with random weights.
 
         >>> load_timm("resnet18.a1_in1k", default_weights=False).model.num_classes
         1000
 
     Args:
-        model_name: one of `timm.list_models()`, or of `timm.list_pretrained()`: a model with a
-            tag that names its weights.
+        model_name: a name from `timm.list_models()`, or from `timm.list_pretrained()`, where a tag
+            names the weights.
         default_weights: False builds with random weights and downloads nothing.
 
     Returns:
-        The model, with the preparation of pictures and the labels that timm publishes for it.
+        The model, with the preprocessing and the labels that timm publishes for it.
 
     Raises:
-        ModelError: timm is not installed or has no such model, or the weights cannot be fetched.
+        ModelError: timm is not installed, does not know the model, or cannot fetch the weights.
     """
     name = f"timm:{model_name}"
     timm = import_package("timm", name)
@@ -53,7 +53,7 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
         _check_source(timm, model_name, name)
     try:
         model = timm.create_model(model_name, pretrained=default_weights)
-    except Exception as error:  # the hub's, the network's and timm's own errors share no base
+    except Exception as error:  # errors of the hub, the network and timm have no common base
         if default_weights:
             raise cannot_fetch(name, "its weights", first_line(error)) from error
         raise ModelError(f"{name} cannot be built: {first_line(error)}.") from error
@@ -64,7 +64,7 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
 
 
 def _check_source(timm: Any, model_name: str, name: str) -> None:
-    """Make sure that the weights are here or can be fetched, before timm tries for a minute."""
+    """Check that the weights are cached or reachable, before timm retries for a minute."""
     config = timm.get_pretrained_cfg(model_name)
     hub_id = getattr(config, "hf_hub_id", None)
     url = getattr(config, "url", None)

@@ -1,4 +1,4 @@
-"""torchvision:NAME."""
+"""Load a model from torchvision: `torchvision:NAME`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from hookline.models.pictures import in_mode
 
 
 def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
-    """Build a model of torchvision, with the weights that torchvision has as its default or none.
+    """Build a torchvision model with torchvision's default weights or with random weights.
 
         >>> load_torchvision("resnet18", default_weights=False).labels[0]
         'tench'
 
     Args:
-        model_name: one of `torchvision.models.list_models()`.
+        model_name: a name from `torchvision.models.list_models()`.
         default_weights: False builds with random weights and downloads nothing.
 
     Returns:
-        The model. The preparation of pictures and the labels are those of its default weights,
-        also where the weights are random.
+        The model. Its preprocessing and labels are those of the default weights, even if the
+        weights are random.
 
     Raises:
-        ModelError: torchvision is not installed or has no such model, or the weights cannot be
+        ModelError: torchvision is not installed, does not know the model, or the weights cannot be
             fetched.
     """
     name = f"torchvision:{model_name}"
@@ -55,7 +55,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
     options: dict[str, Any] = {}
     if default_weights:
         _fetch_safely(weights, name)
-    # Detectors and segmenters download a pretrained backbone unless they are told not to.
+    # Detectors and segmenters download a pretrained backbone by default.
     elif "weights_backbone" in inspect.signature(models.get_model_builder(model_name)).parameters:
         options["weights_backbone"] = None
     model = models.get_model(model_name, weights=weights if default_weights else None, **options)
@@ -65,7 +65,7 @@ def load_torchvision(model_name: str, *, default_weights: bool) -> LoadedModel:
 
 
 def unknown_name(name: str, short: str, known: list[str], listing: str) -> ModelError:
-    """The error for a model that a library does not have, with the names nearest to it."""
+    """Return the error for a model that a library does not have, with the closest names."""
     library = name.partition(":")[0]
     close = difflib.get_close_matches(short, known, n=4, cutoff=0.6)
     hint = (
@@ -77,10 +77,10 @@ def unknown_name(name: str, short: str, known: list[str], listing: str) -> Model
 
 
 def _fetch_safely(weights: Any, name: str) -> None:
-    """Download a checkpoint into torch's cache, and make sure that it holds tensors alone.
+    """Download a checkpoint into torch's cache, and check that it holds nothing but tensors.
 
-    torchvision reads it again, through an unpickler that would run what is in the file; after
-    this first reading, which refuses everything but tensors, there is nothing in it to run.
+    torchvision then reads the file with an unpickler that can execute code. The check reads it
+    first with `weights_only=True`, which refuses a file with code in it.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""hf:NAME and hf:FOLDER, through transformers."""
+"""Load a model from transformers: `hf:NAME` or `hf:FOLDER`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hookline.models.places import is_file, is_folder, printable
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Without a limit of its own, a tokenizer says that it takes 1e30 tokens.
+# A tokenizer without a limit reports a maximum of 1e30 tokens.
 _NO_LIMIT = 10**9
 
 
 def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
-    """Build a model of transformers from a folder or from its name on the Hugging Face hub.
+    """Build a transformers model from a folder or from its name on the Hugging Face hub.
 
-    Weights are read from `.safetensors` alone, and no code of a repository is ever run.
+    Weights are read from `.safetensors` only, and code in a repository is never run.
 
         >>> load_transformers("openai-community/gpt2", default_weights=True).model.config.n_layer
         12
@@ -41,12 +41,12 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
         default_weights: False builds from the configuration alone, with random weights.
 
     Returns:
-        The model, of the class that its configuration names, with its tokenizer, its preparation
-        of pictures and its labels, as far as they are published with it.
+        The model, of the class that its configuration names. Its tokenizer, preprocessing and
+        labels are included if they are published with it.
 
     Raises:
-        ModelError: transformers is not installed, the folder or its files are not there, the
-            model needs code of its own, or nothing can be fetched.
+        ModelError: transformers is not installed, the folder or its files do not exist, the model
+            needs code of its own, or the files cannot be fetched.
     """
     name = f"hf:{place}"
     transformers = import_package("transformers", name)
@@ -144,7 +144,7 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
 
 def _model_class(transformers: Any, config: Any) -> Any:
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    # A configuration comes from anyone, and could name something that is no model.
+    # A configuration is untrusted: it could name a class that is not a model.
     if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         return named
     return transformers.AutoModel
@@ -161,13 +161,13 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
             f"Use {instead} to load a checkpoint's tensors, or {RANDOM}."
         )
     if options["local_files_only"]:
-        return  # what is not in the cache, transformers will miss
-    # Where a repository has none, transformers would ask a server to convert it, and wait.
+        return  # transformers reports files that are missing from the cache
+    # Without them, transformers would ask a server to convert the repository, and wait.
     hub = import_package("huggingface_hub", name)
     files = ("model.safetensors", "model.safetensors.index.json")
     try:
         there = any(hub.file_exists(place, file) for file in files)
-    except Exception as error:  # the errors of the hub's client share no base that lasts
+    except Exception as error:  # errors of the hub's client have no stable common base
         raise cannot_fetch(name, "its weights", first_line(error)) from error
     if not there:
         raise ModelError(
@@ -180,7 +180,7 @@ def _load_preprocess(transformers: Any, place: str, options: dict[str, Any]) -> 
     try:
         processor = transformers.AutoImageProcessor.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError):
-        return None  # most models take no pictures, and transformers says so by an error
+        return None  # most models take no pictures, which transformers reports as an error
 
     def preprocess(picture: Image) -> Tensor:
         batch: Any = processor(images=picture.convert("RGB"), return_tensors="pt")
@@ -196,9 +196,9 @@ def _load_tokenize(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError):
-        return None  # a model without a tokenizer, which transformers says by an error
-    # Where a model's type has a tokenizer but the files are not there, transformers makes up an
-    # empty one, which would turn every word into "unknown".
+        return None  # the model has no tokenizer, which transformers reports as an error
+    # If the tokenizer's files are missing, transformers may build an empty tokenizer, which would
+    # turn every word into the unknown token.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         return None
     if tokenizer.pad_token is None:
@@ -229,7 +229,7 @@ def _load_tokenize(
 
 def _labels(config: Any) -> tuple[str, ...] | None:
     names: dict[int, str] = getattr(config, "id2label", None) or {}
-    # transformers fills in LABEL_0, LABEL_1, ... where nobody named them.
+    # transformers fills in LABEL_0, LABEL_1, ... for classes without names.
     if not names or all(re.fullmatch(r"LABEL_\d+", str(label)) for label in names.values()):
         return None
     return tuple(str(names[index]) for index in sorted(names))

@@ -1,4 +1,4 @@
-"""guess_input: an input that a model may well take, for when none is given."""
+"""Guess an input that a model accepts, for commands without an input."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
 def guess_input(loaded: LoadedModel) -> Batch | None:
-    """Make an input for a model that was loaded by name.
+    """Guess an input for a model that was loaded by name.
 
         >>> guess_input(load_model("demo:digits")).description
         'eight digits, 8x1x8x8 float32'
 
-    For a library's model it is what the library prepares from a text or a grey picture; for any
-    other, random numbers in the shape that its first layer takes.
+    For a library's model, the library prepares a text or a grey picture. For any other model, the
+    input is random numbers in the shape of its first layer.
 
     Args:
         loaded: the model.
 
     Returns:
-        A batch; None where nothing tells what the model takes.
+        A batch; None if the shape cannot be guessed.
     """
     if loaded.name == "demo:digits":
         return load_input("demo", loaded)
@@ -59,12 +59,12 @@ def _by_first_layer(loaded: LoadedModel) -> Batch | None:
         if x is not None:
             return Batch((x,), {}, f"random, {describe(x)}")
         if any(True for _ in module.parameters(recurse=False)):
-            return None  # another kind of first layer: nobody knows
+            return None  # the first layer is of an unknown kind
     return None
 
 
 def _for_layer(module: nn.Module) -> Tensor | None:
-    # A generator of its own: the caller's randomness is not consumed.
+    # A separate generator: torch's global random state is not consumed.
     generator = torch.Generator().manual_seed(0)
     if isinstance(module, nn.Embedding):
         return torch.randint(0, module.num_embeddings, (1, _N_TOKENS), generator=generator)

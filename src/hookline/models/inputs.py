@@ -1,4 +1,4 @@
-"""load_input: an INPUT, as a person types it, to a batch."""
+"""Load a batch from an INPUT as a user types it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _N_TEXT_SHOWN = 40
 
 
 def load_input(spec: str, loaded: LoadedModel) -> Batch:
-    """Turn what a person typed into an input for a model.
+    """Load the input that a user names, as a batch for a model.
 
         >>> loaded = load_model("demo:digits")
         >>> batch = load_input("demo", loaded)
@@ -35,20 +35,24 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
         torch.Size([8, 10])
 
     Args:
-        spec: a picture, or a folder of at most 64 pictures (sorted by name, prepared as the model
-            wants them, one batch); `.npy`, `.npz`, `.pt` or `.safetensors` (one array is the
-            argument, several are keyword arguments); `random:SHAPE[:DTYPE]`; for a model with a
-            tokenizer a `.txt` file, one text a line, or any other text as it stands; for
-            `demo:digits` also `demo`, the eight digits that hookline ships.
+        spec: the input, one of:
+
+            - a picture, or a folder of at most 64 pictures, which become one batch, sorted by name
+              and preprocessed for the model;
+            - a `.npy`, `.npz`, `.pt` or `.safetensors` file: one array is the argument, several are
+              keyword arguments;
+            - `random:SHAPE[:DTYPE]`;
+            - for a model with a tokenizer: a `.txt` file with one text a line, or the text itself;
+            - for `demo:digits`: `demo`, the eight digits that hookline ships.
         loaded: the model.
 
     Returns:
-        The batch; nothing is moved or cast, except that numpy's float64 becomes float32 where the
-        model's parameters are float32, and then the description says so.
+        The batch. Nothing is moved or cast, with one exception: if the model's parameters are
+        float32, numpy's float64 becomes float32, and the description says so.
 
     Raises:
-        InputError: the file is not there, broken or of an unknown kind, or the model takes no
-            such input. The message says what to do.
+        InputError: the file does not exist, is broken or of an unknown kind, or the model does not
+            take such an input. The message gives the fix.
     """
     if spec.lower().startswith(PREFIX):
         return make_random(spec, loaded)
@@ -102,7 +106,7 @@ def _demo_batch() -> Batch:
 
 def _with_pictures(x: Tensor, source: str, opened: list[Image], loaded: LoadedModel) -> Batch:
     description = f"{source}, {describe(x)}"
-    # Models of several inputs (text and pictures) name the one that takes pictures.
+    # A model with several inputs (text and pictures) names the one that takes pictures.
     if "pixel_values" in inspect.signature(loaded.model.forward).parameters:
         return Batch((), {"pixel_values": x}, description, tuple(opened))
     return Batch((x,), {}, description, tuple(opened))

@@ -1,4 +1,4 @@
-"""load_model: a NAME, as a person types it, to a model."""
+"""Load a model from a NAME as a user types it."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ _FORMS = (
 
 
 def load_model(name: str, *, weights: str | os.PathLike[str] = "default") -> LoadedModel:
-    """Turn a name into a model, with what its library publishes about it.
+    """Load a model by name, with its preprocessing, tokenizer and labels.
 
         >>> loaded = load_model("demo:digits")
         >>> loaded.model(load_demo_digits()[0]).shape
         torch.Size([8, 10])
 
-    Random weights are drawn from a fixed seed, so that two runs agree, and the caller's own
-    randomness is not consumed; a factory is called as it is.
+    Random weights are drawn with a fixed seed, so two runs agree. The caller's random state is not
+    consumed. A factory is called without a seed.
 
     Args:
         name: `torchvision:NAME`, `timm:NAME`, `hf:NAME` or `hf:FOLDER`, `path/to/file.py:FACTORY`,
             `package.module:FACTORY`, or `demo:digits`. A factory is a function without arguments
-            that returns an `nn.Module`; its pictures are prepared by a guess (the short side to
-            256, the middle 224x224, ImageNet's mean and standard deviation).
-        weights: "default", the library's default pretrained weights, or what a factory made;
-            "none", random weights and no download; or a checkpoint file (`.pt`, `.pth`, `.bin`,
-            `.ckpt`, `.safetensors`) with a state dict, alone or under `state_dict` or `model`.
+            that returns an `nn.Module`. Pictures for its model are preprocessed by a guess: the
+            short side to 256, the middle 224x224, ImageNet's mean and standard deviation.
+        weights: "default" for the library's default pretrained weights, or for the model as its
+            factory returns it. "none" for random weights without a download. Or a checkpoint file
+            (`.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors`) with a state dict, alone or under
+            `state_dict` or `model`.
 
     Returns:
         The model in eval mode, on the CPU.
 
     Raises:
         ModelError: the name is malformed or unknown, a package is not installed, the weights
-            cannot be fetched or do not fit, or a factory fails. The message says what to do.
+            cannot be fetched or do not fit, or a factory fails. The message gives the fix.
     """
     builder = _find_builder(name)
-    # The file is read first: a mistake in its name should not cost the building of a model.
+    # The file is read first, so that a wrong name fails before a model is built.
     state = None if weights in ("default", "none") else read_state_dict(weights)
     loaded = builder(default_weights=weights == "default")
     if state is not None:
@@ -85,12 +86,12 @@ def _find_builder(name: str) -> Callable[..., LoadedModel]:
 
 
 def _misspelt(scheme: str) -> list[str]:
-    """The scheme that was probably meant, if one is close."""
+    """Return the closest known scheme, or an empty list."""
     return difflib.get_close_matches(scheme, _SCHEMES, n=1, cutoff=0.7)
 
 
 def _hint(name: str) -> str:
-    """What to write instead of a name that names no model; empty if nobody knows."""
+    """Suggest a correction of a name that does not name a model; empty if none is known."""
     scheme, colon, rest = name.partition(":")
     place, _, factory = name.rpartition(":")
     if not name.strip():
@@ -113,7 +114,7 @@ def _load_demo(name: str, *, default_weights: bool) -> LoadedModel:
 
 
 def _from_file(place: str, factory: str, *, default_weights: bool) -> LoadedModel:
-    del default_weights  # there are none to load: the model is as the factory made it
+    del default_weights  # the factory itself decides the weights
     return load_file_factory(place, factory)
 
 
@@ -129,7 +130,7 @@ def _seeded(load: Callable[..., LoadedModel], rest: str, *, default_weights: boo
 
 @contextmanager
 def _own_randomness() -> Iterator[None]:
-    # torch.manual_seed would reseed the accelerators too, and nothing here draws on them.
+    # torch.manual_seed would also reseed the accelerators, which are not used here.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield

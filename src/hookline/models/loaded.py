@@ -1,4 +1,4 @@
-"""What a name on the command line becomes: a model with what belongs to it, and a batch for it."""
+"""A model loaded by name, and a batch for it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Tokenize = Callable[[list[str]], dict[str, Tensor]]
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
-    """A model that was loaded by name, with what its library publishes about it.
+    """A model loaded by name, with its preprocessing, tokenizer and labels.
 
         >>> loaded = load_model("demo:digits")
         >>> loaded.labels[:3]
         ('0', '1', '2')
 
     Attributes:
-        name: the name as it was given.
+        name: the name given to `load_model`.
         model: the model, in eval mode, on the CPU.
-        preprocess: turns a picture of any mode and size into one row of the model's input, shape
-            `(channels, height, width)`; None for a model that takes no pictures.
-        tokenize: turns texts into the model's keyword arguments, each of shape `(texts, tokens)`;
-            None for a model that takes no text. It raises `InputError` for a text too long.
-        labels: the names of the classes, in the order of the model's scores; None if unknown.
+        preprocess: converts a picture of any mode and size to one row of the model's input, of
+            shape `(channels, height, width)`. None for a model that takes no pictures.
+        tokenize: converts texts to the model's keyword arguments, each of shape `(texts, tokens)`.
+            Raises `InputError` if a text is too long. None for a model that takes no text.
+        labels: the class names, in the order of the model's scores; None if unknown.
     """
 
     name: str
@@ -46,7 +46,7 @@ class LoadedModel:
     labels: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
-        """One line: the model alone would print hundreds, its labels a thousand words."""
+        """Return one line; the model's own repr and its labels would fill pages."""
         n_parameters = sum(one.numel() for one in self.model.parameters() if not is_lazy(one))
         takes = [
             kind
@@ -64,7 +64,7 @@ class LoadedModel:
 @final
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """An input for a model: call it as `model(*batch.args, **batch.kwargs)`.
+    """An input for a model: `model(*batch.args, **batch.kwargs)`.
 
         >>> batch = load_input("random:1x1x8x8", loaded)
         >>> batch.description
@@ -73,8 +73,8 @@ class Batch:
     Attributes:
         args: the positional arguments.
         kwargs: the keyword arguments.
-        description: where it came from, with shapes and types, and what was changed on the way.
-        images: the original pictures, one for each row, where the input was pictures.
+        description: the source, the shapes and dtypes, and any conversion that was made.
+        images: the original pictures, one a row; empty if the input is not pictures.
     """
 
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ def _labels(labels: tuple[str, ...]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Say a tensor as shape and type, `1x3x224x224 float32`, and anything else as its type."""
+    """Describe a tensor by shape and dtype, `1x3x224x224 float32`; any other value by its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.is_nested:

@@ -1,4 +1,4 @@
-"""Packages that hookline can do without: imported on use, or an error says how to get them."""
+"""Import optional packages on use; the error for a missing package tells how to install it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookline.errors import HooklineError, ModelError
 from hookline.models._torchvision_import import import_torchvision
 from hookline.util.install import how_to_install
 
-# What an error tells to do, to those who type commands and to those who write Python.
+# The fix that errors give, for the command line and for Python.
 RANDOM = "--weights none for random weights (in Python: load_model(name, weights='none'))"
 
 
@@ -24,7 +24,7 @@ _EXTRAS = {
     "transformers": "text",
     "huggingface_hub": "text",
 }
-# These import torchvision themselves where it is installed.
+# These packages import torchvision if it is installed.
 _NEED_TORCHVISION = ("torchvision", "timm", "transformers")
 
 _PROBE_SECONDS = 10.0
@@ -41,15 +41,15 @@ def import_package(
     Args:
         package: "torchvision", "timm", "transformers", "huggingface_hub" or "PIL", or a
             module inside one of them.
-        needed_by: what the person typed, for the message.
-        error_type: the error to raise.
+        needed_by: the user's own words, for the message.
+        error_type: the class of the error to raise.
 
     Returns:
         The package.
 
     Raises:
-        HooklineError: of type `error_type`: the package is not installed (the message has the
-            command that installs it), or its import fails.
+        HooklineError: of class `error_type`: the package is not installed, or its import fails.
+            The message has the command that installs it.
     """
     root = package.partition(".")[0]
     try:
@@ -68,7 +68,7 @@ def import_package(
 
 
 def first_line(error: BaseException) -> str:
-    """Say an error in one line, without a full stop: its type and its first sentence, shortened."""
+    """Format an error as its type and first sentence, at most 160 characters, no full stop."""
     lines = str(error).strip().splitlines()
     text = lines[0].partition(". ")[0].strip().rstrip(".:") if lines else ""
     text = text if len(text) <= 160 else text[:160].rpartition(" ")[0] + " ..."
@@ -76,10 +76,10 @@ def first_line(error: BaseException) -> str:
 
 
 def is_reachable(url: str) -> bool:
-    """Ask a server once whether it can be reached, for at most ten seconds.
+    """Return whether a server can be reached; one request, at most ten seconds.
 
-    The libraries that download weights retry for half a minute for each file where there is no
-    network; this one question, asked first, is why hookline does not.
+    Without a network, libraries that download weights retry each file for half a minute. This
+    request, made first, avoids that wait.
 
         >>> is_reachable("http://127.0.0.1:9")
         False
@@ -88,24 +88,24 @@ def is_reachable(url: str) -> bool:
         url: an address on that server.
 
     Returns:
-        False where no connection can be made. A refusal (403, 404, ...) is an answer, and a
-        certificate that Python does not trust is left to the library, which may trust it.
+        False if no connection can be made. A refusal (403, 404, ...) counts as reachable. So does
+        a certificate that Python does not trust, because the library may trust it.
     """
     request = urllib.request.Request(url, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=_PROBE_SECONDS):
             return True
     except urllib.error.HTTPError as error:
-        # A proxy that cannot reach the server answers in the server's place.
+        # A proxy that cannot reach the server answers with these two codes.
         return error.code not in (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
     except urllib.error.URLError as error:
         return "certificate" in str(error.reason).lower()
-    except OSError:  # a connection that was made and then timed out or was dropped
+    except OSError:  # the connection was made, then timed out or was dropped
         return False
 
 
 def cannot_fetch(name: str, what: str, reason: str) -> ModelError:
-    """The error for weights, or a configuration, that are not here and cannot be downloaded."""
+    """Return the error for weights or a configuration that cannot be downloaded."""
     return ModelError(
         f"{name}: {what} cannot be fetched ({reason}).\n"
         f"Use {RANDOM}, or --weights FILE for a checkpoint on this disk."
@@ -115,7 +115,7 @@ def cannot_fetch(name: str, what: str, reason: str) -> ModelError:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # a module without a spec stands in its place
+    except ValueError:  # sys.modules holds a module without a spec under this name
         return False
 
 

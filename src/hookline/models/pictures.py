@@ -1,4 +1,4 @@
-"""Pictures: opened, prepared and stacked into one batch."""
+"""Open pictures, preprocess them and stack them into one batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IMAGENET_STD = np.array([0.229, 0.224, 0.225], dtype=np.float32)
 
 
 def open_picture(path: Path) -> Image:
-    """Open a picture, whole, and upright if the camera noted how it was held.
+    """Open a picture, fully loaded and rotated by its EXIF orientation.
 
         >>> open_picture(Path("chelsea.png")).size
         (451, 300)
@@ -37,10 +37,10 @@ def open_picture(path: Path) -> Image:
         path: the file.
 
     Returns:
-        The picture in its own mode and size; of an animation the first frame.
+        The picture in its own mode and size; the first frame of an animation.
 
     Raises:
-        InputError: pillow is not installed, or the file is no picture or is broken.
+        InputError: pillow is not installed, or the file is broken or not a picture.
     """
     image_module = import_package("PIL.Image", str(path), InputError)
     ops = import_package("PIL.ImageOps", str(path), InputError)
@@ -49,7 +49,7 @@ def open_picture(path: Path) -> Image:
             picture.load()
             upright: Image = ops.exif_transpose(picture)
             return upright
-    except Exception as e:  # what a broken file makes pillow raise has no common base
+    except Exception as e:  # pillow's errors for broken files have no common base
         raise InputError(
             f"{path} cannot be read as a picture: {first_line(e)}.\n"
             f"Open it in a viewer and save it again, as .png for instance."
@@ -57,19 +57,19 @@ def open_picture(path: Path) -> Image:
 
 
 def find_pictures(folder: Path) -> tuple[list[Path], int]:
-    """List the pictures of a folder by name.
+    """List the pictures in a folder, sorted by name.
 
         >>> find_pictures(Path("photos"))
         ([PosixPath('photos/a.png'), PosixPath('photos/b.jpg')], 1)
 
     Args:
-        folder: the folder; folders inside it are not looked into.
+        folder: the folder; subfolders are not searched.
 
     Returns:
-        The pictures, and how many other files are there (hidden ones not counted).
+        The pictures, and the number of other files without hidden ones.
 
     Raises:
-        InputError: there is no picture in it, or there are more than 64.
+        InputError: the folder holds no picture, or more than 64.
     """
     try:
         there = sorted(folder.iterdir())
@@ -94,7 +94,7 @@ def find_pictures(folder: Path) -> tuple[list[Path], int]:
 
 
 def stack_pictures(pictures: list[Image], names: list[str], loaded: LoadedModel) -> Tensor:
-    """Prepare pictures as the model wants them, and stack them into one batch.
+    """Preprocess pictures for a model and stack them into one batch.
 
         >>> stack_pictures([picture], ["chelsea.png"], load_model("timm:resnet18")).shape
         torch.Size([1, 3, 224, 224])
@@ -108,12 +108,12 @@ def stack_pictures(pictures: list[Image], names: list[str], loaded: LoadedModel)
         The batch, shape `(pictures, channels, height, width)`.
 
     Raises:
-        InputError: the model takes no pictures, or its preparation fails for one of these, or
-            gives them different shapes.
+        InputError: the model takes no pictures, its preprocessing fails for a picture, or it
+            returns different shapes.
     """
     if loaded.preprocess is None:
         raise InputError(
-            f"{names[0]} is a picture, and {loaded.name} takes none: nothing is known about how "
+            f"{names[0]} is a picture, and {loaded.name} takes none: hookline does not know how "
             "to prepare one for it.\nGive it "
             + ("text, or " if loaded.tokenize else "")
             + "tensors (.npy, .npz, .pt, .safetensors or random:SHAPE)."
@@ -138,24 +138,24 @@ def stack_pictures(pictures: list[Image], names: list[str], loaded: LoadedModel)
 
 
 def in_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
-    """Wrap a library's transform, so that it takes pictures of any mode (grey, with alpha, ...).
+    """Wrap a transform so that it takes pictures of any mode (grey, with alpha, ...).
 
         >>> in_mode(ResNet18_Weights.DEFAULT.transforms())(Image.new("L", (300, 300))).shape
         torch.Size([3, 224, 224])
 
     Args:
-        transform: takes a picture of mode `mode`.
+        transform: a transform that takes pictures of mode `mode`.
         mode: "RGB", or "L" for models of one channel.
     """
     return lambda picture: transform(picture.convert(mode))
 
 
 def guess_preprocess(picture: Image) -> Tensor:
-    """Prepare a picture for a model that publishes no preparation of its own. This is a guess.
+    """Preprocess a picture for a model that publishes no preprocessing. This is a guess.
 
-    It is what most ImageNet models take: RGB, the short side resized to 256, the middle 224x224,
-    normalised with ImageNet's mean and standard deviation. A model trained on anything else needs
-    its own preparation: give it prepared tensors.
+    Most ImageNet models take this: RGB, the short side resized to 256, the middle 224x224,
+    normalised with ImageNet's mean and standard deviation. A model trained on other data needs its
+    own preprocessing: give it prepared tensors.
 
         >>> guess_preprocess(open_picture(Path("chelsea.png"))).shape
         torch.Size([3, 224, 224])
@@ -169,7 +169,7 @@ def guess_preprocess(picture: Image) -> Tensor:
     scale = 256 / min(picture.size)
     width, height = (max(256, round(side * scale)) for side in picture.size)
     left, top = (width - 224) // 2, (height - 224) // 2
-    # 2 is PIL.Image.Resampling.BILINEAR, and filters where it makes a picture smaller.
+    # 2 is PIL.Image.Resampling.BILINEAR, which antialiases when it shrinks a picture.
     small = picture.convert("RGB").resize((width, height), 2)
     pixels = np.asarray(small.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
     normal = (pixels - _IMAGENET_MEAN) / _IMAGENET_STD

@@ -1,4 +1,4 @@
-"""What lies at a path, whatever a person has typed."""
+"""Tests of paths that accept any text a user may type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a regular file is there; False also for names that no file can have.
+    """Return whether a path is a regular file; False for names that no file can have.
 
     >>> is_file("x" * 300), is_file("a\\0b"), is_file("/dev/null")
     (False, False, False)
@@ -16,12 +16,12 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is there; False also for names that no folder can have."""
+    """Return whether a path is a folder; False for names that no folder can have."""
     return os.path.isdir(path)
 
 
 def is_special(path: str | os.PathLike[str]) -> bool:
-    """Return whether a pipe, a socket or a device is there: to read one may never end."""
+    """Return whether a path is a pipe, a socket or a device: reading one may never end."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
@@ -33,7 +33,7 @@ def absence(path: str | os.PathLike[str]) -> str:
 
 
 def printable(path: str | os.PathLike[str], n_shown: int = 100) -> str:
-    """Return a path as a message shows it: bytes that are not UTF-8 escaped, the middle left out.
+    """Format a path for a message: escape bytes that are not UTF-8, cut out the middle.
 
     >>> printable("x" * 300, 9)
     'xxxx...xxxx'
@@ -45,7 +45,7 @@ def printable(path: str | os.PathLike[str], n_shown: int = 100) -> str:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where it cannot be listed."""
+    """Return the sorted names in a folder; an empty list if it cannot be listed."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""random:SHAPE[:DTYPE]."""
+"""Make a random batch from `random:SHAPE[:DTYPE]`."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _SEED = 0
 _N_TOKENS = 100
 _MAX_ELEMENTS = 2**31
 _MAX_DIMENSIONS = 64  # torch's own limit
-_N_DIGITS = 20  # that many are more than any size
+_N_DIGITS = 20  # more digits than any valid size has
 
 
 def make_random(spec: str, loaded: LoadedModel) -> Batch:
-    """Draw the input that `random:SHAPE[:DTYPE]` says, the same one each time.
+    """Draw the input that `random:SHAPE[:DTYPE]` describes, from a fixed seed.
 
         >>> make_random("random:1x128:int64", loaded).description
         'random, 1x128 int64'
 
     Args:
-        spec: `random:1x3x224x224`, or with a type: `random:1x128:int64`. Floats are drawn from
-            the normal distribution; integers from 0 to 99, or up to the size of the model's
-            vocabulary where that is less; bool is true and false alike. The type is float32
-            unless it is given.
+        spec: `random:1x3x224x224`, or with a dtype: `random:1x128:int64`. The default dtype is
+            float32. Floats are drawn from the normal distribution. Integers are drawn from 0 to
+            99, or below the size of the model's vocabulary if that is smaller. For bool, true and
+            false are equally likely.
         loaded: the model.
 
     Raises:
-        InputError: the shape or the type is malformed, or the tensor would be too large.
+        InputError: the shape or the dtype is malformed, or the tensor would be too large.
     """
     match = re.fullmatch(r"random:([0-9]+(?:x[0-9]+)*)(?::(\w+))?", spec.strip(), re.IGNORECASE)
     if match is None:
@@ -75,7 +75,7 @@ def make_random(spec: str, loaded: LoadedModel) -> Batch:
 
 
 def _draw(shape: list[int], dtype: torch.dtype, model: nn.Module) -> Tensor:
-    # A generator of its own: the caller's randomness is not consumed.
+    # A separate generator: torch's global random state is not consumed.
     generator = torch.Generator().manual_seed(_SEED)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -87,6 +87,6 @@ def _vocabulary(model: nn.Module) -> int:
     get = getattr(model, "get_input_embeddings", None)
     try:
         embeddings = get() if callable(get) else None
-    except NotImplementedError:  # transformers' answer for a model without them
+    except NotImplementedError:  # transformers raises it for a model without embeddings
         return _N_TOKENS
     return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else _N_TOKENS

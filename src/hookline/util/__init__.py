@@ -1,1 +1,1 @@
-"""Locks, weak maps, hidden names: what Python lacks."""
+"""Small helpers that the standard library lacks: locks, weak maps, hidden names."""

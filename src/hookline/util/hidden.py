@@ -1,4 +1,4 @@
-"""Leave out of completion what one part of hookline needs of another, and users do not."""
+"""Hide attributes that are internal to hookline from `dir()` and from completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Class = TypeVar("Class", bound=type[Any])
 
 
 def hides(*names: str) -> Callable[[Class], Class]:
-    """Leave names of a class out of `dir()`, and so out of what an editor completes.
+    """Leave names of a class out of `dir()`, so that editors do not complete them.
 
         >>> @hides("inner")
         ... class Thing:
@@ -18,14 +18,14 @@ def hides(*names: str) -> Callable[[Class], Class]:
         ['outer']
 
     Args:
-        *names: attributes and methods of instances, which no user is meant to read or call.
+        *names: attributes and methods of instances that users are not meant to read or call.
 
     Returns:
-        A decorator, which returns the class itself. Subclasses hide these names too.
+        A decorator that returns the class itself. Subclasses hide these names too.
     """
 
     def decorate(kind: Class) -> Class:
-        of_any: Any = kind  # type checkers take a class's own `__dir__` for that of its type
+        of_any: Any = kind  # type checkers confuse a class's `__dir__` with its metaclass's
         listed = of_any.__dir__
 
         def shown(self: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""Locks that a forked process finds free.
+"""Locks that are free in a forked process.
 
-A process is forked by one of its threads; in the child the others are not there, and what they held
-at that moment would be held for ever: a worker of a DataLoader would hang at its first line.
+Only the thread that forks exists in the child. A lock that another thread held at that moment would
+never be released: a worker of a DataLoader would hang when it first acquires the lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
 def fork_safe_lock() -> threading.RLock:
-    """A lock that its own thread may take again, and that is free in a forked child."""
+    """Create a reentrant lock that is free in a forked child."""
     new = threading.RLock()
     _locks.add(new)
     return new
@@ -23,7 +23,7 @@ def fork_safe_lock() -> threading.RLock:
 def _free_all() -> None:
     for held in list(_locks):
         if held.acquire(blocking=False):
-            held.release()  # free, or held by the thread that forked, which goes on holding it
+            held.release()  # it was free, or the forking thread holds it and keeps it
         else:
             held._at_fork_reinit()  # type: ignore[attr-defined]  # as logging and threading do
 

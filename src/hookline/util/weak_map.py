@@ -1,7 +1,6 @@
-"""A map that keeps no key alive.
+"""A weak-keyed dict that compares keys with `is`.
 
-It compares keys by what they are (`is`), not by what they equal: a module may define `==`, and
-lose its hash.
+Identity is needed because a module may define `==` and so become unhashable.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ V = TypeVar("V")
 
 @final
 class WeakIdentityMap(Generic[V]):
-    """A mapping from things that it does not hold: one that is gone takes its value along.
+    """A weak-keyed dict that compares keys with `is`; an entry is dropped with its key.
 
     >>> class Thing:
     ...     def __eq__(self, other):
@@ -46,17 +45,17 @@ class WeakIdentityMap(Generic[V]):
         return len(self._entries)
 
     def get(self, thing: Any) -> V | None:
-        """What is known of a thing; None if nothing is."""
+        """Return the value of a key, or None if the key is absent."""
         entry = self._entries.get(id(thing))
         return None if entry is None else entry[1]
 
     def pop(self, thing: Any) -> V | None:
-        """What was known of a thing, no longer; None if nothing was."""
+        """Remove a key and return its value, or None if the key is absent."""
         entry = self._entries.pop(id(thing), None)
         return None if entry is None else entry[1]
 
     def items(self) -> list[tuple[Any, V]]:
-        """Those that there still are, each with what is known of it."""
+        """List the pairs of key and value whose keys are still alive."""
         entries = list(self._entries.values())
         return [(thing, value) for ref, value in entries if (thing := ref()) is not None]
 

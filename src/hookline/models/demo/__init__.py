@@ -1,4 +1,4 @@
-"""The demo: a digits classifier that hookline ships, so that everything runs without a download."""
+"""The demo model: a digits classifier that hookline ships, so that it needs no download."""
 
 from __future__ import annotations
 

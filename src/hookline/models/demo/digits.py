@@ -1,4 +1,4 @@
-"""The files that the demo ships: its weights and eight digits. `train.py` makes them."""
+"""The demo's files: weights and eight digits, written by `train.py`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def load_demo_digits() -> tuple[Tensor, Tensor]:
 
 
 def about() -> dict[str, Any]:
-    """What was measured when the demo's model was trained.
+    """Read the facts about the training of the demo's model.
 
         >>> about()["n_test"]
         450
 
     Returns:
-        `accuracy` (from 0 to 1, on the held-out digits), `n_train`, `n_test`, `n_epochs`, `seed`,
-        `data`, and the versions of sklearn and torch.
+        A dict of `accuracy` (from 0 to 1, on the held-out digits), `n_train`, `n_test`, `n_epochs`,
+        `seed`, `data`, and the versions of sklearn and torch.
     """
     facts: dict[str, Any] = json.loads((_FOLDER / "about.json").read_text("utf-8"))
     return facts
@@ -80,6 +80,6 @@ def preprocess_digit(picture: Image) -> Tensor:
     Returns:
         Shape `(1, 8, 8)`, float32 from 0 (dark) to 1 (light).
     """
-    # 4 is PIL.Image.Resampling.BOX: the mean over each cell, as the data set was made.
+    # 4 is PIL.Image.Resampling.BOX: the mean over each cell, as in the data set itself.
     small = picture.convert("L").resize((8, 8), 4)
     return torch.from_numpy(np.asarray(small, dtype=np.float32) / 255).unsqueeze(0)

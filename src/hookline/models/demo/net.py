@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @final
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut around them; the shapes of height and width are kept.
+    """Two 3x3 convolutions with a shortcut around them; height and width do not change.
 
     Args:
         channels_in: the channels of the input, shape `(batch, channels_in, height, width)`.
@@ -29,8 +29,8 @@ class ResidualBlock(nn.Module):
             if channels_in == channels_out
             else nn.Conv2d(channels_in, channels_out, kernel_size=1, bias=False)
         )
-        # In place, as in many published networks: what norm2 and the shortcut added up to is
-        # overwritten, which is one of the things that the demo is there to show.
+        # In place, as in many published networks: it overwrites the sum of norm2 and the shortcut.
+        # The demo shows how hookline handles that.
         self.relu2 = nn.ReLU(inplace=True)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class ResidualBlock(nn.Module):
 
 @final
 class DigitsNet(nn.Module):
-    """Ten scores for each 8x8 picture of a digit.
+    """A classifier with ten scores for each 8x8 picture of a digit.
 
     >>> DigitsNet()(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])

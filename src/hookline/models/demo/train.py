@@ -2,8 +2,8 @@
 
     python -m hookline.models.demo.train [FOLDER]
 
-The seed and the split are fixed, so the test split is the same each time. Beside the weights go
-eight pictures of the test split, which the model has not been trained on, and what was measured.
+The seed and the split are fixed, so the test split is the same each time. Besides the weights, the
+script writes eight pictures of the test split and the measured accuracy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEARNING_RATE = 4e-3
 
 
 def load_splits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Read scikit-learn's digits and hold a quarter of them out, the same quarter each time.
+    """Read scikit-learn's digits and hold out a quarter, the same quarter each time.
 
     >>> x_train, y_train, x_test, y_test = load_splits()
     >>> x_test.shape
@@ -48,7 +48,7 @@ def load_splits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train_digits(x_train: Tensor, y_train: Tensor, *, n_epochs: int = N_EPOCHS) -> DigitsNet:
-    """Train a `DigitsNet` from a fixed seed, on pictures that are shifted by up to one pixel.
+    """Train a `DigitsNet` from a fixed seed on pictures shifted by up to one pixel.
 
     >>> x_train, y_train, x_test, y_test = load_splits()
     >>> net = train_digits(x_train, y_train, n_epochs=1)
@@ -56,7 +56,7 @@ def train_digits(x_train: Tensor, y_train: Tensor, *, n_epochs: int = N_EPOCHS) 
     Args:
         x_train: the pictures, shape `(n, 1, 8, 8)`.
         y_train: their labels, shape `(n,)`.
-        n_epochs: how often each picture is seen.
+        n_epochs: the number of epochs.
 
     Returns:
         The trained network, in eval mode.
@@ -94,7 +94,7 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
         y: their labels, shape `(n,)`.
 
     Returns:
-        From 0 to 1.
+        The accuracy from 0 to 1.
     """
     return float((net(x).argmax(dim=1) == y).double().mean())
 
@@ -124,10 +124,10 @@ def write(folder: Path, *, n_epochs: int = N_EPOCHS) -> dict[str, object]:
 
     Args:
         folder: where the three files go; it must exist.
-        n_epochs: how often each picture is seen.
+        n_epochs: the number of epochs.
 
     Returns:
-        What `about.json` says.
+        The contents of `about.json`.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -158,8 +158,8 @@ def main(arguments: list[str], *, n_epochs: int = N_EPOCHS) -> None:
     accuracy 99.8% on 450 test pictures; files written to demo
 
     Args:
-        arguments: nothing, or the folder to write to; without it, the one that hookline ships.
-        n_epochs: how often each picture is seen.
+        arguments: the folder to write to; if empty, the folder of this file.
+        n_epochs: the number of epochs.
     """
     folder = Path(arguments[0]) if arguments else Path(__file__).parent
     about = write(folder, n_epochs=n_epochs)
