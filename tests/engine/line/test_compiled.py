@@ -314,7 +314,7 @@ def test_a_model_in_a_compiled_function_is_refused():
     run(X)
     with hl.record(model, Step) as line:
         with pytest.raises(
-            Exception, match=r"inside a compiled function.*\n.*torch.compile\(model"
+            hl.AttachError, match=r"inside a compiled function.*\n.*torch.compile\(model"
         ):
             run(X)
         model(X)

@@ -8,8 +8,7 @@ from torch import nn
 from hookline.engine.gradients.ports import all_at
 from hookline.engine.gradients.tap import GradientTap
 from hookline.engine.selection.site import Site
-from hookline.engine.torch_private.dynamo import is_limit, is_untraceable
-from hookline.errors import AttachError
+from hookline.engine.torch_private.dynamo import TracingAttachError, is_limit, is_untraceable
 
 _UNTRACEABLE = (
     "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
@@ -73,4 +72,4 @@ def refuse_reversed(tap: GradientTap, module: nn.Module) -> None:
     for other in all_at(module, tap.site.port):
         is_beside = other is not tap and other.passes.is_here()
         if is_beside and (tap.on.changes or other.on.changes):
-            raise AttachError(_REVERSED.format(site=tap.site, version=torch.__version__))
+            raise TracingAttachError(_REVERSED.format(site=tap.site, version=torch.__version__))

@@ -32,6 +32,7 @@ from hookline.engine.taps.base import RootTap, Tap
 from hookline.engine.torch_private.dynamo import (
     OLD_DYNAMO,
     Settings,
+    TracingAttachError,
     dynamo_config,
     has_compiled,
     not_alone,
@@ -260,7 +261,7 @@ class Compiled(Attachment):
             return
         current = passes.lane.current
         if current is None:
-            raise AttachError(
+            raise TracingAttachError(
                 "the model runs inside a compiled function, where no pass can be told from another."
                 "\nCompile the model, torch.compile(model), before the line is made; or put"
                 " torch.compiler.set_stance('force_eager') around the block."
@@ -428,7 +429,7 @@ def refuse_inside(name: str) -> None:
     Raises:
         AttachError: always.
     """
-    raise AttachError(
+    raise TracingAttachError(
         f"hl.{name} is called inside a compiled function, where no line can be made."
         "\nMake it around"
         f" the compiled call: with hl.{name}(model, ...): compiled(x)."

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from hookline.errors import AttachError
 from hookline.util.weak_map import WeakIdentityMap
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
@@ -28,6 +29,14 @@ def while_tracing(method: Callable[..., Any]) -> Any:
     """A method that is run when code that calls it is compiled, and never when that code runs."""
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return method
+
+
+class TracingAttachError(AttachError, AssertionError):
+    """An `AttachError` that is raised while code is compiled.
+
+    Dynamo hands an `AssertionError` on as it is, and puts an error of its own in most others'
+    place.
+    """
 
 
 def dynamo_config() -> Any:
