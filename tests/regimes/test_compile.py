@@ -359,7 +359,9 @@ def test_a_line_made_inside_a_compiled_function_is_refused(fullgraph, verb):
             return model(x)
 
     run = torch.compile(inside, backend="aot_eager", fullgraph=fullgraph)
-    with pytest.raises(hl.AttachError, match=rf"hl\.{verb} is called inside a compiled.*\n.*around"):
+    with pytest.raises(
+        hl.AttachError, match=rf"hl\.{verb} is called inside a compiled.*\n.*around"
+    ):
         run(X)
     assert is_bare(model)
 
