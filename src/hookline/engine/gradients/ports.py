@@ -17,7 +17,6 @@ from hookline.engine.gradients.tap import (
     INSIDE,
     NO_BACKWARD,
     ROOT_INPUTS,
-    Call,
     GradientCallback,
     GradientTap,
     PendingGradient,
@@ -54,21 +53,20 @@ class GradOutputTap(GradientTap):
 
     def look(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `fire` does, of the call that the key says."""
-        current = self.lane.current or self._outside(module)
-        number = -1 if current is None else self._call(current)
-        if current is None or number < 0:
+        call = self._call(module)
+        if call is None:
             return None
-        if current.stretch is None and type(output) is Tensor and output.grad_fn is not None:
-            self.wait(Call(current, number, id(module)), output)
+        region = call.current.stretch
+        if region is None and type(output) is Tensor and output.grad_fn is not None:
+            self.wait(call, output)
             return None
-        with aside(current.stretch):
+        with aside(region):
             value = aliases.alias_leaves(output)
             if self.passes.compiler is not None and _is_made_anew(module, value):
                 self.placed += 1
                 self.lose(INSIDE)
             else:
-                meeting = module_backward.outputs_of(key)
-                self.wait(Call(current, number, id(module), meeting), value)
+                self.wait(call._replace(aliases=module_backward.outputs_of(key)), value)
         return None if value is output else value
 
 
@@ -105,17 +103,14 @@ class GradInputTap(GradientTap):
             args, kwargs = new or (args, kwargs)
             self.trace(self.arguments.bind(module, args, kwargs))
             return new
-        current = self.lane.current or self._outside(module)
-        number = -1 if current is None else self._call(current)
-        if current is None or number < 0:
+        call = self._call(module, module_backward.inputs_of(id(sys._getframe(1))))
+        if call is None:
             return None
-        entered = module_backward.inputs_of(id(sys._getframe(1)))
-        with aside(current.stretch):
+        with aside(call.current.stretch):
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
             args, kwargs = new or (args, kwargs)
             try:
-                value = self.arguments.bind(module, args, kwargs)
-                self.wait(Call(current, number, id(module), entered), value)
+                self.wait(call, self.arguments.bind(module, args, kwargs))
             except Exception as error:
                 self._note(error)
                 raise
@@ -145,7 +140,7 @@ class BorderTap(Tap):
             return None  # another thread is taking it off, and has the mark that it wants them
         if is_dynamo_compiling():
             return aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
-        current = self.lane.current or self._outside(module)
+        current = self._pass_of(module)
         if current is None:
             return None
         with aside(current.stretch):
@@ -167,7 +162,7 @@ class BorderTap(Tap):
         """The forward hook on the root, always called."""
         if is_dynamo_compiling():
             return
-        current = self.lane.current or self.lane.outside
+        current = self.lane.running
         borders = [] if current is None else current.opened.pop(ROOT_INPUTS, [])
         returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
         for base, views in borders:

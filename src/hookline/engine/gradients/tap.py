@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.engine.autograd.aliases import has_aliases
 from hookline.engine.autograd.in_graph import (
@@ -152,12 +152,16 @@ class GradientTap(Tap):
         self.placed = self.needless = self.off = self.n_lost = 0
         self.told, self.lost = False, ""
 
-    def _call(self, current: Pass) -> int:
-        """The number of this call; -1 if it is not one of those that are wanted."""
-        call: int = current.calls.get(self, 0)
-        current.calls[self] = call + 1
-        self.ran = max(self.ran, call + 1)
-        return call if self.site.call in (None, call) else -1
+    def _call(self, module: nn.Module, aliases: CallGradients | None = None) -> Call | None:
+        """Count this call of the module and return it; None if its gradients are not wanted."""
+        current = self._pass_of(module)
+        if current is None:
+            return None
+        number: int = current.calls.get(self, 0)
+        current.calls[self] = number + 1
+        self.ran = max(self.ran, number + 1)
+        is_wanted = self.site.call in (None, number)
+        return Call(current, number, id(module), aliases) if is_wanted else None
 
     def _as_traced(self) -> GraphCapture:
         return GraphGradient(self.site.call, number_of(self), self.passes.switch)
@@ -403,11 +407,12 @@ class GradientTap(Tap):
 
     def _hook_tensor(self, call: Call, tensor: Tensor, hook: GradHook) -> bool:
         """Put a hook on a tensor. Tell whether one was: on a leaf, it would outlive the pass."""
-        index = None if call.aliases is None else call.aliases.index(tensor)
-        if call.aliases is not None and index is not None:
-            origin = call.aliases.origin(index)
+        aliases = call.aliases
+        index = None if aliases is None else aliases.index(tensor)
+        if aliases is not None and index is not None:
+            origin = aliases.origin(index)
             if origin is None:
-                call.aliases.subscribe(self.rank, hook, index)
+                aliases.subscribe(self.rank, hook, index)
             else:
                 self._put(call.current, origin, hook, call.owner)
         elif tensor.grad_fn is not None:

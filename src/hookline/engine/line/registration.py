@@ -122,6 +122,21 @@ class Registrations(Attachment):
                 if "forward" in attributes:
                     follow(module)
 
+    def place_all(self, module: nn.Module, tap: Tap, *, prepend: bool = False) -> None:
+        """Register all hooks of a tap that has several."""
+        for kind, method, order, with_kwargs, always_call in tap.hooks:
+            # A hook that is always called ends what another began: prepended, it begins first and
+            # ends last.
+            self.place(
+                module,
+                kind,
+                getattr(tap, method),
+                order,
+                prepend=prepend and not always_call,
+                with_kwargs=with_kwargs,
+                always_call=always_call,
+            )
+
     def place_on_tensor(
         self,
         tensor: Tensor,
@@ -288,5 +303,7 @@ def _rank_of(hook: Hook, foreign: Order) -> int:
     owner = getattr(hook, "__self__", None)
     if not isinstance(owner, Tap | RootTap):
         return foreign
-    ranks = getattr(owner, "ranks", None)  # of a tap whose hooks stand in several places
-    return ranks.get(hook.__name__, owner.rank) if ranks else owner.rank
+    for spec in owner.hooks if isinstance(owner, Tap) else ():
+        if spec.method == hook.__name__:
+            return spec.order
+    return owner.rank

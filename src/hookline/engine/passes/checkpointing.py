@@ -249,7 +249,7 @@ class _Checkpoint:
         self._running: list[tuple[Pass, CheckpointedRegion, Callable[..., None]]] = []
         self._draws: list[Tensor] = []
         for passes in _WATCH.lines():
-            current = passes.lane.current or passes.lane.outside
+            current = passes.lane.running
             if current is not None:
                 self._add(passes, current, None)
         THREAD.checkpoints = (*THREAD.checkpoints, self)

@@ -135,6 +135,11 @@ class _Lane(threading.local):
     current: Pass | None = None
     outside: Pass | None = None
 
+    @property
+    def running(self) -> Pass | None:
+        """Return the pass that runs in this thread, in a run of the root or outside of one."""
+        return self.current or self.outside
+
 
 class _Thread(threading.local):
     checkpoints: tuple[Any, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -57,6 +57,24 @@ GRADIENT_ORDERS = {
 }  # fmt: skip
 
 
+class HookSpec(NamedTuple):
+    """Where a method of a tap is registered on its module.
+
+    Attributes:
+        kind: torch's kind of hook: "forward_pre" or "forward".
+        method: the name of the method.
+        order: its place among the hooks of the module.
+        with_kwargs: whether torch also passes the keyword arguments.
+        always_call: whether torch calls it also when the module raises.
+    """
+
+    kind: str
+    method: str
+    order: Order
+    with_kwargs: bool = False
+    always_call: bool = False
+
+
 class Tap:
     """What every tap shares: whose it is, whether it may fire now, how often it did.
 
@@ -72,6 +90,8 @@ class Tap:
         "site", "traced",
     )  # fmt: skip
     is_on_calls: ClassVar[bool] = True  # whether it is the call of a module that makes it fire
+    # Of a tap that has several hooks on its module: all of them.
+    hooks: ClassVar[tuple[HookSpec, ...]] = ()
 
     def __init__(self, site: Site, passes: Passes, see: Callback, rank: Order) -> None:
         self.site = site
@@ -154,6 +174,10 @@ class Tap:
 
     def __deepcopy__(self, memo: Any) -> Tap:
         return _inert(type(self))
+
+    def _pass_of(self, module: nn.Module) -> Pass | None:
+        """Return the pass that a call of this module belongs to; None if the line sees none."""
+        return self.lane.current or self._outside(module)
 
     def _outside(self, module: nn.Module) -> Pass | None:
         """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""

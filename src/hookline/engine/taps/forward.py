@@ -20,7 +20,7 @@ class OutputTap(Tap):
     __slots__ = ()
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook itself: the hot path."""
+        """The hook itself: the hot path, on which `_pass_of` would be a call too many."""
         if is_dynamo_compiling():
             return self.trace(output)
         current = self.lane.current
@@ -55,11 +55,9 @@ class InputTap(Tap):
             value = self.arguments.bind(module, args, kwargs)
             new = self.trace(value)
             return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
-        current = self.lane.current
+        current = self._pass_of(module)
         if current is None:
-            current = self._outside(module)
-            if current is None:
-                return None
+            return None
         self.fired += 1
         try:
             value = self.arguments.bind(module, args, kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, final
@@ -34,7 +34,7 @@ from hookline.engine.passes.calls import call_frame
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import outlines, tree
 from hookline.engine.selection.site import Site, path_text
-from hookline.engine.taps.base import Order, no_callback
+from hookline.engine.taps.base import HookSpec, Order, no_callback
 from hookline.engine.torch_private.autograd import at_end_of_backward, backward_number
 from hookline.engine.torch_private.checkpoint import aside
 from hookline.engine.torch_private.dynamo import while_tracing
@@ -81,8 +81,6 @@ class _RawBackwardTap(GradientTap):
     """What both kinds share: calling the user's function, and checking what it returns."""
 
     __slots__ = ("function", "is_everywhere")
-    # By method: those that are placed elsewhere than the tap as a whole.
-    ranks: ClassVar[Mapping[str, Order]] = {}
 
     def __init__(
         self, site: Site, passes: Passes, function: Hook, *, is_everywhere: bool = False
@@ -153,7 +151,10 @@ class BackwardPreTap(_RawBackwardTap):
     """`fn(module, grad_output)`: before the gradients of a module's outputs enter it."""
 
     __slots__ = ()
-    ranks: ClassVar[Mapping[str, Order]] = {"join": Order.JOIN}
+    hooks: ClassVar = (
+        HookSpec("forward", "join", Order.JOIN),
+        HookSpec("forward", "fire", Order.GRAD_HOOK),
+    )
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook that stands early: several outputs' gradients are made to meet."""
@@ -163,7 +164,7 @@ class BackwardPreTap(_RawBackwardTap):
 
     def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `join` does, of the call that the key says."""
-        current = self.lane.current or self._outside(module)
+        current = self._pass_of(module)
         if current is None or not torch.is_grad_enabled():
             return None
         with aside(current.stretch):
@@ -184,7 +185,7 @@ class BackwardPreTap(_RawBackwardTap):
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """A forward hook in its own place: a lone output's gradient is hooked as it is."""
-        current = self.lane.current or self._outside(module)
+        current = self._pass_of(module)
         if current is None:
             return None
         with aside(current.stretch):
@@ -216,9 +217,12 @@ class BackwardTap(_RawBackwardTap):
     """`fn(module, grad_input, grad_output)`: when the gradients of a module's inputs are there."""
 
     __slots__ = ()
-    ranks: ClassVar[Mapping[str, Order]] = {
-        "enter": Order.JOIN, "join": Order.JOIN, "read": Order.GRAD_READ, "close": Order.CLOSE,
-    }  # fmt: skip
+    hooks: ClassVar = (
+        HookSpec("forward_pre", "enter", Order.JOIN, with_kwargs=True),
+        HookSpec("forward", "join", Order.JOIN),
+        HookSpec("forward", "read", Order.GRAD_READ),
+        HookSpec("forward", "close", Order.CLOSE, always_call=True),
+    )
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -234,7 +238,7 @@ class BackwardTap(_RawBackwardTap):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         """What `enter` does, seen from the frame that calls the hooks."""
-        current = self.lane.current or self._outside(module)
+        current = self._pass_of(module)
         if current is None:
             return None
         call = self._begin(module, id(call_frame(frame)))
@@ -293,7 +297,7 @@ class BackwardTap(_RawBackwardTap):
     def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """What `read` does, of the call that the key says."""
         call = self._open_call()
-        current = self.lane.current or self.lane.outside
+        current = self.lane.running
         if call is None or current is None or not torch.is_grad_enabled():
             return None
         with aside(current.stretch):
@@ -339,7 +343,7 @@ class BackwardTap(_RawBackwardTap):
 
     def close_at(self, output: Any, frame: FrameType) -> None:
         """What `close` does, seen from the frame that calls the hooks."""
-        current = self.lane.current or self.lane.outside
+        current = self.lane.running
         opened = None if current is None else current.opened.get(self)
         ours = id(call_frame(frame))
         # A call whose pre-hooks failed never began; a call that Ctrl-C ended never closed.
@@ -354,7 +358,7 @@ class BackwardTap(_RawBackwardTap):
             current.close()
 
     def _open_call(self) -> _Call | None:
-        current = self.lane.current or self.lane.outside
+        current = self.lane.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
 

@@ -13,7 +13,7 @@ from hookline.engine.line.handle import HookHandle
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.selectors import Selector
 from hookline.engine.selection.site import Site, path_text
-from hookline.engine.taps.base import Order
+from hookline.engine.taps.base import Order, Tap
 from hookline.errors import AttachError, SelectionError
 from hookline.verbs.attach import returns
 from hookline.verbs.attach.backward_taps import BackwardPreTap, BackwardTap
@@ -141,18 +141,7 @@ class ModuleHooks(EverywhereHooks):
             StructureError: (in backward) the hook returned gradients of another form, or changed
                 one in place.
         """
-        check_callable("backward_pre", hook)
-        if self.is_everywhere:
-            tap = BackwardPreTap(_everywhere("backward_pre"), self.passes, hook, is_everywhere=True)
-            return self._caught("backward_pre", everywhere_matcher(selector), tap, prepend=prepend)
-        with self.hooking("backward_pre") as (placements, handle):
-            for site, node in self._each_module("backward_pre", selector):
-                tap = BackwardPreTap(site, self.passes, hook)
-                module = node.module
-                placements.place(module, "forward", tap.join, Order.JOIN, prepend=prepend)
-                placements.place(module, "forward", tap.fire, Order.GRAD_HOOK, prepend=prepend)
-                self.keep(tap, node)
-            return handle
+        return self._backward("backward_pre", selector, hook, BackwardPreTap, prepend=prepend)
 
     def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_input, grad_output)` when each module's gradients are there.
@@ -180,19 +169,34 @@ class ModuleHooks(EverywhereHooks):
                 one in place.
             AttachError: (when the model runs) the module changes one of several inputs in place.
         """
-        check_callable("backward", hook)
+        return self._backward("backward", selector, hook, BackwardTap, prepend=prepend)
+
+    def _backward(
+        self,
+        kind: str,
+        selector: Selector,
+        hook: Hook,
+        make: type[BackwardPreTap | BackwardTap],
+        *,
+        prepend: bool,
+    ) -> HookHandle:
+        check_callable(kind, hook)
         if self.is_everywhere:
-            tap = BackwardTap(_everywhere("backward"), self.passes, hook, is_everywhere=True)
-            return self._caught("backward", everywhere_matcher(selector), tap, prepend=prepend)
-        with self.hooking("backward") as (placements, handle):
-            for site, node in self._each_module("backward", selector):
-                tap, module = BackwardTap(site, self.passes, hook), node.module
+            tap = make(_everywhere(kind), self.passes, hook, is_everywhere=True)
+            return self._caught(kind, everywhere_matcher(selector), tap, prepend=prepend)
+        return self._hook_all(
+            kind, selector, lambda site: make(site, self.passes, hook), prepend=prepend
+        )
+
+    def _hook_all(
+        self, kind: str, selector: Selector, make: Callable[[Site], Tap], *, prepend: bool = False
+    ) -> HookHandle:
+        """Register all hooks of a tap on each selected module."""
+        with self.hooking(kind) as (placements, handle):
+            for site, node in self._each_module(kind, selector):
+                tap = make(site)
                 self.keep(tap, node)
-                placements.place(module, "forward_pre", tap.enter, Order.JOIN, prepend=prepend,
-                                 with_kwargs=True)  # fmt: skip
-                placements.place(module, "forward", tap.join, Order.JOIN, prepend=prepend)
-                placements.place(module, "forward", tap.read, Order.GRAD_READ, prepend=prepend)
-                placements.place(module, "forward", tap.close, Order.CLOSE, always_call=True)
+                placements.place_all(node.module, tap, prepend=prepend)
             return handle
 
     def saved(
@@ -226,13 +230,9 @@ class ModuleHooks(EverywhereHooks):
                 "line.saved needs a model: it packs what its modules save."
                 "\nOutside of modules: torch.autograd.graph.saved_tensors_hooks(pack, unpack)."
             )
-        with self.hooking("saved") as (placements, handle):
-            for site, node in self._each_module("saved", selector):
-                tap, module = SavedTap(site, self.passes, pack, unpack), node.module
-                self.keep(tap, node)
-                placements.place(module, "forward", tap.end, Order.BEGIN, always_call=True)
-                placements.place(module, "forward_pre", tap.begin, Order.END)
-            return handle
+        return self._hook_all(
+            "saved", selector, lambda site: SavedTap(site, self.passes, pack, unpack)
+        )
 
     def _each_module(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Order, Tap, is_inert, no_callback
+from hookline.engine.taps.forward import OutputTap
 from hookline.engine.torch_private.hooks import discard_hooks_of
 
 
@@ -72,8 +72,11 @@ _NEVER = {
 }
 
 
-class RawTap(Tap):
-    """Passes torch's own arguments to a user's function and checks what comes back."""
+class RawTap(OutputTap):
+    """Passes torch's own arguments to a user's function and checks what comes back.
+
+    All of them are the value that it sees.
+    """
 
     __slots__ = ("check", "function")
 
@@ -90,19 +93,7 @@ class RawTap(Tap):
 
     def fire(self, module: nn.Module, *values: Any) -> Any:
         """The hook itself."""
-        if is_dynamo_compiling():
-            return self.trace((module, *values))
-        current = self.lane.current
-        if current is None:
-            current = self._outside(module)
-            if current is None:
-                return None
-        self.fired += 1
-        try:
-            return self.see(current, (module, *values))
-        except Exception as error:
-            self._note(error)
-            raise
+        return OutputTap.fire(self, module, None, (module, *values))
 
     def retire(self) -> None:
         """Fire no more, and let the user's function go."""

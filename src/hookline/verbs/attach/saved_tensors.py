@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, cast, final
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from hookline.engine.passes.calls import Calls, call_frame
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree.describe import in_full, in_words
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import Order, Tap, no_callback
+from hookline.engine.taps.base import HookSpec, Order, Tap, no_callback
 from hookline.engine.torch_private.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks
 from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.errors import AttachError, StructureError
@@ -41,7 +41,10 @@ class SavedTap(Tap):
     """Packs what is saved for backward in a module, and unpacks it there, by a user's functions."""
 
     __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
-    ranks: ClassVar[Mapping[str, Order]] = {"begin": Order.END, "end": Order.BEGIN}
+    hooks: ClassVar = (
+        HookSpec("forward", "end", Order.BEGIN, always_call=True),
+        HookSpec("forward_pre", "begin", Order.END),
+    )
 
     def __init__(self, site: Site, passes: Passes, pack: Pack, unpack: Unpack) -> None:
         super().__init__(site, passes, no_callback, Order.HOOK)
@@ -55,7 +58,7 @@ class SavedTap(Tap):
         """The last forward-pre hook."""
         if is_dynamo_compiling():
             self.refuse_graphs()
-        current = self.lane.current or self._outside(module)
+        current = self._pass_of(module)
         if current is None:
             return
         if current.stretch is not None:

@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import Order, Passes, Site
 from hookline.engine.line.registration import Registrations
-from hookline.engine.taps.base import Tap, is_inert, no_callback
+from hookline.engine.taps.base import HookSpec, Tap, is_inert, no_callback
 
 # How much longer a call takes with hooks around it, at most, that is not left out: torch's loop,
 # and the instructions and tables of Python that have left the caches (`benchmarks/watching.py`).
@@ -137,12 +137,12 @@ class ClockTap(Tap):
 
     __slots__ = ("running", "stopwatch")
 
-    ranks: ClassVar = {
-        "begin": Order.JOIN,
-        "fire": Order.END,
-        "leave": Order.JOIN,
-        "end": Order.END,
-    }
+    hooks: ClassVar = (
+        HookSpec("forward_pre", "begin", Order.JOIN),
+        HookSpec("forward_pre", "fire", Order.END),
+        HookSpec("forward", "leave", Order.JOIN),
+        HookSpec("forward", "end", Order.END),
+    )
 
     def __init__(self, passes: Passes, running: Running, stopwatch: Stopwatch) -> None:
         super().__init__(Site(""), passes, no_callback, Order.RECORD)
@@ -187,7 +187,7 @@ class ClockTap(Tap):
             self.stopwatch.go_on(call.reading)
 
     def _is_seen(self, module: nn.Module) -> bool:
-        current = self.passes.lane.current or self._outside(module)
+        current = self._pass_of(module)
         if current is None:
             return False
         current.calls.get(self)  # compiled code that has run is to print now what it did
@@ -202,11 +202,7 @@ def time_calls(
     module: nn.Module, placements: Registrations, passes: Passes, running: Running
 ) -> None:
     """Put the four hooks of a clock tap on a module."""
-    tap = ClockTap(passes, running, _STOPWATCH)
-    placements.place(module, "forward_pre", tap.begin, tap.ranks["begin"])
-    placements.place(module, "forward_pre", tap.fire, tap.ranks["fire"])
-    placements.place(module, "forward", tap.leave, tap.ranks["leave"])
-    placements.place(module, "forward", tap.end, tap.ranks["end"])
+    placements.place_all(module, ClockTap(passes, running, _STOPWATCH))
 
 
 def _is_above(key: int, frame: FrameType) -> bool:
