@@ -144,16 +144,75 @@ def test_a_circle_is_found():
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+BRANCHES = (
+    ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.BoolOp, ast.comprehension,
+    ast.match_case,
+)  # fmt: skip
+NESTS = ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match
+INNER = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
+def own_nodes(node):
+    """All that a function holds, without the functions in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, INNER):
+            yield child
+            yield from own_nodes(child)
+
+
+def nesting(node, depth=0):
+    """How deep the statements of a function stand in one another; an elif is beside its if."""
+    deepest = depth
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, INNER):
+                is_elif = isinstance(node, ast.If) and field == "orelse" and value == [child]
+                is_beside = is_elif and isinstance(child, ast.If)
+                inside = depth + (isinstance(child, NESTS) and not is_beside)
+                deepest = max(deepest, nesting(child, inside))
+    return deepest
+
+
+def tangles(text: str) -> list[str]:
+    """The functions that are too long to be read at once, and what is global."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Global):
+            found.append(f"{', '.join(node.names)} is global")
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        doc = ast.get_docstring(node, clean=False) or ""
+        lines = node.end_lineno - node.lineno + 1 - len(doc.splitlines())
+        branches = sum(isinstance(one, BRANCHES) for one in own_nodes(node))
+        sizes = [(lines, 60, "lines"), (branches, 15, "branches"), (nesting(node), 4, "nesting")]
+        found += [f"{node.name} has {n} {what}" for n, most, what in sizes if n > most]
+    return found
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_global_and_no_function_is_long(path):
+def test_nothing_is_global_and_no_function_is_tangled(path):
     # A file has no cap: one idea a file is the rule, and a cap splits them in the midst of one.
-    tree = ast.parse(path.read_text())
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            doc = ast.get_docstring(node, clean=False) or ""
-            length = node.end_lineno - node.lineno + 1 - len(doc.splitlines())
-            assert length <= 60, f"{node.name} has {length} lines"
+    assert tangles(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("    global a", "a is global"),
+        ("    a = 1\n" * 60, "f has 61 lines"),
+        ("    a = b or c if d else [e for e in g]\n" * 5 + "    if a: pass", "f has 16 branches"),
+        ("    if a:\n     for b in c:\n      with d:\n       while e:\n        try: f()\n"
+         "        finally: pass", "f has 5 nesting"),
+    ],
+)  # fmt: skip
+def test_a_tangled_function_is_found(text, said):
+    assert tangles(f"def f():\n{text}") == [said]
+
+
+def test_what_is_just_short_enough_is_let_be():
+    assert tangles("def f():\n" + "    a = 1\n" * 59) == []
+    assert tangles("def f():\n" + "    if a: pass\n" * 15) == []
+    assert tangles("def f():\n    if a: pass\n" + "    elif b: pass\n" * 5) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

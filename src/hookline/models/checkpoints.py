@@ -138,22 +138,24 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
         loaded = {id(own[key]) for key in own if key in state}
         missing = [key for key in result.missing_keys if id(own.get(key)) not in loaded]
         unexpected = [key for key in result.unexpected_keys if key not in computed]
-    problems = [
-        f"{len(keys)} {what} ({', '.join(keys[:_N_KEYS_NAMED])}"
-        f"{', ...' if len(keys) > _N_KEYS_NAMED else ''})"
-        for what, keys in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of another shape", reshaped),
-        )
-        if keys
-    ]
+    problems = _say_problems(
+        {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    )
     if problems:
         raise ModelError(
-            f"{source} does not fit {name}. Of its keys: {'; '.join(problems)}.\n"
+            f"{source} does not fit {name}. Of its keys: {problems}.\n"
             "Name the model that the file was saved from, or save this model's own: "
             "torch.save(model.state_dict(), FILE)."
         )
+
+
+def _say_problems(problems: dict[str, list[str]]) -> str:
+    return "; ".join(
+        f"{len(keys)} {what} ({', '.join(keys[:_N_KEYS_NAMED])}"
+        f"{', ...' if len(keys) > _N_KEYS_NAMED else ''})"
+        for what, keys in problems.items()
+        if keys
+    )
 
 
 def _differs(own: Any, other: Any) -> bool:

@@ -323,25 +323,29 @@ class Log:
             if not passes:
                 return NotRecordedError(self._no_pass(asked, among))
         found = [entry for one in passes for entry in self.entries(one, asked.number)]
-        if found and asked.backward is not None:
-            there = max(len(self.backwards(one)) for one in passes)
-            return NotRecordedError(
-                f"{str(asked)!r} must name a backward pass that brought its gradient, got backward"
-                f" {asked.backward} of {there}.\nWrite run.passes[{passes[0].number}].backwards for"
-                " those that ran."
-            )
-        if found and asked.call is not None:
-            last = max(entry.call or 0 for entry in found)
-            where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
-            return NotRecordedError(
-                f"{site} ran {_times(last + 1)} {where}, so its calls are #0 to #{last}, got"
-                f" #{asked.call}.\nThe last one is {f'{site}#{last}'!r}."
-            )
+        if found and (asked.backward is not None or asked.call is not None):
+            return NotRecordedError(self._no_run(asked, passes, found))
         report = self._report()
         why = None if report is None else report().why.get(site)
         if why is None:
             why = "it did not fire in this pass" if self.passes else "the model has not run"
         return NotRecordedError(f"{site} was selected, but has no value: {why}.")
+
+    def _no_run(self, asked: Lookup, passes: list[Pass], found: list[Entry]) -> str:
+        """Say that a site has values, and none of the backward pass or call that is named."""
+        if asked.backward is not None:
+            there = max(len(self.backwards(one)) for one in passes)
+            return (
+                f"{str(asked)!r} must name a backward pass that brought its gradient, got backward"
+                f" {asked.backward} of {there}.\nWrite run.passes[{passes[0].number}].backwards for"
+                " those that ran."
+            )
+        site, last = self.sites[asked.number], max(entry.call or 0 for entry in found)
+        where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
+        return (
+            f"{site} ran {_times(last + 1)} {where}, so its calls are #0 to #{last}, got"
+            f" #{asked.call}.\nThe last one is {f'{site}#{last}'!r}."
+        )
 
     def _no_pass(self, asked: Lookup, among: Pass | None) -> str:
         if among is not None:

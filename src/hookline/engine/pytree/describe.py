@@ -40,6 +40,11 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         return f"expected deque(maxlen={old.maxlen}){at}, got deque(maxlen={new.maxlen})"
     if isinstance(old, _SETS):  # without an order: those that are alike are compared
         parts, parts_new = _sorted(parts), _sorted(parts_new)
+    return _difference_of_parts(parts, parts_new, leaf, at)
+
+
+def _difference_of_parts(parts: Any, parts_new: Any, leaf: Leaf, at: str) -> str | None:
+    """Tell how the first parts that differ do so."""
     for (key, part), (key_new, part_new) in zip(parts, parts_new, strict=True):
         if key != key_new:
             return f"expected the key {key!r}{at}, got {key_new!r}"

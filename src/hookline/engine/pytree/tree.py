@@ -173,6 +173,13 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], de
         fields = {str(key): _map(change, part, seen, depth + 1) for key, part in parts}
         new = seen[value] = type(value)(**fields)
         return new
+    return _map_filled(change, value, parts, seen, depth)
+
+
+def _map_filled(
+    change: Callable[[Tensor], Any], value: Any, parts: Any, seen: IdentityMap[Any], depth: int
+) -> Any:
+    """Map a value whose copy is made first and filled then."""
     try:
         is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
         shell = dict(parts) if is_fixed else _shell(value)

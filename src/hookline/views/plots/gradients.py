@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,21 +58,14 @@ def gradients(recording: Recording) -> Figure:
         )
     flow = recording.gradients()
     found = flow.rows
-    counts = {state: sum(row.state == state for row in found) for state in ("dead", "exploding")}
-    frozen = sum(row.state == "none" for row in found)
     has_ratio = any(row.ratio is not None for row in found)
     headings = ["L2 norm", *["gradient / weight, of norms"] * has_ratio, "zeros, %"]
-    words = [
-        f"{plural(counts['exploding'], 'site')} exploding (▲)" if counts["exploding"] else "",
-        f"{plural(counts['dead'], 'site')} dead (✕)" if counts["dead"] else "",
-        f"{plural(frozen, 'site')} without a gradient" if frozen else "",
-    ]
     rows = RowSheet(
         "Gradient flow",
         [
             f"{plural(len(found), 'site')} in registration order, the first at the top"
             + _means([row.count for row in found if row.count]),
-            "; ".join(filter(None, words)) or "none is dead or exploding",
+            _conspicuous(found) or "none is dead or exploding",
         ],
         [row.site for row in found],
         headings,
@@ -80,7 +74,21 @@ def gradients(recording: Recording) -> Figure:
     _on_logs(rows.axes[0], found, [row.norm if row.count else None for row in found])
     if has_ratio:
         _on_logs(rows.axes[1], found, [row.ratio for row in found])
-    zeros = rows.axes[-1]
+    _zeros(rows.axes[-1], found)
+    return rows.figure
+
+
+def _conspicuous(rows: tuple[GradientRow, ...]) -> str:
+    """Count the sites that are not as they should be."""
+    counts = Counter(row.state for row in rows)
+    words = {"exploding": "exploding (▲)", "dead": "dead (✕)", "none": "without a gradient"}
+    return "; ".join(
+        f"{plural(counts[state], 'site')} {text}" for state, text in words.items() if counts[state]
+    )
+
+
+def _zeros(zeros: Axes, found: tuple[GradientRow, ...]) -> None:
+    """Draw the share of zeros of each site."""
     share = np.array(
         [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in found]
     )
@@ -91,7 +99,6 @@ def gradients(recording: Recording) -> Figure:
         style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
         zeros.plot(share[some], some, markersize=_size(marker), **style)
     zeros.set_xlim(-4, 104)
-    return rows.figure
 
 
 def _means(counts: list[int]) -> str:

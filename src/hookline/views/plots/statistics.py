@@ -201,9 +201,8 @@ def _measure(
     passes: list[PassRecord],
     sites: str | Site | Sequence[str | Site] | None,
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
-    """The statistics of each site that fired, by the place of the pass; and the first with NaN."""
-    named = [sites] if isinstance(sites, str | Site) else sites
-    wanted = None if named is None else [as_written(str(site)) for site in named]
+    """Measure each site that fired, by the place of the pass; find the first value with NaN."""
+    wanted = None if sites is None else _as_written(sites)
     found: dict[str, dict[int, Statistics | None]] = {key: {} for key in wanted or ()}
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None
@@ -213,10 +212,11 @@ def _measure(
                 skipped.setdefault(key, value)
                 continue
             measured = found.setdefault(key, {})[k] = site_statistics(value.tensor)
-            if measured is not None and measured.non_finite:
-                bad = bad or (one.number, key)
-    for key in [key for key, row in found.items() if not row]:
-        look_up(passes[0], key)  # raises, and says why
+            if bad is None and measured is not None and measured.non_finite:
+                bad = one.number, key
+    for key, row in found.items():
+        if not row:
+            look_up(passes[0], key)  # raises, and says why
     fired = {key: row for key, row in found.items() if row}
     if not fired:
         raise InputError(
@@ -224,6 +224,11 @@ def _measure(
             f" {not_drawn([*skipped.values()])}.\nRecord sites with tensors."
         )
     return fired, list(skipped.values()), bad
+
+
+def _as_written(sites: str | Site | Sequence[str | Site]) -> list[str]:
+    named = [sites] if isinstance(sites, str | Site) else sites
+    return [as_written(str(site)) for site in named]
 
 
 def _named_values(one: PassRecord, wanted: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
