@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import runpy
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,13 @@ from torch.testing import assert_close
 
 import hookline as hl
 
+BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
+assert_printed, clipped_by_torch, hooked_by_torch, measured = (
+    BY_TORCH[name] for name in ("assert_printed", "clipped_by_torch", "hooked_by_torch", "measured")
+)
+raw_hook, seen_by_torch, triple, tripled = (
+    BY_TORCH[name] for name in ("raw_hook", "seen_by_torch", "triple", "tripled")
+)
 PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
 on_ranks = PROCESSES["on_ranks"]
 ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
@@ -113,6 +122,82 @@ def test_where_one_rank_cannot_write_nothing_is_left_on_any(rank, folder):
     assert left_in(folder / "other") == ["thesis.txt"]
     assert run.save(folder / f"mine{rank}", alone=True).is_dir()
     assert torch.equal(hl.open(folder / f"mine{rank}")["blocks.0"], run["blocks.0"])
+
+
+def stage_of(rank):
+    """This rank's two blocks, and a step of a pipeline over two microbatches."""
+    model, x = blocks(), batch()
+    for name in list(model.blocks):
+        if int(name) // 2 != rank:
+            del model.blocks[name]
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(
+        stage, n_microbatches=2, loss_fn=lambda y, _: y.square().sum(), scale_grads=False
+    )
+
+    def step():
+        model.zero_grad()
+        schedule.step(*([x] if rank == 0 else []), target=x)
+        return [p.grad.clone() for p in model.parameters()]
+
+    step()  # shapes are inferred by a run of its own, before anything is recorded
+    return model, step
+
+
+@pytest.mark.cell(
+    "pipeline", "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "clip",
+    "watch", note="a pass is one microbatch",
+)  # fmt: skip
+@on_ranks
+def test_stages_of_a_pipeline_do_what_hooks_do_on_the_whole(rank, folder):
+    model, step = stage_of(rank)
+    path = f"blocks.{2 * rank}"
+    back = f"{path}:grad_output"
+
+    def by_hand(change=None, change_back=None):
+        """The whole model under hooks on the first block of each stage; this stage's gradients."""
+        whole, came, came_back = blocks(), [], []
+        with ExitStack() as hooks:
+            for first in ("blocks.0", "blocks.2"):
+                hooks.enter_context(hooked_by_torch(whole, f"{first}:grad_output", change_back))
+                hooks.enter_context(seen_by_torch(whole, first, change=change))
+            came = hooks.enter_context(seen_by_torch(whole, path))
+            came_back = hooks.enter_context(hooked_by_torch(whole, back))
+            for part in batch().split(2):
+                whole(part).square().sum().backward()
+        names = {name for name, _ in model.named_parameters()}
+        grads = [p.grad for name, p in whole.named_parameters() if name in names]
+        return grads, came, came_back
+
+    bare, came, came_back = by_hand()
+    file = io.StringIO()
+    with (
+        hl.record(model, path, ports=("output", "grad_output")) as run,
+        hl.record(model, path, keep=measured) as numbers,
+        hl.watch(model, path, ports="output", file=file),
+    ):
+        assert_close(step(), bare)
+    assert_close([one[path] for one in run.passes], came)
+    assert_close([one[back] for one in run.passes], came_back)
+    assert_close([one[path] for one in numbers.passes], [measured(value) for value in came])
+    assert_printed(file.getvalue(), came)
+    edited, _, _ = by_hand(change=tripled)
+    with hl.edit(model, path, tripled):
+        assert_close(step(), edited)
+    with hl.attach(model) as line:
+        line.forward(path, lambda module, args, output: tripled(output))
+        assert_close(step(), edited)
+    edited_back, _, _ = by_hand(change_back=triple)
+    with hl.edit(model, back, triple):
+        assert_close(step(), edited_back)
+    with hl.attach(model) as line:
+        raw_hook(line, back)
+        assert_close(step(), edited_back)
+    clipped, _, _ = by_hand(change_back=lambda grad: clipped_by_torch([grad], norm=1e-3)[0])
+    with hl.clip(model, back, norm=1e-3):
+        assert_close(step(), clipped)
+    for changed in (edited, edited_back, clipped):
+        assert not all(map(torch.equal, changed, bare))
 
 
 @pytest.mark.cell("pipeline", "record", "gradients", "edit", note="a pass is one microbatch")

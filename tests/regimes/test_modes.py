@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
+from zoo import ROWS, rows_net
 
+BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
+assert_gradients_are_torchs = BY_TORCH["assert_gradients_are_torchs"]
+assert_values_are_torchs = BY_TORCH["assert_values_are_torchs"]
 PORTS = ("output", "input", "grad_output", "grad_input", "grad")
 
 
@@ -134,6 +140,29 @@ def test_what_is_seen_and_changed_is_the_same_in_the_mode(name, model, left_as_f
         assert same(one, other)
     assert (shown_there, report_there) == (shown, report)
     assert left_as_found(model) == before
+
+
+def step(model):
+    out = model(ROWS)
+    out.square().sum().backward()
+    return [out]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.cell(
+    "anomaly, deterministic, saved tensors' hooks, default device and dtype, modes of torch",
+    "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
+    "clip",
+)  # fmt: skip
+@pytest.mark.parametrize("name", MODES)
+def test_in_the_mode_all_is_as_under_torchs_hooks_without_it(name):
+    def in_mode(model):
+        with MODES[name]():
+            return step(model)
+
+    assert_values_are_torchs(rows_net, in_mode, "0", plain=(rows_net, step))
+    for site in ("0:grad_output", "2:grad_input"):
+        assert_gradients_are_torchs(rows_net, in_mode, site, plain=(rows_net, step))
 
 
 def test_a_recording_is_opened_under_another_default_device(model, tmp_path):

@@ -184,7 +184,7 @@ def test_with_modules_that_have_attributes_of_their_own(path):
     assert_values_are_torchs(lambda: Delegating(rows_net()), step, path)
 
 
-@pytest.mark.cell("encoder layers, fast path", "edit")
+@pytest.mark.cell("encoder layers, fast path", "record", "statistics", "edit", "raw hooks", "watch")
 @pytest.mark.cell(
     "encoder layers, fast path off",
     "record",
@@ -207,15 +207,44 @@ def test_with_encoder_layers(path):
     try:
         assert_values_are_torchs(lambda: encoder().eval(), without_gradients, path)
         model = encoder().eval()
+        with seen_by_torch(model, path) as came:
+            bare = without_gradients(model)
         with seen_by_torch(model, path, change=tripled):
             expected = without_gradients(model)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+    file = io.StringIO()
+    with pytest.warns(hl.HooklineWarning, match="fast path"):
+        with hl.record(model, path) as run, hl.record(model, path, keep=measured) as numbers:
+            assert_close(without_gradients(model), bare)
+    assert_close((run[path], numbers[path]), (came[0], measured(came[0])))
+    with pytest.warns(hl.HooklineWarning, match="fast path"), hl.watch(model, path, file=file):
+        without_gradients(model)
+    assert_printed(file.getvalue(), came)
     with pytest.warns(hl.HooklineWarning, match="fast path"), hl.edit(model, path, tripled):
+        assert_close(without_gradients(model), expected)
+    line = hl.attach(model)
+    line.forward(path, lambda module, args, output: tripled(output))
+    with pytest.warns(hl.HooklineWarning, match="fast path"), line:
         assert_close(without_gradients(model), expected)
 
 
-@pytest.mark.cell("MultiheadAttention", "record", "edit")
+@pytest.mark.cell(
+    "encoder layers, with gradients",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
+)
+@pytest.mark.parametrize("path", ["layers.0", "layers.0.linear1", "layers.1.norm2"])
+def test_with_encoder_layers_and_gradients(path):
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    assert_values_are_torchs(encoder, partial(step, x=x), path)
+
+
+@pytest.mark.cell("MultiheadAttention", "record", "statistics", "edit", "raw hooks", "features")
 @pytest.mark.parametrize("part", [0, 1])
 def test_with_attention(part):
     class Attending(nn.Module):
@@ -230,7 +259,7 @@ def test_with_attention(part):
 
     assert_values_are_torchs(
         Attending, partial(step, x=ROWS[None]), "attention",
-        ["record", "statistics", "edit", "features"], part=nth(part),
+        ["record", "statistics", "edit", "raw hooks", "features"], part=nth(part),
     )  # fmt: skip
 
 

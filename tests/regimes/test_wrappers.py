@@ -235,6 +235,24 @@ def test_modules_with_attributes_of_their_own_are_hooked(model, x, left_as_found
     assert left_as_found(delegating) == before
 
 
+def holding_step(model):
+    out = model(ROWS[:, :3])
+    out.square().sum().backward()
+    return [out]
+
+
+@pytest.mark.cell("torch's containers", "record", "statistics", "edit", "raw hooks", "watch")
+@pytest.mark.cell("torch's containers", "features", "gradients", "edit gradients", "clip")
+@pytest.mark.parametrize("path", ["blocks.0", "heads.main"])
+def test_what_containers_hold_is_as_under_torchs_hooks(path):
+    def holding():
+        torch.manual_seed(0)
+        return Holding()
+
+    assert_values_are_torchs(holding, holding_step, path)
+    assert_gradients_are_torchs(holding, holding_step, f"{path}:grad_output")
+
+
 @pytest.mark.trap(33)
 @pytest.mark.cell("torch's containers", "record", "gradients", "clip")
 def test_containers_are_no_sites_and_what_they_hold_are(x):

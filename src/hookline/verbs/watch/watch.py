@@ -267,7 +267,9 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
     """
     if tensor.is_nested:
         tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
-    if tensor.device.type != "cpu" or not tensor.numel():
+    if not tensor.numel():
+        return math.nan, math.nan  # torch warns that there is nothing to deviate
+    if tensor.device.type != "cpu":
         both = torch.std_mean(tensor.float(), correction=0)
         return both[1].item(), both[0].item()
     count, total_mean, squares = 0, 0.0, 0.0
