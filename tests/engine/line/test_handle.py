@@ -246,6 +246,51 @@ def test_removed_from_inside_the_hook_it_has_fired_once(case, kind):
     assert not any(case.hooks())
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "saved"])  # one packs
+def test_removed_from_inside_the_hook_the_others_go_on(case, kind):
+    """Torch walks over some of its dictionaries while it calls the hooks in them."""
+    seen = []
+
+    def note():
+        seen.append("one")
+        handle.remove()
+
+    with hl.attach(case.model) as line:
+        line.options.quiet = True
+        before = case.hook(line, kind, lambda: seen.append("before"))
+        handle = case.hook(line, kind, note)
+        case.hook(line, kind, lambda: (seen.append("after"), before.remove()))
+        case.hook(line, kind, lambda: seen.append("last"))
+        case.step()
+        first, seen[:] = set(seen), []
+        case.step()
+    assert first == {"before", "one", "after", "last"}
+    assert set(seen) == {"after", "last"}
+    assert not any(case.hooks())
+
+
+@pytest.mark.parametrize("path", ["", "0"])
+def test_removed_where_the_module_has_failed_its_error_stays(path):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise ValueError("mine")
+
+    model, seen = nn.Sequential(Fails(2, 2)), []
+
+    def note(*_):
+        seen.append(1)
+        handle.remove()
+
+    with hl.attach(model) as line:
+        handle = line.forward(path, note, always_call=True)
+        line.forward(path, lambda *_: seen.append(2), always_call=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="mine"):
+                model(torch.ones(1, 2))
+    assert seen == [1, 2, 2]
+    assert not len(hl.inventory(model))
+
+
 @pytest.mark.parametrize(("kind", "is_everywhere"), BOTH)
 def test_removed_while_its_module_runs_it_leaves_numbers_right(case, kind, is_everywhere):
     case.model(torch.ones(2, 3)).sum().backward()
@@ -297,6 +342,25 @@ def test_another_thread_may_remove_it_in_the_midst_of_a_forward(case, kind):
         x = torch.ones(2, requires_grad=True)
         assert (x * x).grad_fn._saved_self is x
         line.options.quiet = True
+    assert not any(case.hooks())
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "load_state_dict_pre", "step_pre", "step_post"])
+def test_another_thread_may_remove_what_torch_is_walking_over(case, kind):
+    seen = []
+
+    def remove_elsewhere():
+        thread = threading.Thread(target=handle.remove)
+        thread.start()
+        thread.join()
+
+    with hl.attach(case.model) as line:
+        line.options.quiet = True
+        case.hook(line, kind, remove_elsewhere)
+        handle = case.hook(line, kind, lambda: seen.append("removed"))
+        case.hook(line, kind, lambda: seen.append("last"))
+        case.step()
+    assert set(seen) == {"last"}
     assert not any(case.hooks())
 
 

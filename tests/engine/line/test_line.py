@@ -138,6 +138,62 @@ def test_an_interrupt_at_any_line_leaves_nothing(interrupted):
     assert step > 200
 
 
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_lines_come_and_go_in_other_threads_between_two_hooks(kind, is_raw):
+    """Torch calls these hooks out of a copy of its dictionary, made before the first one."""
+    model, x, seen, begun = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), [], []
+    ended = hl.attach(model)
+    ended.options.quiet = True
+    ended.forward("0", lambda *_: None)
+    ended.forward_pre("0", lambda *_: None)
+
+    def elsewhere():
+        ended.remove()
+        with hl.edit(model, "0:input", hl.edits.scale(0.0)), hl.record(model, "0") as run:
+            model(x)
+        seen.append(run["0"])
+
+    def hook(*_):
+        if not begun:  # a raw hook is called in the other thread, too
+            begun.append(1)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(elsewhere).result()
+
+    with hl.attach(model) as line:
+        line.options.quiet = True
+        if is_raw:
+            handle = getattr(model[0], f"register_{kind}_hook")(hook)
+        else:
+            handle = getattr(line, kind)("0", hook)
+        getattr(line, kind)("0", lambda *_: seen.append(kind))
+        y = model(x)
+        handle.remove()
+    assert torch.equal(seen[-2], model[0].bias[None])
+    assert seen[-1] == kind
+    assert torch.equal(y, model(x))
+    assert not len(hl.inventory(model))
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+def test_a_dropped_line_may_be_collected_between_two_hooks(kind):
+    model, x, seen = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), []
+
+    def drop():
+        held = [hl.record(model, "0", ports=("input", "output"))]
+        held.append(held)  # so that only a collection can find it
+
+    drop()
+    assert len(hl.inventory(model)) > 2
+    with hl.attach(model) as line:
+        getattr(line, kind)("0", lambda *_: gc.collect() and None)
+        getattr(line, kind)("0", lambda *_: seen.append(kind))
+        with pytest.warns(hl.HooklineWarning, match="dropped"):
+            model(x)
+    assert seen == [kind]
+    assert not len(hl.inventory(model))
+
+
 def test_threads_may_attach_to_one_model_while_others_run_it():
     model, x, errors = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(1, 3), []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +54,25 @@ def test_ids_are_torchs_own(monkeypatch):
     mine = hooks.own_hook_id(3)
     theirs = module.register_forward_hook(lambda *a: None).id
     assert theirs == mine + 1
+
+
+@pytest.mark.parametrize("kind", ["always-called forward", "state dict", "step"])
+def test_torch_walks_over_the_living_hooks_of_a_kind(kind):
+    """If it walks over a copy, what is removed meanwhile need not stay until its line ends."""
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters())
+    register, act = {
+        "always-called forward": (
+            partial(module.register_forward_hook, always_call=True),
+            lambda: module(torch.ones(1, 9)),  # which fails
+        ),
+        "state dict": (module.register_state_dict_post_hook, module.state_dict),
+        "step": (optimizer.register_step_post_hook, optimizer.step),
+    }[kind]
+    handle = register(lambda *_: handle.remove())
+    register(lambda *_: None)
+    with pytest.raises(RuntimeError, match="mutated during iteration"):
+        act()
 
 
 def test_hooks_on_parameters_are_found():

@@ -30,6 +30,34 @@ def browser():
 
 
 @pytest.fixture
+def new_page(browser):
+    """Open an address in a fresh window; what it logs or asks for elsewhere is an error."""
+    complaints, contexts = [], []
+
+    def new_page(address, base, **options):
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: complaints.append("a dialog opened"))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("data:", base)) or complaints.append(request.url)
+            ),
+        )
+        page.goto(address)
+        return page
+
+    yield new_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture
 def served():
     """`served(folder, ...)`: a server for one folder or two; `get(path)` asks it."""
     with ExitStack() as ends:

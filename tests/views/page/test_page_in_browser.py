@@ -32,31 +32,8 @@ def address(tmp_path_factory, strange, strange_run):
 
 
 @pytest.fixture
-def open_page(browser, address):
-    """Opens the page in a fresh window; what it logs and asks for is checked at the end."""
-    complaints, contexts = [], []
-
-    def open_it(**options):
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append("a dialog opened"))
-        page.on(
-            "request",
-            lambda request: (
-                request.url.startswith(("data:", address)) or complaints.append(request.url)
-            ),
-        )
-        page.goto(address)
-        return page
-
-    yield open_it
-    for context in contexts:
-        context.close()
-    assert complaints == []
+def open_page(new_page, address):
+    return lambda **options: new_page(address, address, **options)
 
 
 @pytest.fixture

@@ -16,33 +16,16 @@ PHONE = {"width": 390, "height": 800}
 
 
 @pytest.fixture
-def visit(browser, served):
-    """`visit(*folders)`: a page in a fresh window; what it logs and asks for is checked."""
-    complaints, contexts = [], []
+def visit(new_page, served):
+    """`visit(*folders)`: their page, served."""
 
     def visit(*folders, path="", **options):
         server = served(*folders)
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append("a dialog opened"))
-        page.on(
-            "request",
-            lambda request: (
-                request.url.startswith(("data:", server.base)) or complaints.append(request.url)
-            ),
-        )
-        page.goto(server.base + path)
+        page = new_page(server.base + path, server.base, **options)
         page.base = server.base
         return page
 
-    yield visit
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    return visit
 
 
 def faults(page) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.engine.compile.guards import follow
 from hookline.engine.line.attachment import Attachment, surely
-from hookline.engine.taps.base import Order, RootTap, Tap
+from hookline.engine.taps.base import Order, RootTap, Tap, walked_over
 from hookline.engine.torch_private.global_hooks import global_hook_dicts
 from hookline.engine.torch_private.hooks import (
     HOOK_DICTS,
@@ -253,7 +253,11 @@ class Registrations(Attachment):
         return found
 
     def take_off_these(self, entries: Iterable[Entry]) -> None:
-        """Take off some of what was placed, also when interrupted meanwhile. Idempotent."""
+        """Take off some of what was placed, also when interrupted meanwhile. Idempotent.
+
+        What stands where torch walks over the living dictionary stays until the line ends; its tap
+        has to be retired.
+        """
         with _lock:
             surely(partial(self._take_off_these, entries))
 
@@ -261,7 +265,7 @@ class Registrations(Attachment):
         wanted = set(map(id, entries))
         for index, entry in enumerate(self._placed):
             # By what is in the list: whatever is there no more, the line's end has taken off.
-            if id(entry) in wanted:
+            if id(entry) in wanted and not _is_walked_over(entry[0][0]):
                 dicts, key, module = entry
                 for hooks in dicts:
                     hooks.pop(key, None)
@@ -288,6 +292,14 @@ def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
     so that no other thread, and no handler of a signal, finds a hook taken out.
     """
     deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+
+
+def _is_walked_over(hooks: HookDict) -> bool:
+    """Whether torch calls the hooks in this dictionary just now, out of the dictionary itself."""
+    if not walked_over:
+        return False
+    owners = [getattr(getattr(h, "hook", h), "__self__", None) for h in list(hooks.values())]
+    return any(owner is tap for owner in owners for tap in list(walked_over))
 
 
 def _later(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:

@@ -75,6 +75,11 @@ class HookSpec(NamedTuple):
     always_call: bool = False
 
 
+# The taps that run just now, in any thread, as hooks that torch calls while it walks over the
+# living dictionary: nothing can be taken out of that dictionary meanwhile.
+walked_over: list[Tap] = []
+
+
 class Tap:
     """What every tap shares: whose it is, whether it may fire now, how often it did.
 
@@ -205,6 +210,11 @@ class Tap:
         """Fire no more, as when the line has ended; the line goes on without this tap."""
         self.passes, self.lane = _REMOVED, _REMOVED.lane
         self.traced = self.active = None
+
+    def leave_walk(self) -> None:
+        """Be no more among the taps of which torch walks over the dictionary."""
+        if self in walked_over:  # not if it was interrupted before
+            walked_over.remove(self)
 
     def _note(self, error: Exception) -> None:
         error.add_note(f"hookline: raised by the hook at {self.site} ({self.site.module_type})")

@@ -18,7 +18,7 @@ from hookline.errors import AttachError, SelectionError
 from hookline.verbs.attach import returns
 from hookline.verbs.attach.backward_taps import BackwardPreTap, BackwardTap
 from hookline.verbs.attach.everywhere import EverywhereHooks, everywhere_matcher
-from hookline.verbs.attach.raw_taps import RawTap
+from hookline.verbs.attach.raw_taps import AlwaysCalledTap, RawTap
 from hookline.verbs.attach.saved_tensors import SavedTap
 
 Hook = Callable[..., Any]
@@ -110,8 +110,9 @@ class ModuleHooks(EverywhereHooks):
                 kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
             )
         with self.hooking(kind) as (placements, handle):
+            make = AlwaysCalledTap if always_call else RawTap
             for site, node in self._each_module(kind, selector, calls=True):
-                tap = RawTap(site, self.passes, hook, check)
+                tap = make(site, self.passes, hook, check)
                 placements.place(node.module, kind, tap.fire, Order.HOOK, prepend=prepend,
                                  with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
                 self.keep(tap, node)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.passes.passes import ELSEWHERE, Pass, Passes
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import Order, Tap, is_inert, no_callback
+from hookline.engine.taps.base import Order, Tap, is_inert, no_callback, walked_over
 from hookline.engine.taps.forward import OutputTap
 from hookline.engine.torch_private.hooks import discard_hooks_of
 
@@ -42,11 +43,14 @@ class EventTap(Tap):
             return None
         self.fired += 1
         try:
+            walked_over.append(self)
             result = self.function(*values)
             return None if result is None else self.check(result, values)
         except Exception as error:
             self._note(error)
             raise
+        finally:
+            self.leave_walk()
 
     def retire(self) -> None:
         """Fire no more, and let the user's function go."""
@@ -107,3 +111,19 @@ class RawTap(OutputTap):
         if current.stretch is not None:
             current.stretch.changed(str(self.site), values[1:], result)
         return self.check(result, values)
+
+
+class AlwaysCalledTap(RawTap):
+    """A raw tap that is also called where the module raises: then torch walks over its hooks."""
+
+    __slots__ = ()
+
+    def fire(self, module: nn.Module, *values: Any) -> Any:
+        """The hook itself."""
+        if is_dynamo_compiling():
+            return RawTap.fire(self, module, *values)
+        try:
+            walked_over.append(self)
+            return RawTap.fire(self, module, *values)
+        finally:
+            self.leave_walk()
