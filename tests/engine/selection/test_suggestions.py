@@ -234,3 +234,10 @@ def test_who_selects_modules_of_functions_is_told_there_are_none():
         hl.record(model, nn.ReLU)
     with pytest.raises(hl.SelectionError, match="matches no module of LSTM"):
         hl.record(nn.LSTM(3, 4), "cell")  # torch runs all of it as one operation
+
+
+def test_a_module_deeper_than_written_is_proposed_at_any_depth():
+    model = nn.Sequential(Parts())
+    assert "Did you mean '0.**.conv', at any depth?" in said(model, "0.conv")
+    assert "Did you mean '0.**.conv:input', at any depth?" in said(model, "0.conv:input")
+    assert hl.select(model, "0.**.conv")

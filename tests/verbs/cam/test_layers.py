@@ -205,7 +205,7 @@ class Pairs(nn.Module):
 def test_a_call_and_a_part_of_a_value_can_be_named():
     torch.manual_seed(0)
     model, x = Pairs(), torch.rand(2, 3, 6, 6)
-    with pytest.raises(hl.AmbiguousError, match=r"'conv' ran 2 times.*\n.*'conv#0'"):
+    with pytest.raises(hl.AmbiguousError, match=r"conv, which ran 2 times.\n.*'conv#1'"):
         hl.cam(model, x, "conv")
     score = lambda out: out.abs().sum(1)  # noqa: E731
     second = hl.cam(model, x, "conv#1", score)

@@ -90,3 +90,10 @@ def test_an_error_of_a_hook_has_no_second_note(net, image):
     with pytest.raises(ZeroDivisionError) as caught:
         hl.features(net, image, "fc", keep=lambda t: 1 / 0)
     assert not any("the model failed" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 8, 8), torch.Size([1, 3, 8, 8])])
+def test_a_shape_in_the_place_of_a_tensor_is_said(net, shape):
+    said = hl.summary(net, shape).failure
+    assert said.endswith("\nFor an input of this shape, give torch.rand(1, 3, 8, 8).")
+    assert "hookline" not in hl.summary(net, (torch.zeros(1, 3, 8, 8), 3)).failure

@@ -126,6 +126,9 @@ def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
     computed = _computed(layout, name)
     if computed:
         return computed
+    above, _, last = name.rpartition(".")
+    if above and asked.working(f"{above}.**.{last}{rest}"):
+        return f" Did you mean {f'{above}.**.{last}{rest}'!r}, at any depth?"
     part = _part_of_output(layout, asked)
     if part is not None:
         return f" Part of an output is written {part!r}."
@@ -142,8 +145,8 @@ def _part_of_output(layout: ModuleTree, asked: Asked) -> str | None:
     if not dot or node is None or "output" not in asked.wanted or not name.isidentifier():
         return None
     tensors = (node.module.named_parameters, node.module.named_buffers)
-    known = [child for child, _ in node.module.named_children()]
-    known += [one for named in tensors for one, _ in named(recurse=False)]
+    known = {path.rpartition(".")[2] for node in layout.nodes for path in node.paths}
+    known |= {one for named in tensors for one, _ in named(recurse=False)}
     if asked.rest or difflib.get_close_matches(name, known, cutoff=0.5):
         return None
     return next(iter(asked.working(f"{path_text(holder)}:output.{name}")), None)

@@ -14,7 +14,7 @@ from hookline.engine import Selector, Site
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.pytree import describe, leaves, tree
 from hookline.engine.torch_private.modules import is_scripted, unwrap
-from hookline.errors import AttachError, InputError, SelectionError, warn
+from hookline.errors import AmbiguousError, AttachError, InputError, SelectionError, warn
 from hookline.recordings import Recording
 from hookline.verbs.cam.class_maps import ClassMaps
 from hookline.verbs.cam.layers import (
@@ -290,7 +290,13 @@ class _CamRunner:
     def _read(self, run: Recording, sites: list[Site]) -> tuple[list[Layer], list[Tensor]]:
         layers, activations = [], []
         for site in sites:
-            value = run[site]
+            calls = run.calls(site)
+            if len(calls) > 1:
+                raise AmbiguousError(
+                    f"layer= must name one call of {site}, which ran {len(calls)} times."
+                    f"\nGive layer={f'{site}#{len(calls) - 1}'!r} for the last."
+                )
+            value = calls[0]
             found = layer_at(site, value, self._n, self._size, self._reshape)
             if found is None:
                 raise SelectionError(

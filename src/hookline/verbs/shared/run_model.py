@@ -29,7 +29,11 @@ def call(model: nn.Module, inputs: Any) -> Any:
     how to give the mapping itself.
     """
     if isinstance(inputs, tuple):
-        return model(*inputs)
+        try:
+            return model(*inputs)
+        except TypeError as error:
+            _note_shape(inputs, error)
+            raise
     if isinstance(inputs, Mapping):
         try:
             return model(**inputs)
@@ -39,6 +43,15 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if callable(inputs) and not isinstance(inputs, Tensor | nn.Module):
         return inputs()
     return model(inputs)
+
+
+def _note_shape(inputs: tuple[Any, ...], error: TypeError) -> None:
+    """Add a note to the error of a model that was given a shape in the place of a tensor."""
+    if inputs and all(type(size) is int for size in inputs):
+        error.add_note(
+            "hookline: a tuple is given as arguments, and these are numbers.\nFor an input of"
+            f" this shape, give torch.rand({', '.join(map(str, inputs))})."
+        )
 
 
 def _note_refused_keywords(model: nn.Module, inputs: Mapping[str, Any], error: TypeError) -> None:
