@@ -241,3 +241,8 @@ def test_a_module_deeper_than_written_is_proposed_at_any_depth():
     assert "Did you mean '0.**.conv', at any depth?" in said(model, "0.conv")
     assert "Did you mean '0.**.conv:input', at any depth?" in said(model, "0.conv:input")
     assert hl.select(model, "0.**.conv")
+
+
+def test_an_index_behind_a_list_of_modules_is_proposed_as_a_path():
+    assert said(Parts(), "many[2]").endswith("\nSelect what it holds: 'many.2'.")
+    assert said(Parts(), "many[7]").endswith("\nSelect what it holds: 'many.*'.")

@@ -293,7 +293,7 @@ def test_ready_made_edits_ask_for_a_leaf_of_a_nested_value(holder):
                    hl.edits.noise(1)):  # fmt: skip
         with hl.edit(holder, "inner", change), pytest.raises(hl.StructureError) as caught:
             holder(torch.ones(2))
-        assert "Select a tensor: PATH:output.pair.left" in str(caught.value)
+            assert "(output, input): PATH:PORT.pair.left, " in str(caught.value)
 
 
 def test_ready_made_edits_do_not_round_silently():

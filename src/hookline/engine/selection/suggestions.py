@@ -84,7 +84,9 @@ def _without_port(asked: Asked) -> str:
             else "Select a parameter, or a module that has one."
         )
         return f"{kind} at {path!r} has no parameters.\n{advice}"
-    held = asked.working(*(f"{node.path}.{each}" if node.path else each for each in ("*", "**")))
+    inside = [".".join(map(str, asked.text.leaf))] * bool(asked.text.leaf)  # as in `h[0]`
+    wanted = (*inside, "*", "**")
+    held = asked.working(*(f"{node.path}.{each}" if node.path else each for each in wanted))
     trained = asked.working(f"{path}:grad")
     if held:
         advice = f"Select what it holds: {held[0]!r}."
@@ -114,8 +116,8 @@ def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
 def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
     name, rest = asked.text.path, asked.rest
     paths = [path for node in nodes for path in node.paths if path]
-    if asked.working(f"**.{name}{rest}"):
-        return f" Did you mean {f'**.{name}{rest}'!r}, at any depth?"
+    if deeper := asked.working(f"**.{name}{rest}"):
+        return f" Did you mean {deeper[0]!r}, at any depth?"
     kind = next((type(node.module) for node in layout.nodes if node.type_name == name), None)
     if kind is not None and asked.works(kind):
         there = f"nn.{name}" if getattr(nn, name, None) is kind else name
@@ -126,14 +128,23 @@ def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
     computed = _computed(layout, name)
     if computed:
         return computed
-    above, _, last = name.rpartition(".")
-    if above and asked.working(f"{above}.**.{last}{rest}"):
-        return f" Did you mean {f'{above}.**.{last}{rest}'!r}, at any depth?"
+    return _below(layout, asked) or _close(asked, paths)
+
+
+def _below(layout: ModuleTree, asked: Asked) -> str | None:
+    """Propose what may be meant by a name that follows the path of a module."""
+    above, _, last = asked.text.path.rpartition(".")
+    deeper = asked.working(f"{above}.**.{last}{asked.rest}") if above else []
+    if deeper:
+        return f" Did you mean {deeper[0]!r}, at any depth?"
     part = _part_of_output(layout, asked)
-    if part is not None:
-        return f" Part of an output is written {part!r}."
-    near = difflib.get_close_matches(name, paths, n=8, cutoff=0.5)
-    close = asked.working(*(f"{path}{rest}" for path in near))[:4]
+    return None if part is None else f" Part of an output is written {part!r}."
+
+
+def _close(asked: Asked, paths: list[str]) -> str:
+    """Propose the paths that are closest to what was written."""
+    near = difflib.get_close_matches(asked.text.path, paths, n=8, cutoff=0.5)
+    close = asked.working(*(f"{path}{asked.rest}" for path in near))[:4]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 

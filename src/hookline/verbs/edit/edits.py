@@ -153,7 +153,8 @@ def _tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         leaves = [describe.leaf_text(leaf) for leaf, _ in tree.tensors(value)]
         advice = (
-            f"Select a tensor: {', '.join(f'PATH:output{leaf}' for leaf in leaves[:4])}."
+            "Select one of its tensors by a leaf behind the port (output, input):"
+            f" {', '.join(f'PATH:PORT{leaf}' for leaf in leaves[:4])}."
             if leaves
             else "Select a module that returns one, or give a function that returns a new value."
         )
