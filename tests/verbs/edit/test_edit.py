@@ -507,3 +507,15 @@ def test_any_function_of_one_value_is_an_edit(looped, change):
     with hl.edit(looped, "head", change), hl.record(looped, "head") as run:
         looped(torch.ones(1, 2))
     assert "head" in run
+
+
+@pytest.mark.parametrize("make", [hl.edits.scale, hl.edits.add, hl.edits.replace, hl.edits.noise])
+@pytest.mark.parametrize("given", ["a", None, object()])
+def test_an_edit_is_given_a_number_or_a_tensor(make, given):
+    with pytest.raises(hl.AttachError, match=rf"hl.edits.{make.__name__} must be given a number"):
+        make(given)
+
+
+def test_clamp_is_given_a_bound():
+    with pytest.raises(hl.AttachError, match=r"must be given a bound, got none.\n.*clamp\(min=0\)"):
+        hl.edits.clamp()

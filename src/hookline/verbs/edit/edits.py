@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import same_draws
 from hookline.engine.pytree import describe, tree
-from hookline.errors import StructureError
+from hookline.errors import AttachError, StructureError
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -83,7 +83,8 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         seed: makes the sequence of draws repeatable; None draws fresh ones.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    given = _Given(float(std), "noise")
+    given = _Given(std, "noise")
+    std = float(std)
 
     def change(tensor: Tensor) -> Tensor:
         given.like(tensor)
@@ -110,7 +111,14 @@ def clamp(min: float | None = None, max: float | None = None) -> Edit:
     Args:
         min: the lower bound, or None.
         max: the upper bound, or None.
+
+    Raises:
+        AttachError: there is neither.
     """
+    if min is None and max is None:
+        raise AttachError(
+            "hl.edits.clamp must be given a bound, got none.\nGive it one: hl.edits.clamp(min=0)."
+        )
     return _edit("clamp", lambda value: value.clamp(min, max))
 
 
@@ -184,7 +192,14 @@ class _Given:
             return
         # Whatever torch's defaults are now: as exact as the number, where any value can meet it.
         dtype = {float: torch.float64, complex: torch.complex128}.get(type(given))
-        self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
+        try:
+            self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise AttachError(
+                f"hl.edits.{name} must be given a number or a tensor, got"
+                f" {describe.in_words(given)}.\nGive hl.edit a function of your own for anything"
+                f" else: hl.edit(model, selector, lambda t: ...)."
+            ) from None
         self._kind = self._tensor.dtype
 
     def like(self, value: Tensor) -> float | Tensor:
