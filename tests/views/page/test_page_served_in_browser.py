@@ -16,7 +16,7 @@ PHONE = {"width": 390, "height": 800}
 
 
 @pytest.fixture
-def visit(new_page, served):
+def visit(served, new_page):  # in this order: the pages are closed before the server
     """`visit(*folders)`: their page, served."""
 
     def visit(*folders, path="", **options):
