@@ -5,6 +5,7 @@
 #   make check   ruff and mypy alone
 #   make mutants change the source in 60 places, and see whether a test notices
 #   make bench   the table of ratios, with rivals
+#   make docs    the documentation as a site, in site/
 #   make clean   remove what the others made
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses=$(JOBS) --maxprocesses=8 \
   --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick check mutants bench clean
+.PHONY: demo test quick check mutants bench docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -42,6 +43,10 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[test,check]"
 	touch $@
 
+$(VENV)/.docs: pyproject.toml $(VENV)/.torch
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable ".[docs]"
+	touch $@
+
 $(BENCH_VENV)/.bench: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) torch
@@ -50,6 +55,9 @@ $(BENCH_VENV)/.bench: pyproject.toml constraints.txt
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/hookline demo --out runs/demo
+	@echo
+	@echo "The documentation: docs/index.md, and by task docs/recipes.md."
+	@echo "As a site, in the browser and without a network: make docs, then open site/index.html."
 
 check: $(VENV)/.check
 	$(VENV)/bin/ruff check .
@@ -73,6 +81,9 @@ mutants: $(VENV)/.test
 bench: $(BENCH_VENV)/.bench
 	$(BENCH_VENV)/bin/python -m benchmarks
 
+docs: $(VENV)/.docs
+	$(VENV)/bin/python docs/_site/build.py
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

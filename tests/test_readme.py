@@ -47,7 +47,7 @@ def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
     assert not left_in(tmp_path)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
 @pytest.mark.compiles
 @pytest.mark.processes  # inductor compiles in workers
 def test_the_docs_examples_run_in_order_and_print_as_shown(page, tmp_path):
@@ -145,7 +145,7 @@ def test_the_make_targets_exist():
 
 
 def test_every_link_leads_somewhere():
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / link).exists(), f"{path.name}: {link}"
 

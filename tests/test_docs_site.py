@@ -1,0 +1,275 @@
+"""The documentation as a site: built strictly, complete, and used without a network."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from html import unescape
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from test_public_names import NAMES, SURFACES
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ROOT / "docs" / "_site"
+MAPPING = {"get", "items", "keys", "values"}  # one example shows what every mapping has
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder that `make docs` makes."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, TOOLS / "build.py", "--out", folder]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(folder / "index.html") in done.stdout
+    return folder
+
+
+@pytest.fixture
+def check(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import check
+
+    yield check
+    sys.modules.pop("check")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """`opened(path)`: a page from its file, all that it has asked for, and its errors."""
+    page = browser.new_page()
+    asked: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+
+    def opened(path):
+        page.goto(f"file://{path}", wait_until="networkidle")
+        return page, asked, errors
+
+    yield opened
+    page.close()
+
+
+def sections(html):
+    """The sections of an API page: each heading with the HTML up to the next."""
+    parts = re.split(r"<h[12][^>]*>(.*?)</h[12]>", html, flags=re.DOTALL)
+    names = [unescape(re.sub(r"<[^>]*>|¶|&para;", "", name)).strip() for name in parts[1::2]]
+    return dict(zip(names, parts[2::2], strict=True))
+
+
+def public_names():
+    yield from (f"hl.{name}" for name in NAMES if name not in ("edits", "plots"))
+    for module in ("edits", "plots"):
+        yield from (f"hl.{module}.{name}" for name in SURFACES[module][1])
+    raw = set(SURFACES["RawLine"][1]) - {"name", *LINE}
+    yield from (f"hl.RawLine.{name}" for name in sorted(raw))
+    yield from (f"hl.Line.{name}" for name in LINE)
+    yield from (f"hl.Recording.{name}" for name in SURFACES["Recording"][1])
+
+
+LINE = ("remove", "report")
+ATTRIBUTES = {
+    f"hl.Recording.{name}": f"run.{name}" for name in ("lost", "modules", "ranks", "sites")
+}
+ATTRIBUTES |= {f"hl.Recording.{name}": "hl.Recording" for name in MAPPING}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_every_page_is_built_and_weighs_little(site):
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists(), page
+    for script in (ROOT / "examples").glob("*.py"):
+        assert script.name in (site / "examples" / f"{script.stem}.html").read_text()
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    assert size < 15 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_every_public_name_has_an_entry_with_an_example(site):
+    entries = {}
+    for page in (site / "api").glob("*.html"):
+        entries |= sections(page.read_text())
+    for name in public_names():
+        entry = entries.get(ATTRIBUTES.get(name, name))
+        assert entry is not None, f"{name} has no entry in docs/api"
+        assert "<code" in re.sub(r'<div class="doc-signature.*?</div>', "", entry), name
+        if name.rpartition(".")[2] in MAPPING:
+            assert f"{name.rpartition('.')[2]}(" in re.sub(r"<[^>]*>", "", entry)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_tutorial_shows_what_its_cells_give(site):
+    text = (site / "tutorial.html").read_text()
+    assert text.count('alt="The figure of the cell above"') >= 6
+    assert "<table" in text
+    assert "8 right" in text
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_it_works_from_files_and_asks_no_other_machine(site, opened):
+    for name in ("index", "recipes", "tutorial", "regimes", "api/verbs", "examples/index"):
+        page, asked, errors = opened(site / f"{name}.html")
+        assert page.locator("h1").inner_text().strip()
+    page.get_by_role("button", name="Search").first.click()
+    page.keyboard.type("steering", delay=5)
+    page.locator("a[href*='editing.html?h=steering']").first.click()
+    page.wait_for_url("**/editing.html?h=steering*")
+    assert not errors
+    assert len(asked) > 10
+    assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+
+
+@pytest.mark.processes
+def test_a_request_to_another_machine_would_be_seen(tmp_path, opened):
+    (tmp_path / "page.html").write_text('<img src="http://127.0.0.1:9/picture.png">')
+    _, asked, _ = opened(tmp_path / "page.html")
+    assert "http://127.0.0.1:9/picture.png" in asked
+
+
+FAULTS = {
+    '<a href="gone.html">': "no such file",
+    '<a href="other.html#gone">': "no such anchor",
+    '<a href="#gone">': "no such anchor",
+    '<a href="folder">': "a folder",
+    '<a href="/other.html">': "an absolute path",
+    '<script src="https://example.org/a.js">': "fetched from another machine",
+    '<link href="//example.org/a.css">': "fetched from another machine",
+    '<a href="other.html#here">': None,
+    '<a href="https://example.org">': None,
+}
+
+
+@pytest.mark.parametrize("html", FAULTS)
+def test_links_that_lead_nowhere_are_named(check, tmp_path, html):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "other.html").write_text('<h1 id="here">')
+    (tmp_path / "index.html").write_text(html)
+    faults = check.faults_of_links(tmp_path)
+    assert len(faults) == (FAULTS[html] is not None)
+    assert all(f"index.html: {FAULTS[html]}" in fault for fault in faults)
+
+
+def test_pages_outside_the_navigation_and_missing_are_named(check, tmp_path):
+    (tmp_path / "there.md").write_text("# There")
+    assert check.faults_of_navigation(tmp_path, ["there.md"]) == []
+    assert check.faults_of_navigation(tmp_path, ["gone.md"]) == [
+        "mkdocs.yml: nav has no entry for docs/there.md",
+        "mkdocs.yml: nav names docs/gone.md, which is missing",
+    ]
+
+
+TASKS = {
+    "record the output of every convolution": "hl.record(",
+    "gradients of intermediate tensors": "hl.record(",
+    "clip gradients by their total norm": "hl.clip(",
+    "multiply the output of a layer by a factor": "hl.edits.scale",
+    "patch an activation from one run into another": "hl.edits.replace(",
+    "steer GPT-2 while it generates": "hl.edit(",
+    "print each module as it runs": "hl.watch(",
+    "find the first NaN": "hl.record(",
+    "which units are dead": "hl.record(",
+    "why does my hook not fire": "hl.doctor(",
+    "list every hook on a model": "hl.inventory(",
+    "count the parameters and FLOPs of each module": "hl.summary(",
+    "which pixels speak for a class": "hl.cam(",
+    "register raw hooks of every kind": "hl.attach(",
+    "save a recording to a folder and open it": "hl.open(",
+    "run batches of a DataLoader up to a layer for features": "hl.features(",
+}
+
+
+def words(text):
+    found = re.findall(r"[a-z0-9]+", text.lower())
+    return Counter(re.sub(r"(?<=..)(s|ed|ing)$", "", word) for word in found)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("task", TASKS)
+def test_llms_txt_leads_a_task_to_its_verb(site, task):
+    entries = re.findall(r"^ *- \[(.*?)\]\((\S+?)\)(.*)$", (site / "llms.txt").read_text(), re.M)
+    bags = [words(title) + words(title) + words(about) for title, _, about in entries]
+    spread = Counter(word for bag in bags for word in bag)
+    wanted = words(task).keys()
+
+    def score(k):
+        shared = wanted & bags[k].keys()
+        rare = (math.log(len(bags) / spread[word]) * min(bags[k][word], 2) for word in shared)
+        return sum(rare) / math.sqrt(20 + sum(bags[k].values()))
+
+    best = max(range(len(entries)), key=score)
+    uri, _, anchor = entries[best][1].partition("#")
+    text = (site / uri).read_text()
+    if anchor:
+        text = section(text, anchor)
+    assert TASKS[task] in text, (entries[best][:2], text[:300])
+
+
+def section(text, anchor):
+    """The part of a page from the heading with this anchor to the next one."""
+    from markdown.extensions.toc import slugify
+
+    bare = re.sub(r"^```.*?^```$", lambda code: " " * len(code[0]), text, flags=re.M | re.DOTALL)
+    headings = list(re.finditer(r"^#+ (.*)$", bare, re.M))
+    ends = [heading.start() for heading in headings[1:]] + [len(text)]
+    for heading, end in zip(headings, ends, strict=True):
+        if slugify(re.sub(r"[`*]", "", heading[1]), "-") == anchor:
+            return text[heading.end() : end]
+    raise AssertionError(f"no heading for {anchor}")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_llms_full_txt_holds_every_page_with_its_docstrings(site):
+    whole = (site / "llms-full.txt").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f"<!-- {page.relative_to(ROOT / 'docs').as_posix()} -->" in whole
+    assert "\n::: " not in whole
+    assert "Record the values at the selected sites" in whole
+    assert "<div" not in re.sub(r"^```.*?^```$", "", whole, flags=re.M | re.DOTALL)
+
+
+@pytest.mark.processes
+def test_make_demo_ends_with_the_place_of_the_documentation(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "hookline"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    for stamp in (".torch", ".demo"):
+        (tmp_path / stamp).touch()
+    command = ["make", "--no-print-directory", "demo", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    last = " ".join(done.stdout.splitlines()[-2:])
+    named = re.findall(r"docs/[\w-]+\.md", last)
+    assert len(named) >= 2
+    assert all((ROOT / name).exists() for name in named)
+    assert "make docs" in last
+
+
+def test_what_make_docs_writes_is_ignored_by_git():
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^docs: .*\n\t.*docs/_site/build\.py$", makefile, re.M)
+    assert "/site/" in (ROOT / ".gitignore").read_text().split()
