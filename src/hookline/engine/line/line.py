@@ -114,8 +114,7 @@ class Line:
         self._handles: weakref.WeakKeyDictionary[HookHandle, CallHooks] = (
             weakref.WeakKeyDictionary()
         )
-        self._why: dict[Site, str] | None = None
-        self._beside: str | None = None
+        self._beside: str | None = None  # of the notes, the one that the warning may say as well
         self._last: Report | None = None  # once the line has ended, nothing in it changes
         # A line that nobody holds could not be ended any more.
         parts = self.attached, self.taps, self.passes
@@ -262,7 +261,7 @@ class Line:
         try:
             self._start(is_first=not placed)
             yield self._placements
-            if self._compiled.is_on:
+            if self._compiled.border is not None:
                 self._compiled.hooked(self.taps[n_taps:])
         except BaseException:
             self._placements.take_off(placed)
@@ -329,12 +328,12 @@ class Line:
     def _end(self) -> None:
         take_off(self.attached, self.taps, self.passes)
         try:
-            if self._why is None:
-                self._why, self._beside = self._explain(), self._gathered()
+            # The report outlives the line; the model must not be kept alive by it.
+            if self._last is None:
+                self._last = self._make_report(ended=True)
         finally:
             self.passes.leave()
             self._drop.detach()
-        # The report outlives the line; the model must not be kept alive by it.
         self._handles.clear()
         self._nodes, self.root = {}, None
         self.layout = ModuleTree(self.layout.name, [], [])
@@ -344,40 +343,33 @@ class Line:
 
     def report(self) -> Report:
         """What was matched and attached, how often each site fired, and why some never did."""
-        if self._last is not None:
-            return self._last
-        why = self._explain() if self._why is None else self._why
-        silent = [tap for tap in self.taps if not tap.fired]
-        report = Report(
+        return self._make_report(ended=False) if self._last is None else self._last
+
+    def _make_report(self, *, ended: bool) -> Report:
+        taps, passes = self.taps, self.passes
+        silent = [tap for tap in taps if not tap.fired]
+        # Of the line of a verb, a handle takes off nothing.
+        removed = [k for k, tap in enumerate(taps) if tap.is_removed] if self._had_handles else []
+        return Report(
             name=self.name,
             model_type=self.layout.name,
-            passes=self.passes.started,
-            elsewhere=self.passes.elsewhere,
-            beside=self.passes.beside,
-            ended=self.passes.closed,
-            fired=tuple([(tap.site, tap.fired) for tap in self.taps]),
-            why=why,
+            passes=passes.started,
+            elsewhere=passes.elsewhere,
+            beside=passes.beside,
+            ended=ended,
+            fired=tuple([(tap.site, tap.fired) for tap in taps]),
+            why=self._explain(silent) if silent else {},
             excused=frozenset([tap.site for tap in silent if tap.is_excused]),
             notes=self._notes(),
-            removed=self._removed(),
+            removed=tuple(removed),
         )
-        if self.passes.closed:
-            self._last = report
-        return report
 
-    def _removed(self) -> tuple[int, ...]:
-        if not self._had_handles:  # as of every verb: its report is made at each end
-            return ()
-        return tuple([place for place, tap in enumerate(self.taps) if tap.is_removed])
-
-    def _explain(self) -> dict[Site, str]:
-        silent = [tap for tap in self.taps if not tap.fired and not tap.is_removed]
-        if not silent:
-            return {}
+    def _explain(self, silent: list[Tap]) -> dict[Site, str]:
         elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
         return {
             tap.site: elsewhere or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
             for tap in silent
+            if not tap.is_removed
         }
 
     def _gathered(self) -> str | None:
@@ -396,9 +388,9 @@ class Line:
         fused, remark = list(self._fused.values()), self.options.remark
         notes = [fast_path_warning(self.name, fused) if fused else None]
         notes += [attachment.note() for attachment in self.attached]
-        notes += [self._gathered() if self._why is None else self._beside]
-        notes += [remark and remark()]
-        return tuple(note for note in notes if note is not None)
+        self._beside = self._gathered()
+        notes += [self._beside, remark and remark()]
+        return tuple([note for note in notes if note is not None])
 
     def _warn(self) -> None:
         if self.options.quiet:
