@@ -6,11 +6,11 @@ Nothing here knows what a hook means. docs/architecture.md draws the rooms.
 from hookline.engine.autograd.written_views import GradHook as GradHook
 from hookline.engine.autograd.written_views import hook_value as hook_value
 from hookline.engine.compile.in_graph import Callback as Callback
-from hookline.engine.compile.in_graph import CompiledRun as CompiledRun
 from hookline.engine.compile.in_graph import SplitCallback as SplitCallback
 from hookline.engine.compile.in_graph import defaults_by_name as defaults_by_name
 from hookline.engine.compile.in_graph import graph_snapshot as graph_snapshot
 from hookline.engine.compile.in_graph import snapshot as snapshot
+from hookline.engine.compile.runs import CompiledRun as CompiledRun
 from hookline.engine.distributed.rendezvous import TIMEOUT_S as TIMEOUT_S
 from hookline.engine.distributed.rendezvous import gather_json as gather_json
 from hookline.engine.distributed.rendezvous import ranks_of as ranks_of

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -60,6 +61,48 @@ def mark(module: nn.Module, owner: object) -> None:
         owners.add(id(owner))
         _renew(module)
         _put(module)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Marks:
+    """The marks that one line has put on modules."""
+
+    _marked: dict[int, nn.Module] = field(default_factory=dict)
+    # The class of each, and the forward of each class, as last looked at.
+    _kinds: list[type] = field(default_factory=list)
+    _forwards: dict[type, Any] = field(default_factory=dict)
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Mark modules. Idempotent."""
+        for module in modules:
+            self._marked[id(module)] = module  # first: an interrupt from here on takes it off, too
+            mark(module, self)
+
+    def renew(self) -> list[nn.Module]:
+        """Have each mark stand for the forward that the class has now; list those that did not."""
+        kinds = list(map(type, self._marked.values()))
+        if kinds == self._kinds and all(
+            forward_of(kind) is was for kind, was in self._forwards.items()
+        ):
+            return []
+        self._kinds, self._forwards = kinds, {kind: forward_of(kind) for kind in kinds}
+        return [module for module in self._marked.values() if renew(module)]
+
+    def is_stale(self, module: nn.Module) -> bool:
+        """Whether a module's mark stood for a forward that its class has no longer; renew it."""
+        return id(module) in self._marked and renew(module)
+
+    def discard(self, number: int) -> None:
+        """Take back the mark of the module with this id, if it has one."""
+        if number in self._marked:
+            unmark(self._marked[number], self)
+            del self._marked[number]
+
+    def clear(self) -> None:
+        """Take back all marks. Idempotent."""
+        while self._marked:
+            self.discard(next(iter(self._marked)))
 
 
 def renew(module: nn.Module) -> bool:

@@ -8,9 +8,7 @@ Nothing is read that differs between sites, or each would need a graph of its ow
 from __future__ import annotations
 
 import functools
-import itertools
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -135,114 +133,6 @@ class GraphGradient(GraphCapture):
         super().__init__(call)
         self.number = number
         self.switch = switch
-
-
-_runs: weakref.WeakValueDictionary[int, CompiledRun] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-@final
-class CompiledRun:
-    """One run of compiled code, in a pass: what comes back from its graph later belongs to that.
-
-    Args:
-        current: the pass. It keeps the run, and is not kept by it. Of a checkpointed stretch that
-            is computed again it is that of the first run, if gradients flow in the second only.
-        is_again: whether a stretch is computed again.
-
-    Attributes:
-        number: the run's.
-        n_before: by tap, how many calls there were in the pass before the run.
-        pending: by tap and call, values whose gradients arrive in several parts.
-    """
-
-    __slots__ = ("__weakref__", "_current", "is_again", "n_before", "number", "pending")
-
-    def __init__(self, current: Pass, *, is_again: bool = False) -> None:
-        self.is_again = is_again
-        self.number = next(_numbers)
-        self._current = weakref.ref(current)
-        self.n_before: dict[Any, int] = {}
-        self.pending: dict[tuple[Any, int], Any] = {}
-        _runs[self.number] = self
-        current.opened.setdefault(_RUNS, []).append(self)
-
-    @property
-    def current(self) -> Pass | None:
-        """The pass, if anybody still has it."""
-        return self._current()
-
-    def as_tensor(self) -> Tensor:
-        """The number, as graphs take it: another tensor is no other graph."""
-        return torch.tensor(self.number, device="cpu")
-
-
-@final
-class Calls(dict[Any, int]):
-    """The number of calls of each tap in a pass, while compiled code runs.
-
-    Between two pieces of compiled code there may be eager code that calls the same taps.
-
-    Args:
-        calls: what was counted before.
-        settle: sees what compiled code has left so far; called before a number is read.
-    """
-
-    __slots__ = ("_settle",)
-
-    def __init__(self, calls: dict[Any, int], settle: Callable[[], None]) -> None:
-        super().__init__(calls)
-        self._settle = settle
-
-    def get(self, tap: Any, default: Any = None) -> Any:
-        """The number of a tap's calls."""
-        self._settle()
-        return super().get(tap, default)
-
-    def __setitem__(self, tap: Any, number: int) -> None:
-        super().__setitem__(tap, number)
-        if tap.traced is not None:
-            tap.traced.n_before = number
-
-
-@final
-class _Note:
-    """The log of a pass while compiled code runs."""
-
-    __slots__ = ("before", "settle")
-
-    def __init__(self, before: Callable[[Any], None], settle: Callable[[], None]) -> None:
-        self.before = before
-        self.settle = settle
-
-    def __call__(self, entry: Any) -> None:
-        self.settle()
-        self.before(entry)
-
-
-def flush_before_reads(current: Pass, settle: Callable[[], None]) -> None:
-    """Between pieces of compiled code there may be eager ones: before something is counted or noted
-    there, in a pass, see what compiled code has left."""
-    if not isinstance(current.calls, Calls):
-        current.calls = Calls(current.calls, settle)
-        current.note = _Note(current.note, settle)
-
-
-def stop_settling(current: Pass) -> None:
-    """The compiled code that ran in a pass is over."""
-    if isinstance(current.calls, Calls):
-        current.calls = dict(current.calls)
-    if isinstance(current.note, _Note):
-        current.note = current.note.before
-
-
-def run_of(number: int) -> CompiledRun | None:
-    """The run with this number, if anybody still has its pass."""
-    return _runs.get(number)
-
-
-# Under which a pass keeps its runs.
-_RUNS = object()
 
 
 def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[..., Any]:

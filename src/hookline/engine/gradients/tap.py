@@ -29,13 +29,8 @@ from hookline.engine.autograd.in_graph import (
 )
 from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.written_views import GradHook, HookedView, hook_value
-from hookline.engine.compile.in_graph import (
-    NO_PASS,
-    CompiledRun,
-    GraphCapture,
-    GraphGradient,
-    run_of,
-)
+from hookline.engine.compile.in_graph import NO_PASS, GraphCapture, GraphGradient
+from hookline.engine.compile.runs import CompiledRun, run_of
 from hookline.engine.passes.modes import hides_gradients, refuse_mapped
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree

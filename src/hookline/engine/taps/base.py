@@ -17,12 +17,12 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.compile.guards import unmark_copy
 from hookline.engine.compile.in_graph import (
     Callback,
-    CompiledRun,
     GraphCapture,
     GraphEdit,
     GraphReduce,
     SplitCallback,
 )
+from hookline.engine.compile.runs import CompiledRun
 from hookline.engine.passes.modes import refuse_tracing
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves
