@@ -36,14 +36,11 @@ from hookline.engine.passes.modes import plain as plain
 from hookline.engine.passes.modes import without_autocast as without_autocast
 from hookline.engine.passes.passes import Pass as Pass
 from hookline.engine.passes.passes import Passes as Passes
-from hookline.engine.passes.passes import Sink as Sink
 from hookline.engine.pytree.opaque import every as every_tensor
 from hookline.engine.pytree.opaque import holder as tensor_holder
 from hookline.engine.report.report import Report as Report
 from hookline.engine.selection.ground import EVERYWHERE as EVERYWHERE
-from hookline.engine.selection.ground import Everywhere as Everywhere
 from hookline.engine.selection.ground import Ground as Ground
-from hookline.engine.selection.module_tree import ModuleNode as ModuleNode
 from hookline.engine.selection.selectors import Selection as Selection
 from hookline.engine.selection.selectors import Selector as Selector
 from hookline.engine.selection.selectors import as_written as as_written
@@ -87,13 +84,11 @@ __all__ = [
     "Bound",
     "Callback",
     "CompiledRun",
-    "Everywhere",
     "GradHook",
     "GradOutputTap",
     "GradientCallback",
     "Ground",
     "Line",
-    "ModuleNode",
     "Order",
     "OutputTap",
     "Pass",
@@ -102,7 +97,6 @@ __all__ = [
     "Report",
     "Selection",
     "Selector",
-    "Sink",
     "Site",
     "SplitCallback",
     "Tap",

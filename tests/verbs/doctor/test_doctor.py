@@ -140,8 +140,8 @@ def test_attentions_out_proj_is_told_and_its_parent_fires():
     model = nn.MultiheadAttention(2, 1)
     inputs = (X, X, X)
     why, remedy = never(hl.doctor(model, inputs, "out_proj"), "out_proj")
-    assert why == "MultiheadAttention uses its weights without calling it"
-    assert "select the attention itself, its parent" in remedy
+    assert why == "MultiheadAttention uses out_proj's weights without calling it"
+    assert "select its parent, the attention itself" in remedy
     found = hl.doctor(model, inputs, ":output[0]")
     assert found.ok
 

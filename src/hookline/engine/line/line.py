@@ -28,7 +28,7 @@ from hookline.engine.passes.checkpointing import forget_checkpoints, watch_check
 from hookline.engine.passes.passes import Passes, Sink
 from hookline.engine.pytree import describe
 from hookline.engine.report.report import Report
-from hookline.engine.report.why_silent import explain, gathered
+from hookline.engine.report.why_silent import Silent, explain, gathered
 from hookline.engine.selection.ground import Everywhere, Ground, layout_of
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode
 from hookline.engine.selection.selectors import Selection, Selector, select_in
@@ -367,7 +367,8 @@ class Line:
     def _explain(self, silent: list[Tap]) -> dict[Site, str]:
         elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
         return {
-            tap.site: elsewhere or explain(tap, self._nodes.get(id(tap)), self.passes, self.root)
+            tap.site: elsewhere
+            or explain(Silent(tap, self._nodes.get(id(tap)), self.passes, self.root))
             for tap in silent
             if not tap.is_removed
         }

@@ -8,7 +8,7 @@ from typing import final
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import escape_invisible, plural
-from hookline.engine.report.why_silent import _BYPASSED, _NOT_RUN, _OTHER_CONTEXT
+from hookline.engine.report.why_silent import BYPASSED, NOT_RUN, OTHER_CONTEXT
 from hookline.engine.selection.site import Site
 
 _NOTHING_RAN = (
@@ -66,8 +66,9 @@ class Report:
         silent = [site for site in self.silent if site not in self.excused]
         if not silent:
             return None
-        if not self.passes and {self.why[site] for site in silent} <= {_NOT_RUN, _OTHER_CONTEXT}:
-            reason = _OTHER_CONTEXT if self.elsewhere else _NOTHING_RAN
+        unseen = {str(NOT_RUN), str(OTHER_CONTEXT)}
+        if not self.passes and {self.why[site] for site in silent} <= unseen:
+            reason = str(OTHER_CONTEXT) if self.elsewhere else _NOTHING_RAN
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
@@ -136,4 +137,4 @@ class Report:
 
     @property
     def _is_vague(self) -> bool:
-        return _BYPASSED in self.why.values()
+        return str(BYPASSED) in self.why.values()

@@ -1,8 +1,13 @@
-"""Why a site was silent, as far as can be told from outside the model's code."""
+"""Why a site was silent, as far as can be told from outside the model's code.
+
+Each cause has a function of its own, which gives None where it is not the cause. The first that
+answers is told. hl.doctor asks some of them, too, beside those that take a run of the model.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,41 +22,134 @@ from hookline.engine.torch_private.modules import (
     unwrap,
 )
 
-_NOT_RUN = "the model has not run"
+
+class Why(NamedTuple):
+    """A reason, and what to do about it."""
+
+    why: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.why}; {self.remedy}" if self.remedy else self.why
 
 
-_BYPASSED = "not reached in this forward, or its .forward was called directly"
+class Silent(NamedTuple):
+    """A tap that has not fired, and what is known of its line.
+
+    Attributes:
+        tap: the tap.
+        node: the module or parameter that it is on.
+        passes: the passes of the line.
+        root: the model of the line.
+    """
+
+    tap: Tap
+    node: ModuleNode | ParameterNode | None
+    passes: Passes
+    root: Any
 
 
-_OTHER_CONTEXT = (
-    "the model ran in another thread or async task, and a line sees the one that made it; run the"
-    " model there by contextvars.copy_context().run(model, ...), or attach with every_thread=True"
+NOT_RUN = Why("the model has not run")
+OTHER_CONTEXT = Why(
+    "the model ran in another thread or async task, and a line sees the one that made it",
+    "run the model there by contextvars.copy_context().run(model, ...), or attach with"
+    " every_thread=True",
 )
-
-
-_NOT_ITSELF = (
+BYPASSED = Why("not reached in this forward, or its .forward was called directly")
+RAISED = Why("the forward raised before this had finished")
+UNKNOWN = Why("what it waits for did not happen")
+_NOT_ITSELF = Why(
     "the model itself was not called, only modules inside it (by hand, by generate() of an inner"
-    " model, by a copy that torch.fx traced); attach to the one that is called"
+    " model, by a copy that torch.fx traced)",
+    "attach to the one that is called",
+)
+_REPLACED = Why(
+    "the parameter was replaced after the line was attached (fully_shard, parallelize_module,"
+    " load_state_dict(assign=True))",
+    "attach after that",
 )
 
 
-def explain(tap: Tap, node: ModuleNode | ParameterNode | None, passes: Passes, root: Any) -> str:
-    """Why a tap has not fired, as far as can be told from outside the model's code."""
-    if isinstance(node, ParameterNode) and isinstance(root, nn.Module) and _is_replaced(node, root):
-        return (
-            "the parameter was replaced after the line was attached (fully_shard,"
-            " parallelize_module, load_state_dict(assign=True)); attach after that"
+def explain(silent: Silent) -> str:
+    """Say why a tap has not fired."""
+    causes = (cause(silent) for cause in _CAUSES)
+    return str(next(filter(None, causes), UNKNOWN))
+
+
+def never_called(node: ModuleNode) -> Why | None:
+    """Why no hook on a module is ever called, whatever the model is given."""
+    if is_scripted(node.module):
+        return Why(
+            "a ScriptModule: torch takes hooks on it and never calls them",
+            "hook the Python model, before torch.jit.script or torch.jit.trace",
         )
-    own = tap.why_silent()
-    if own is not None:
-        return own
-    if not passes.started:
-        return _OTHER_CONTEXT if passes.elsewhere else _NOT_RUN
-    if passes.failed == passes.started:
-        return "the forward raised before this had finished"
-    if isinstance(node, ModuleNode):
-        return _explain_module(node, is_beside=passes.beside == passes.started)
-    return "what it waits for did not happen"
+    parent = None if node.parent is None else node.parent.module
+    if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
+        return Why(
+            "MultiheadAttention uses out_proj's weights without calling it",
+            "select its parent, the attention itself: what out_proj computes is its output[0]",
+        )
+    return None
+
+
+def own_call(node: ModuleNode, what: str) -> Why:
+    """Say what the module's own `__call__` does in place of calling hooks."""
+    kind = node.type_name
+    return Why(
+        f"{kind} has a __call__ of its own{what}",
+        f"have {kind}.__call__ end in super().__call__(...), or select what it calls",
+    )
+
+
+def _was_replaced(silent: Silent) -> Why | None:
+    node, root = silent.node, silent.root
+    if not isinstance(node, ParameterNode) or not isinstance(root, nn.Module):
+        return None
+    return _REPLACED if _is_replaced(node, root) else None
+
+
+def _own_reason(silent: Silent) -> Why | None:
+    own = silent.tap.why_silent()
+    return None if own is None else Why(own)
+
+
+def _has_not_run(silent: Silent) -> Why | None:
+    if silent.passes.started:
+        return None
+    return OTHER_CONTEXT if silent.passes.elsewhere else NOT_RUN
+
+
+def _raised(silent: Silent) -> Why | None:
+    return RAISED if silent.passes.failed == silent.passes.started else None
+
+
+def _past_hooks(silent: Silent) -> Why | None:
+    node = silent.node
+    if not isinstance(node, ModuleNode):
+        return None
+    always = never_called(node)
+    if always is not None:
+        return always
+    if type(node.module).__call__ is not nn.Module.__call__:
+        return own_call(node, ", and hooks are called by nn.Module's")
+    if node.parent is not None and "ao.nn" in type(node.parent.module).__module__:
+        return Why("a quantised module holds its weights there, and does not call it",
+                   "select its parent")  # fmt: skip
+    return None
+
+
+def _not_called(silent: Silent) -> Why | None:
+    node, passes = silent.node, silent.passes
+    if not isinstance(node, ModuleNode):
+        return None
+    if passes.beside < passes.started:
+        return BYPASSED
+    return _NOT_ITSELF if node.parent is None else Why(f"not called; {_NOT_ITSELF}")
+
+
+_CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
+    _was_replaced, _own_reason, _has_not_run, _raised, _past_hooks, _not_called,
+)  # fmt: skip
 
 
 def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
@@ -66,24 +164,6 @@ def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
     held = dict(parameters(module).items()).get(name)  # a ScriptModule's have no get
     # FSDP2 itself shows another one between forward and backward.
     return held is not None and held is not node.tensor and not node.is_sharded
-
-
-def _explain_module(node: ModuleNode, *, is_beside: bool) -> str:
-    if is_scripted(node.module):
-        return "a ScriptModule; torch calls no hooks inside it"
-    parent = node.parent.module if node.parent is not None else None
-    if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
-        return "MultiheadAttention uses out_proj's weights without calling it; select its parent"
-    if type(node.module).__call__ is not nn.Module.__call__:
-        return (
-            f"{node.type_name} has a __call__ of its own; hooks are called by nn.Module's, which it"
-            " must call: super().__call__(...)"
-        )
-    if parent is not None and "ao.nn" in type(parent).__module__:
-        return "a quantised module holds its weights there, and does not call it; select its parent"
-    if is_beside:
-        return _NOT_ITSELF if node.parent is None else f"not called; {_NOT_ITSELF}"
-    return _BYPASSED
 
 
 def gathered(name: str, model_type: str, nodes: list[ModuleNode]) -> str | None:

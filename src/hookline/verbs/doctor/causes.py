@@ -8,25 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from hookline.engine import Site, path_text
+from hookline.engine.report.why_silent import RAISED, UNKNOWN, Why, never_called, own_call
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
-from hookline.engine.torch_private.modules import is_scripted
 from hookline.verbs.doctor.diagnosis import Finding
 from hookline.verbs.doctor.observe import Look, Use
 from hookline.verbs.doctor.trial_run import Run, Seen, halves
-
-
-class Why(NamedTuple):
-    """A reason, and what to do about it."""
-
-    why: str
-    remedy: str
-
 
 NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs), or --input")
 SWITCHED_OFF = Why(
@@ -75,7 +67,7 @@ def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Findi
         found = cause(site, node, facts)
         if found is not None:
             return Finding(site, 0, *found)
-    why = run.why.get(site, "what it waits for did not happen")
+    why = run.why.get(site, UNKNOWN.why)
     blind = "ask the uncompiled model, and without a profiler, to be told more"
     return Finding(site, 0, why, "" if facts.look.called else blind)
 
@@ -86,18 +78,7 @@ def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Findi
 def _before_any_run(site: Site, node: ModuleNode | ParameterNode) -> Why | None:
     if isinstance(node, ParameterNode):
         return _frozen(node)
-    if is_scripted(node.module):
-        return Why(
-            "a ScriptModule: torch takes hooks on it and never calls them",
-            "hook the Python model, before torch.jit.script or torch.jit.trace",
-        )
-    parent = node.parent.module if node.parent is not None else None
-    if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
-        return Why(
-            "MultiheadAttention uses its weights without calling it",
-            "select the attention itself, its parent: what out_proj computes is its output[0]",
-        )
-    return None
+    return never_called(node)
 
 
 def _frozen(node: ParameterNode) -> Why | None:
@@ -131,7 +112,7 @@ def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
     if facts.run is None or facts.run.failure is None:
         return None
     if isinstance(node, ModuleNode) and id(node.module) in facts.look.called:
-        return Why("the forward raised before this had finished", "mend that first; see below")
+        return Why(RAISED.why, "mend that first; see below")
     return Why("the forward raised before it came here", "mend that first; see below")
 
 
@@ -142,11 +123,7 @@ def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
     if use is None:
         return None
     if id(node.module) in facts.look.overridden:
-        kind = type(node.module).__name__
-        return Why(
-            f"{kind} has a __call__ of its own that calls forward directly, past its hooks",
-            f"have {kind}.__call__ end in super().__call__(...), or select what it calls",
-        )
+        return own_call(node, " that calls forward directly, past its hooks")
     return Why(
         f"its .forward was called directly{_by(use)}; that passes hooks by",
         "call the module itself there: module(x) instead of module.forward(x)",

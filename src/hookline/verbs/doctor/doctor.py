@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookline.engine import Line, Selector, Site, check_ports, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine.report.why_silent import Why
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.selectors import Place, Selection
 from hookline.engine.torch_private.modules import has_forward, is_scripted
 from hookline.errors import AttachError
-from hookline.verbs.doctor.causes import Facts, Why, finding
+from hookline.verbs.doctor.causes import Facts, finding
 from hookline.verbs.doctor.diagnosis import Diagnosis, Finding
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Look, Uses, watching
