@@ -123,3 +123,27 @@ def stack(*, is_split):
 
 def rows():
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+class Gated(nn.Module):
+    """A llama's feed-forward part: two layers share their input, which is added to the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.gate, self.up, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.down(self.gate(x).tanh() * self.up(x)))
+
+
+def gated(*, is_split):
+    torch.manual_seed(0)
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Gated(), mesh(), plan) if is_split else Gated()
+
+
+def sentences():
+    """A batch of three dimensions, of which a linear layer returns a view."""
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -289,13 +289,14 @@ class GradientTap(Tap):
     ) -> None:
         """Put a hook on a tensor."""
         node = tensor.grad_fn
-        source = source_of(tensor) if isinstance(node, PYTHON_NODE) else None
-        if source is not None:
-            self._put_on_source(current, source, hook, owner, number)
-            return
-        if isinstance(node, PYTHON_NODE) and is_run_of_compiled(node):
-            hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
-            return
+        if isinstance(node, PYTHON_NODE):
+            source = source_of(tensor)
+            if source is not None:
+                self._put_on_source(current, source, hook, owner, number)
+                return
+            if is_run_of_compiled(node):
+                hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
+                return
         view = hook_value(tensor, hook, self.lose, owner, number)
         if view is not None:
             self.note_view(current, view)

@@ -116,9 +116,10 @@ def source_of(tensor: Tensor) -> Source | None:
     node, number, layout = tensor.grad_fn, tensor.output_nr, None
     while (name := type(node).__name__) in (_OF_FSDP, _OF_LOCAL):
         if name == _OF_LOCAL:
-            if node.grad_placements is not None or _is_sum(node.forward_input_placements):  # type: ignore[union-attr]
-                return None
             layout = Layout.of(tensor)
+            given = getattr(node, "grad_placements", None)  # torch 2.11 has none
+            if given is not None or _is_sum(layout.placements):
+                return None
         node, number = node.next_functions[number]  # type: ignore[union-attr]
     if node is tensor.grad_fn or node is None or hasattr(node, "variable"):
         return None
