@@ -280,8 +280,8 @@ def test_hooks_lists_what_is_on_a_model(tmp_path):
         (["mine.py:make", "random:1"], "mine.py"),
         (["demo:digits", "demo", "--weights", "other.safetensors"], "other.safetensors"),
         (["demo:digits", "broken.png"], "broken.png"),
-        (["demo:digits", "demo", "--out", "taken"], "holds something else"),
-        (["demo:digits", "demo", "--out", "broken.png"], "is a file"),
+        (["demo:digits", "demo", "--out", "taken"], "holds other files"),
+        (["demo:digits", "demo", "--out", "broken.png"], "must be a folder, got the file"),
         (["demo:digits", "demo", "--out", "/proc/nothing"], "cannot write"),
     ],
 )

@@ -271,7 +271,7 @@ def test_a_pipe_in_place_of_a_manifest_does_not_hang(tmp_path):
     os.mkfifo(folder / MANIFEST)
     with pytest.raises(hl.FolderError, match=r"manifest\.json must be a regular file, got a pipe"):
         hl.open(folder)
-    with pytest.raises(hl.FolderError, match=r"holds something else \(manifest.json\)"):
+    with pytest.raises(hl.FolderError, match=r"holds other files \(manifest.json\)"):
         recorded().save(folder)
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).symlink_to("/dev/zero")

@@ -58,7 +58,7 @@ def test_a_file_of_the_users_is_never_taken_for_ours(tmp_path, name):
     folder = recorded(1).save(tmp_path / "run")
     (folder / "report.html").write_text("a page of ours")
     (folder / name).write_text("years of work")
-    with pytest.raises(hl.FolderError, match="holds something else"):
+    with pytest.raises(hl.FolderError, match="holds other files"):
         recorded(2).save(folder)
     assert (folder / name).read_text() == "years of work"
     assert number_in(folder) == 1
@@ -97,7 +97,7 @@ def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch):
         return write(building, contents)
 
     monkeypatch.setattr("hookline.recordings.folder.write_contents", slow)
-    with pytest.raises(hl.FolderError, match=r"holds something else \(thesis.txt\)"):
+    with pytest.raises(hl.FolderError, match=r"holds other files \(thesis.txt\)"):
         recorded(2).save(folder)
     assert number_in(folder) == 1
     assert names_in(tmp_path) == ["run"]

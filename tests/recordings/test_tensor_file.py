@@ -142,5 +142,5 @@ def test_what_lies_before_a_cut_is_still_read(tmp_path):
     os.truncate(path, path.stat().st_size - 4)
     file = TensorFile(path, sums)
     assert file.tensor("0").tolist() == [1, 1]
-    with pytest.raises(ValueError, match="must hold '1' where its head says"):
+    with pytest.raises(ValueError, match="must hold '1' where its header says"):
         file.tensor("1")

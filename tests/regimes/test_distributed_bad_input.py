@@ -98,7 +98,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(rank, folder):
 def test_what_cannot_be_joined_is_refused_on_every_rank(rank, folder):
     run = recorded()
     text = said(lambda: run.full("0"), hl.AmbiguousError)
-    assert "dim=0 where each has a part of the batch" in text
+    assert "dim=0 if each rank has a part of the batch" in text
     assert "must be a dimension of" in said(lambda: run.full("0", dim=5), ValueError)
     with pytest.raises(ValueError, match="'mean', 'sum', 'max', 'min'"):
         run.reduced("0", op="median")

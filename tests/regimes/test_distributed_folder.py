@@ -116,7 +116,7 @@ def test_where_one_rank_cannot_write_nothing_is_left_on_any(rank, folder):
     dist.barrier()
     with hl.record(model, "blocks.0") as run:
         model(x)
-    with pytest.raises(hl.FolderError, match="holds something else"):
+    with pytest.raises(hl.FolderError, match="holds other files"):
         run.save(folder / "other")
     dist.barrier()
     assert left_in(folder / "other") == ["thesis.txt"]

@@ -1,4 +1,4 @@
-"""What was seen: the recording, and the folder it is saved in. Data, never code."""
+"""Recordings in memory and on disk. A folder holds data only, never code."""
 
 from hookline.recordings.encoding import Fields as Fields
 from hookline.recordings.encoding import NotSaved as NotSaved

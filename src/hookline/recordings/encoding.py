@@ -1,7 +1,7 @@
-"""Nested values as JSON and tensors by name, and back.
+"""Encode nested values as JSON with tensors by name, and decode them.
 
-Nothing read here is executed: named tuples come back as named tuples of the same name and fields,
-dataclasses and `ModelOutput` as `Fields`; their classes are not imported from what a file says.
+Decoding executes nothing and imports no class that a file names. Named tuples come back as named
+tuples of the same name and fields, dataclasses and `ModelOutput` as `Fields`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from hookline.engine import local_part
 from hookline.engine.pytree import describe, tree
 
-# What the safetensors format can hold; complex128 as pairs of float64.
+# The dtypes of the safetensors format; complex128 is stored as pairs of float64.
 # fmt: off
 STORABLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
@@ -28,13 +28,13 @@ STORABLE = frozenset({
 })
 # fmt: on
 
-# Of a named tuple: Python takes minutes to make a class of very many.
+# The most fields of a named tuple: Python takes minutes to create a class with very many.
 MOST_FIELDS = 1000
 
 
 @final
 class Fields(dict[str, Any]):
-    """The named fields of a dataclass or `ModelOutput` that was saved: by attribute or by key."""
+    """The fields of a saved dataclass or `ModelOutput`, readable by attribute or by key."""
 
     type_name: str = ""
 
@@ -49,7 +49,7 @@ class Fields(dict[str, Any]):
 
 @final
 class NotSaved:
-    """Stands for a part of a value that could not be saved; its repr says what it was."""
+    """A placeholder for a part of a value that could not be saved; its repr describes the part."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -59,7 +59,13 @@ class NotSaved:
 
 
 def encode(value: Any, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
-    """A value as JSON. `put` stores a tensor and returns its name; `lost` hears what cannot be."""
+    """Encode a value as JSON.
+
+    Args:
+        value: the value.
+        put: stores a tensor and returns its name.
+        lost: is called with a description of each part that cannot be saved as it is.
+    """
     if isinstance(value, Tensor):
         return _encode_tensor(value, put, lost)
     if value is None or isinstance(value, bool | int | str):
@@ -90,7 +96,7 @@ def _encode_parts(value: Any, put: Callable[[Tensor], str], lost: Callable[[str]
     if kind in ("set", "frozenset") and not all(map(_is_member, value)):
         why = "a member would come back as what a set cannot hold: use a tuple"
         return _lost(f"{type_name} ({why})", lost)
-    # Those that come back as they were, or as what differs in name alone.
+    # Types that come back unchanged, or with another class of the same structure.
     usual = (dict, OrderedDict) if kind == "dict" else (_BASES.get(kind, type(value)),)
     if type(value) not in usual:
         lost(f"the class {type_name}, which became a {kind}")
@@ -104,7 +110,7 @@ def _encode_parts(value: Any, put: Callable[[Tensor], str], lost: Callable[[str]
 
 
 def _kind_of(value: Any) -> str | None:
-    """The kind of container that a value comes back as; None if it is none of them."""
+    """Return the kind of container that a value decodes to; None if it cannot be encoded."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "namedtuple"
     for kind, base in _BASES.items():
@@ -121,7 +127,7 @@ _BASES: dict[str, type] = {
 
 
 def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
-    """The keys of a value as JSON, each another; `lost` hears which became text."""
+    """Encode the keys of a value as distinct JSON keys; report keys that became text to `lost`."""
     encoded = []
     texts = {key for key in keys if isinstance(key, str)}
     for key in keys:
@@ -129,7 +135,7 @@ def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
             encoded.append(key if isinstance(key, str | int) else encode(key, _no_tensor, lost))
             continue
         text = repr(key)
-        while text in texts:  # another key reads the same
+        while text in texts:  # another key has the same text
             text += "'"
         texts.add(text)
         lost(f"the key {key!r}, which became the text {text!r}")
@@ -138,14 +144,14 @@ def _keys(keys: list[Any], lost: Callable[[str], None]) -> list[Any]:
 
 
 def _is_member(part: Any) -> bool:
-    """Whether a member of a set comes back as what a set can hold: Fields and lists are not."""
+    """Return whether a member of a set decodes to a hashable value; Fields and lists do not."""
     if isinstance(part, tuple | frozenset) and not hasattr(part, "_fields"):
         return all(map(_is_member, part))
     return isinstance(part, Tensor) or _is_plain_key(part)
 
 
 def _is_plain_key(key: Any) -> bool:
-    """Whether a key of a dict comes back as it was."""
+    """Return whether a key of a dict decodes to an equal key."""
     if type(key) is tuple:
         return all(map(_is_plain_key, key))
     return key is None or isinstance(
@@ -162,7 +168,7 @@ def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[
     if not _is_storable(value):
         return _lost(f"{describe.in_full(value)}, {value.layout}", lost)
     tensor = value.detach()
-    if tensor.is_conj() or tensor.is_neg():  # these share memory with what they are not equal to
+    if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype is torch.complex128:
         return {"complex": put(torch.view_as_real(tensor))}
@@ -177,7 +183,7 @@ def _is_storable(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor and any(
         kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__
     ):
-        return False  # shapes without numbers
+        return False  # a fake tensor has a shape but no data
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper around other tensors
@@ -186,10 +192,10 @@ def _is_storable(tensor: Tensor) -> bool:
 
 
 def decode(data: Any, get: Callable[[str], Tensor]) -> Any:
-    """The value that was encoded; `get` finds a tensor by name.
+    """Decode a value; `get` returns a tensor by name.
 
     Raises:
-        ValueError: the data is not what `encode` writes.
+        ValueError: the data was not written by `encode`.
     """
     if data is None or isinstance(data, bool | int | str):
         return data
@@ -225,7 +231,7 @@ def _dtype(name: Any) -> torch.dtype:
     return found
 
 
-# What holds no tensor.
+# Kinds that hold no tensor.
 _OF_DATA: dict[str, Callable[[Any], Any]] = {
     "float": float.fromhex,
     "size": torch.Size,
@@ -239,7 +245,7 @@ def _members(values: list[Any]) -> set[Any]:
     """Return the members as a set.
 
     Raises:
-        ValueError: one of them cannot be in a set, or is there twice.
+        ValueError: a member is not hashable, or occurs twice.
     """
     try:
         found: set[Any] = _distinct(set(values), values)
@@ -248,7 +254,7 @@ def _members(values: list[Any]) -> set[Any]:
     return found
 
 
-# What is made of its parts alone, without keys.
+# Containers without keys.
 _OF_PARTS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "list": list,

@@ -1,4 +1,4 @@
-"""The values of a recording, as plain data."""
+"""The plain data of a recording: entries, partial gradients, contents of a folder."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from hookline.engine.pytree import outlines
 
 
 class Entry(NamedTuple):
-    """One value of one pass. While recording, plain tuples of the first fields are noted instead.
+    """One value of one pass.
+
+    During recording, taps append plain tuples of the first fields, which are cheaper.
 
     Args:
-        site: its number among the sites.
-        value: the value, or where it is stored, or what has been gathered of it.
-        stamp: what tells whether it has changed since (`stamps.py`); the bare version of a lone
-            tensor that is kept as it is; None where that cannot change.
-        call: of a gradient, the call that its value flowed in. Others follow one another.
-        backward: of a gradient, which run of autograd brought it; None if none was to come.
-        weight: of a parameter's gradient, the norm of the parameter at that moment.
+        site: the index of the site.
+        value: the value, a `Stored` value in a folder, or `PartialGradients`.
+        stamp: the version stamp that shows whether the value changed later (`stamps.py`). A lone
+            tensor that is not copied has its bare version. None for a value that cannot change.
+        call: for a gradient, the call of the value that it belongs to. Other entries of a site
+            are numbered in order.
+        backward: for a gradient, the autograd run that produced it; None if there was none.
+        weight: for a parameter's gradient, the norm of the parameter at that moment.
     """
 
     site: int
@@ -34,20 +37,20 @@ class Entry(NamedTuple):
 
 @final
 class PartialGradients:
-    """The gradient of a value that holds several tensors, which arrive one after the other.
+    """The gradients of a value with several tensors, which arrive one by one.
 
     Args:
-        form: the value's structure, with numbered slots where gradients may arrive.
+        form: the value's structure, with a numbered slot for each gradient.
     """
 
     __slots__ = ("__weakref__", "_form", "parts")
 
     def __init__(self, form: Any) -> None:
         self._form = form
-        self.parts: dict[int, tuple[Any, Any]] = {}  # each with its stamp
+        self.parts: dict[int, tuple[Any, Any]] = {}  # slot -> gradient, stamp
 
     def load(self) -> Any:
-        """The structure with what has arrived; None where nothing has."""
+        """Return the structure with the gradients that have arrived, and None for the others."""
         return outlines.fill(self._form, {slot: part for slot, (part, _) in self.parts.items()})
 
     outline = load
@@ -56,14 +59,14 @@ class PartialGradients:
 @final
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds, as plain data.
+    """The contents of a recording's folder, as plain data.
 
     Args:
-        report: what the line did.
-        sites: the sites that were selected.
+        report: the line's report.
+        sites: the selected sites.
         passes: for each pass its number, whether it failed, and its entries in firing order.
-        lost: the parts of values that could not be saved, as "site: what".
-        modules: every module of the model: path and type.
+        lost: the parts of values that could not be saved, as "site: description".
+        modules: the path and type of every module of the model.
     """
 
     report: Report

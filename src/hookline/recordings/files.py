@@ -1,6 +1,6 @@
-"""The tensor files of a recording's folder, and the values in them.
+"""Read the values in the tensor files of a recording's folder.
 
-Tensors are memory-mapped when they are looked up; their shapes and dtypes are in the files' heads.
+Tensors are memory-mapped on look-up. Their shapes and dtypes are in the files' headers.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from hookline.recordings.tensor_file import TensorFile
 
 @final
 class Files:
-    """The tensor files of one folder, each opened once, when first needed.
+    """The tensor files of one folder, each opened once, on first use.
 
     Args:
         folder: the folder.
-        sums: for each file the checksums that the manifest notes: its head's, its tensors'.
+        sums: for each file the checksums in the manifest: of its header and of each tensor.
     """
 
     def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]]) -> None:
         self.folder = folder
         self._sums = sums
         self._opened: dict[str, TensorFile] = {}
-        # What was compared with its checksum stays so while the file is the same.
+        # A tensor needs no second verification while its file is unchanged.
         self._verified: dict[str, tuple[tuple[int, ...], set[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Files, (self.folder, self._sums)
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor by the name that the manifest gives it; the same one every time."""
+        """Read a tensor by its name in the manifest; repeated calls return the same tensor."""
         file, key = self._place(name)
         return file.tensor(key)
 
     def outline(self, name: str) -> Tensor:
-        """A tensor on the meta device, of the shape and dtype that the file's head says."""
+        """Return a meta tensor of the shape and dtype in the file's header."""
         file, key = self._place(name)
         return file.outline(key)
 
     def verified(self, name: str) -> Tensor:
-        """The same, after the tensor's bytes were compared with their checksum."""
+        """Compare a tensor's bytes with their checksum, then return its meta tensor."""
         file, key = self._place(name)
         file.verify(key)
         return file.outline(key)
 
     def release(self) -> None:
-        """Close the files; the next look-up opens them again. Tensors that were read stay whole."""
+        """Close the files; the next look-up opens them again. Tensors already read stay valid."""
         self._opened.clear()
 
     def _place(self, name: str) -> tuple[TensorFile, str]:
@@ -77,12 +77,12 @@ class Files:
 
 @final
 class Stored:
-    """A value that lies in a folder; `load()` reads it, memory-mapped.
+    """A value in a folder, memory-mapped by `load()`.
 
     Args:
         files: the folder's files.
-        data: the value, as the manifest has it.
-        site: where it was seen, for errors.
+        data: the encoded value from the manifest.
+        site: the value's site, for errors.
     """
 
     __slots__ = ("_data", "_files", "_site")
@@ -93,11 +93,11 @@ class Stored:
         self._site = site
 
     def load(self) -> Any:
-        """Read the value. Its tensors are the same ones every time, as in memory.
+        """Read the value; repeated calls return the same tensors.
 
         Raises:
             FolderError: the folder is gone or damaged.
-            OverwrittenError: one of its tensors was changed in place since it was read.
+            OverwrittenError: one of its tensors was changed in place after it was read.
         """
         try:
             return self._decode(self._files.tensor)
@@ -109,7 +109,7 @@ class Stored:
             ) from None
 
     def outline(self) -> Any:
-        """The value with its tensors on the meta device; none of their data is read.
+        """Return the value with meta tensors; no tensor data is read.
 
         Raises:
             FolderError: the folder is gone or damaged.

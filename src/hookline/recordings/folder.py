@@ -1,11 +1,11 @@
-"""A recording as a folder: a JSON manifest and safetensors files.
+"""Write a recording as a folder of a JSON manifest and safetensors files, and read it.
 
     manifest.json            sites, passes, structures, the report; names every tensor
     values-*.safetensors     the tensors, in files of about 2 GiB
 
-The folder is written beside its place and renamed into it, so that a crash at any moment leaves
-either no recording or a whole one. The manifest has a checksum of itself, of each file's head and
-of each tensor. Nothing is pickled, and nothing in a folder is executed.
+The folder is written under a temporary name beside its target and then renamed. A crash at any
+moment leaves either no recording or a whole one. The manifest has checksums of itself, of each
+file's header and of each tensor. Nothing is pickled, and nothing in a folder is executed.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from hookline.recordings.target_folder import check_target, move_into_place, nam
 from hookline.recordings.tensor_file import write_tensors
 
 _FILE_BYTES = 2 * 1024**3
-_FILE_TENSORS = 100_000  # a head of about 8 MB
+_FILE_TENSORS = 100_000  # their header takes about 8 MB
 
 
 @final
 class _Writer:
-    """Gathers tensors and writes a file whenever enough have come together."""
+    """A buffer of tensors that writes a file whenever it is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pending: list[Tensor] = []
         self._bytes = 0
         self.sums: dict[str, list[str]] = {}
-        # Every recording names its files anew: one that was opened here before must not find them.
+        # File names are new for each recording: an open older one must not read the new files.
         self._token = secrets.token_hex(4)
         self._file = self._file_name()
         self._known: dict[tuple[Any, ...], str] = {}
-        self._alive: list[Tensor] = []  # or an address could be given to another tensor meanwhile
+        self._alive: list[Tensor] = []  # a freed tensor's address could be reused by another
 
     def put(self, tensor: Tensor) -> str:
-        """Store a tensor; one that was stored before, under the same memory, only once."""
+        """Store a tensor and return its name; a tensor in the same memory is stored once."""
         identity = (
             tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device,
         )  # fmt: skip
@@ -76,7 +76,7 @@ class _Writer:
         return f"values-{self._token}-{len(self.sums):05}.safetensors"
 
     def flush(self) -> None:
-        """Write what has come together."""
+        """Write the buffered tensors to a file."""
         if self._pending:
             self.sums[self._file] = write_tensors(self._folder / self._file, self._pending)
             self._file = self._file_name()
@@ -84,17 +84,17 @@ class _Writer:
 
 
 def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
-    """Write a recording's folder; an older recording there is replaced.
+    """Write a recording's folder and replace an older recording there.
 
     Returns:
         The folder's path.
 
     Raises:
-        FolderError: the folder holds something else, or the disk is full or read-only. Nothing is
+        FolderError: the folder holds other files, or the disk is full or read-only. Nothing is
             left half-written.
     """
     check_target(folder)
-    # Resolved, so that "." has a name, and a link leads to its folder.
+    # Resolved, so that "." has a name and a symlink is followed.
     target = Path(os.path.realpath(folder))
     try:
         with part(target, name_of_part(target)) as building:
@@ -114,10 +114,10 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
 
 
 def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Contents:
-    """Understand a manifest; the values are read when they are asked for.
+    """Parse a manifest; the values are read on look-up.
 
     Raises:
-        FolderError: it is damaged.
+        FolderError: the manifest is damaged.
     """
     path = Path(folder)
     try:
@@ -129,13 +129,13 @@ def read(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> Content
 
 
 def write_contents(folder: Path, contents: Contents) -> str:
-    """Write a recording into a folder that nobody reads yet, down to the disk.
+    """Write a recording into a folder that nobody reads yet, and sync it to disk.
 
     Returns:
         The manifest's checksum.
 
     Raises:
-        OSError, ValueError, RecursionError: it cannot be written.
+        OSError, ValueError, RecursionError: the recording cannot be written.
     """
     writer = _Writer(folder)
     lost: list[str] = list(contents.lost)
@@ -152,7 +152,7 @@ def write_contents(folder: Path, contents: Contents) -> str:
             encoded.append([entry.site, encode(value, writer.put, note), *origin])
         passes.append({"number": number, "failed": failed, "values": encoded})
     writer.flush()
-    contents.lost[:] = dict.fromkeys(lost)  # one that was opened and saved again says it once
+    contents.lost[:] = dict.fromkeys(lost)  # saving an opened recording reports its losses again
     report = contents.report
     manifest = {
         "model": report.model_type,
@@ -195,7 +195,7 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
     passes = []
     for row in manifest["passes"]:
         if row["failed"] not in (None, True, False):
-            raise ValueError("a pass that neither failed nor did not")
+            raise ValueError("the failed state of a pass must be null, true or false")
         entries = [_read_entry(files, sites, *value) for value in row["values"]]
         passes.append((int(row["number"]), row["failed"], entries))
     kept = manifest["report"]
@@ -214,7 +214,7 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
 
 
 def _named(text: str, by_text: Mapping[str, Site]) -> Site:
-    """Find a site by its text; hookline before 0.1.0 wrote the root as `:output`."""
+    """Return the site with a text; hookline before 0.1.0 wrote the root as `:output`."""
     return by_text[text if text in by_text else as_written(text)]
 
 

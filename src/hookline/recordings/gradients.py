@@ -1,6 +1,6 @@
-"""How large the gradients of a recording are, and which are dead or exploding.
+"""Measure the gradients of a recording, and mark dead and exploding ones.
 
-Norms are taken in at least float32.
+Norms are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hookline.errors import NotRecordedError
 from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
 
-# A gradient this many times its parameter's norm, or the median gradient, is no step but a leap.
+# A gradient this many times its parameter's norm, or the median gradient norm, is exploding.
 _TOO_LARGE_FOR_THE_WEIGHT = 100.0
 _TOO_LARGE_AMONG_OTHERS = 1000.0
 
@@ -31,16 +31,18 @@ class GradientRow:
     """The gradients at one site.
 
     Args:
-        site: as written: `fc.weight:grad`, `layer1:grad_output`.
-        count: how many there were: of passes, calls and backward passes.
-        norm: the mean of their L2 norms.
+        site: the site as text, such as `fc.weight:grad` or `layer1:grad_output`.
+        count: the number of gradients over all passes, calls and backward passes.
+        norm: the mean of the gradients' L2 norms.
         largest: the largest absolute element.
-        zeros: the share of elements that are exactly zero, 0 to 1.
-        ratio: for parameters, the mean of the gradient's norm over the parameter's; else None.
-        state: "dead" (every element zero, or none flowed where one should), "exploding" (not
-            finite, 100 times the parameter's norm, or 1000 times the median norm of its port),
-            "none" (nothing there needs a gradient: frozen; or it has no numbers: meta), or "".
-        why: for "none", and for "dead" where none flowed, the reason.
+        zeros: the share of elements that are exactly zero, from 0 to 1.
+        ratio: for parameters, the mean ratio of the gradient's norm to the parameter's norm. None
+            for other sites.
+        state: "dead": every element is zero, or an expected gradient did not arrive.
+            "exploding": not finite, over 100 times the parameter's norm, or over 1000 times the
+            median norm of its port. "none": no gradient is needed there (frozen), or it has no
+            numbers (meta). "" otherwise.
+        why: the reason for "none", and for "dead" if no gradient arrived.
     """
 
     site: str
@@ -55,19 +57,19 @@ class GradientRow:
 
 @final
 class GradientFlow:
-    """A table of gradients, in registration order. Print it, iterate over its rows."""
+    """A table of gradients in registration order: print it, or iterate over its rows."""
 
     def __init__(self, rows: tuple[GradientRow, ...]) -> None:
         self.rows = rows
 
     @property
     def dead(self) -> list[str]:
-        """The sites whose gradients are all zero, or where none flowed although one should."""
+        """The sites whose gradients are all zero, or whose expected gradient did not arrive."""
         return [row.site for row in self.rows if row.state == "dead"]
 
     @property
     def exploding(self) -> list[str]:
-        """The sites whose gradients are not finite, or much too large."""
+        """The sites whose gradients are not finite or much too large."""
         return [row.site for row in self.rows if row.state == "exploding"]
 
     def __iter__(self) -> Iterator[GradientRow]:
@@ -112,7 +114,7 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
 
 def _verdict(flow: GradientFlow) -> str:
     if flow.rows and not any(row.count for row in flow.rows):
-        return "no gradient came back: call backward() inside the block, on what the model returned"
+        return "no gradient came back: call backward() inside the block, on the model's output"
     found = [
         f"{len(sites)} {name}: {', '.join(sites[:4])}{', …' if len(sites) > 4 else ''}"
         for name, sites in (("exploding", flow.exploding), ("dead", flow.dead))
@@ -122,7 +124,7 @@ def _verdict(flow: GradientFlow) -> str:
 
 
 def gradient_flow(log: Log, report: Report) -> GradientFlow:
-    """The table of the gradients in a log.
+    """Make the table of the gradients in a log.
 
     Raises:
         NotRecordedError: no gradient port was recorded.
@@ -131,7 +133,7 @@ def gradient_flow(log: Log, report: Report) -> GradientFlow:
     if not numbers:
         raise NotRecordedError(
             "no gradients were recorded.\nRecord those of the parameters, hl.record(model,"
-            " ports='grad'), or of what flows, ports=('grad_output', 'grad_input')."
+            " ports='grad'), or of the activations, ports=('grad_output', 'grad_input')."
         )
     found: dict[int, list[Entry]] = {number: [] for number in numbers}
     for current in log.passes:
@@ -189,7 +191,7 @@ def _nan_last(number: float) -> float:
 
 
 def _measure(value: Any) -> tuple[float, float, int, int]:
-    """The L2 norm, the largest absolute element, the zeros and the elements of a gradient."""
+    """Return a gradient's L2 norm, largest absolute element, number of zeros and of elements."""
     tensors = [_plain(part) for _, tensor in tree.tensors(value) for part in _parts(tensor)]
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
@@ -205,7 +207,7 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Absolute values, dense, in at least float32."""
+    """Return a tensor's absolute values, dense, in at least float32."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     wide = dense.abs()
     return wide if wide.dtype is torch.float64 else wide.float()

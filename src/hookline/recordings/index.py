@@ -1,4 +1,4 @@
-"""Which recorded site holds what a key asks for."""
+"""Find the recorded site that a key names."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hookline.errors import NotRecordedError
 
 Key = str | Site
 
-# Which run of a site is meant. A selector knows calls only; passes and backwards are a recording's.
+# The suffixes that pick a run. Selectors have calls only; passes and backwards are a recording's.
 _RUN = re.compile(r"(?P<rest>.*)#(?P<kind>pass|backward|)(?P<number>[0-9]{1,9})", re.DOTALL)
 _MOST_COMPARED = 200
 
 
 class Lookup(NamedTuple):
-    """A key, taken apart.
+    """A parsed key.
 
     Args:
-        number: the number of the recorded site.
-        site: the site as it was asked for.
-        leaf: the keys from what was recorded to what is asked for.
-        call: the call that is asked for; None is every call that was recorded.
-        pass_number: the pass that is asked for, or None.
-        backward: the backward pass that is asked for, by its order in its pass, or None.
+        number: the index of the recorded site.
+        site: the site as the key writes it.
+        leaf: the path from the recorded value to the leaf of the key.
+        call: the call in the key; None means every recorded call.
+        pass_number: the pass in the key, or None.
+        backward: the index, within its pass, of the backward pass in the key, or None.
     """
 
     number: int
@@ -47,17 +47,17 @@ class Lookup(NamedTuple):
         return f"{self.site}{run_text(self.backward, self.pass_number)}"
 
     def at(self, leaf: tuple[str | int, ...]) -> str:
-        """The key of a part of the value."""
+        """Return the key of a leaf of the value."""
         site = replace(self.site, leaf=self.site.leaf + leaf) if leaf else self.site
         return f"{site}{run_text(self.backward, self.pass_number)}"
 
     def of_call(self, call: int) -> Lookup:
-        """The key of one call."""
+        """Return the key of one call."""
         return self._replace(site=replace(self.site, call=call), call=call)
 
 
 def run_text(backward: int | None, pass_number: int | None) -> str:
-    """The end of a key that names a backward pass and a pass: `#backward1#pass0`."""
+    """Return the suffix of a key for a backward pass and a pass: `#backward1#pass0`."""
     return ("" if backward is None else f"#backward{backward}") + (
         "" if pass_number is None else f"#pass{pass_number}"
     )
@@ -65,11 +65,11 @@ def run_text(backward: int | None, pass_number: int | None) -> str:
 
 @final
 class Index:
-    """Finds the recorded site that holds what a key asks for.
+    """An index of the recorded sites by key.
 
     Args:
         sites: the recorded sites.
-        has_leaf: tells whether a site, by its number, has a value with such a leaf; for messages.
+        has_leaf: returns whether the value of a site, by its index, has a leaf; for messages.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class Index:
             for path in (site.path, *site.aliases):
                 self._by_place.setdefault((path, site.port), []).append(index)
         self._paths = {path for path, _ in self._by_place}
-        # The key of each site: its text, by which it is found.
+        # The text of each site, which is its key.
         self.keys = list(map(str, sites))
-        if ROOT in self._paths:  # a module is called so
+        if ROOT in self._paths:  # a module has the root's name, so the root is written `:output`
             for index in (index for index, site in enumerate(sites) if not site.path):
                 self.keys[index] = self.keys[index].removeprefix(ROOT) or ":output"
         self._by_text = {key: index for index, key in enumerate(self.keys)}
 
     def find(self, key: Key) -> Lookup:
-        """Take a key apart: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, or a `Site`.
+        """Parse a key: `PATH[:PORT][LEAF][#CALL][#backwardN][#passN]`, or a `Site`.
 
         Raises:
-            NotRecordedError: no such site was selected. SelectionError: the key is malformed.
+            NotRecordedError: the site was not selected. SelectionError: the key is malformed.
         """
         if not isinstance(key, str | Site):
             raise NotRecordedError(self._not_a_site(key))
@@ -103,7 +103,7 @@ class Index:
         return found
 
     def get(self, key: Key) -> Lookup | None:
-        """Take a key apart; None if it asks for a site that was not selected.
+        """Parse a key; return None if its site was not selected.
 
         Raises:
             SelectionError: the key is malformed.
@@ -113,11 +113,11 @@ class Index:
         return None if found is None else self._lookup(found, asked, runs)
 
     def _apart(self, key: Key) -> tuple[int | Site, dict[str, int]]:
-        """The number of a recorded site, or a site, and which runs of it are asked for."""
+        """Split a key into the index of a recorded site, or a site, and its run suffixes."""
         if isinstance(key, Site):
             return key, {}
         text, runs = key, dict[str, int]()
-        # Each time first as it stands, whatever signs of the grammar a module's name may hold.
+        # The text is first tried as it is, because a module's name may contain `#`.
         while text not in self._by_text:
             match = _RUN.fullmatch(text)
             if match is None or match["kind"] in runs:
@@ -132,7 +132,7 @@ class Index:
             covers = site.leaf[: len(kept.leaf)] == kept.leaf
             if covers and kept.call in (None, call):
                 return index
-        # A tensor that was given by name has but one thing to record.
+        # A tensor that was given by name has a single port, so the key may omit it.
         at_grad = self._by_place.get((site.path, "grad"), ())
         return at_grad[0] if at_grad and site == Site(site.path) else None
 
@@ -141,14 +141,14 @@ class Index:
         site = kept if isinstance(asked, int) else asked
         if "" in runs:
             site = replace(site, call=runs[""])
-        if site.port != kept.port:  # a tensor that was given by name
+        if site.port != kept.port:  # a tensor by name, whose key omits the port
             site = replace(site, port=kept.port)
         leaf = site.leaf[len(kept.leaf) :]
         call = site.call if kept.call is None else None
         return Lookup(index, site, leaf, call, runs.get("pass"), runs.get("backward"))
 
     def _part(self, asked: Site, runs: dict[str, int]) -> Lookup | None:
-        """Read a path such as `block.logits` as a part of the value of `block`, if it has one."""
+        """Parse a path such as `block.logits` as a leaf of the value of `block`, if it has one."""
         names = asked.path.split(".")
         for n_names in range(len(names) - 1, -1, -1):
             path = ".".join(names[:n_names])
@@ -202,15 +202,15 @@ def _leaf_key(name: str) -> str | int:
 
 
 def _close(text: str, names: list[str]) -> list[str]:
-    """The names that were probably meant, the likeliest first."""
-    # To compare all of 20,000 names by difflib would take seconds.
+    """List the names closest to a text, the closest first."""
+    # Comparing all of 20,000 names with difflib would take seconds.
     likely = heapq.nlargest(_MOST_COMPARED, names, key=partial(_shared, text))
     ends = [name for name in names if name.endswith("." + text)]
     return [*dict.fromkeys([*ends, *difflib.get_close_matches(text, likely, n=4, cutoff=0.5)])]
 
 
 def _shared(text: str, name: str) -> int:
-    """How many signs two texts share at their beginnings and at their ends."""
+    """Count the characters that two texts share at their beginnings and at their ends."""
 
     def first(a: Iterable[str], b: Iterable[str]) -> int:
         return sum(1 for _ in itertools.takewhile(bool, map(operator.eq, a, b)))

@@ -1,6 +1,6 @@
 """Join a site's values of several passes in one tensor.
 
-A message never suggests what would fail: each way to join is tried on the shapes first.
+A message never suggests code that would fail: each way to join is checked against the shapes first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def stacked(log: Log, asked: Lookup) -> Tensor:
         asked: the key.
 
     Raises:
-        AmbiguousError: several calls in a pass. StructureError: they are not tensors of one shape.
+        AmbiguousError: a pass has several calls.
+        StructureError: the values are not tensors of one shape.
     """
     passes = log.by_pass(asked)
     _refuse_several_calls(log, asked, passes, "stacked")
@@ -43,16 +44,16 @@ def stacked(log: Log, asked: Lookup) -> Tensor:
 
 
 def concatenated(log: Log, asked: Lookup, dim: int) -> Tensor:
-    """Concatenate one value of each pass, in order, along a dimension that they have.
+    """Concatenate one value of each pass, in order, along an existing dimension.
 
     Args:
         log: the recording's log.
         asked: the key.
-        dim: the dimension, in which their sizes may differ. Numbers (of no dimension) become a row.
+        dim: the dimension, along which the sizes may differ. 0-d tensors become a 1-d tensor.
 
     Raises:
-        AmbiguousError: several calls in a pass. StructureError: they are not tensors, differ in
-            another dimension, or have no such one.
+        AmbiguousError: a pass has several calls.
+        StructureError: the values are not tensors, differ in another dimension, or lack `dim`.
     """
     passes = log.by_pass(asked)
     _refuse_several_calls(log, asked, passes, "concatenated", dim)
@@ -72,13 +73,13 @@ def concatenated(log: Log, asked: Lookup, dim: int) -> Tensor:
 def way_to_join(
     log: Log, asked: Lookup, read: Read | None = None, *, dim: int | None = None
 ) -> str:
-    """Write the code that joins a site's values, and say what it gives.
+    """Return the code that joins a site's values, with a description of its result.
 
     Args:
         log: the recording's log.
         asked: the key.
-        read: gives an entry's value, as in `Log.values`.
-        dim: the dimension that was asked for, which is proposed where it fits.
+        read: returns an entry's value, as in `Log.values`.
+        dim: the dimension of the failed call, which is suggested if it fits.
     """
     passes = log.by_pass(asked, read)
     all_listed = f"run.cat({str(asked)!r}, {_LISTED}"
@@ -95,10 +96,10 @@ def way_to_join(
 
 
 def _code(asked: Lookup, values: Sequence[Any], dim: int | None) -> tuple[str, bool]:
-    """Write the code that joins one value of each pass, or a tensor of it; empty if none does.
+    """Return the code that joins one value of each pass, or one tensor within each value.
 
     Returns:
-        The code, and whether it joins a tensor within the values.
+        The code, empty if the values cannot be joined, and whether it joins a tensor within them.
     """
     shapes = _shapes(values)
     if shapes is not None:
@@ -123,7 +124,7 @@ def _code(asked: Lookup, values: Sequence[Any], dim: int | None) -> tuple[str, b
 def _refuse_several_calls(
     log: Log, asked: Lookup, passes: Sequence[Sequence[Any]], how: str, dim: int | None = None
 ) -> None:
-    """Refuse to join the calls of one pass: the rows would not be those of the inputs.
+    """Refuse to join the calls of one pass: the rows would not match the rows of the inputs.
 
     Raises:
         AmbiguousError: a pass has several calls.
@@ -139,7 +140,7 @@ def _refuse_several_calls(
 def _joined(asked: Lookup, values: list[Tensor], dim: int | None) -> Tensor:
     try:
         return torch.stack(values) if dim is None else torch.cat(values, dim)
-    except RuntimeError as error:  # of several devices, or of layouts that torch cannot join
+    except RuntimeError as error:  # several devices, or a layout that torch cannot join
         raise StructureError(
             f"the values at {str(asked)!r} cannot be joined: {str(error).splitlines()[0]}"
             f"\nWrite run.cat({str(asked)!r}, {_LISTED}."
@@ -147,7 +148,7 @@ def _joined(asked: Lookup, values: list[Tensor], dim: int | None) -> Tensor:
 
 
 def _shapes(values: Sequence[Any]) -> list[tuple[int, ...]] | None:
-    """The tensors' shapes, each once; None if one is no tensor, or has no shape."""
+    """Return the distinct shapes of tensors; None if a value has no shape."""
     try:
         return [*{tuple(value.shape) for value in values}] if _are_tensors(values) else None
     except RuntimeError:  # torch's older nested tensors
@@ -159,7 +160,7 @@ def _are_tensors(values: Sequence[Any]) -> bool:
 
 
 def _fits(shapes: list[tuple[int, ...]], dim: int) -> bool:
-    """Whether tensors of these shapes can be concatenated along a dimension."""
+    """Return whether tensors of these shapes can be concatenated along a dimension."""
     if not all(_has(shape, dim) and len(shape) == len(shapes[0]) for shape in shapes):
         return False
     at = dim % max(len(shapes[0]), 1)

@@ -1,6 +1,6 @@
-"""The passes of a recording, and the one place where a key is looked up in them.
+"""Look up keys in the passes of a recording.
 
-Look-ups never guess: what has several answers raises.
+Look-ups never guess: a key with several values raises an error.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from hookline.recordings.stamps import Beside, Unknowable, is_as_stamped, stamp
 
 Read = Callable[[Entry], Any]
 Noted = tuple[Any, ...]  # the first fields of an `Entry`
-_SEARCHED = 256  # a pass of so few entries is searched: to sort it takes as long as 20 searches
+_SEARCHED = 256  # up to this many entries are searched: sorting costs as much as 20 searches
 
 
 @final
 class Log:
-    """What fired, pass by pass.
+    """The entries of a recording, pass by pass.
 
     Args:
-        sites: what was selected.
-        report: the recording's method that says why a site did not fire. It is not held.
+        sites: the selected sites.
+        report: the recording's method that says why a site did not fire. Only a weak reference to
+            it is held.
         keeps_graph: whether values were recorded with their graph.
-        untold: tells of memory that changes without a word; None if nobody is to care.
+        untold: detects memory that changes without a new version; None skips that check.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Log:
     ) -> None:
         self.sites = sites
         self.passes: list[Pass] = []
-        # If the two held each other, every value would live until the next garbage collection.
+        # A strong reference would form a cycle, and every value would live until gc runs.
         self._report = weakref.WeakMethod(report)
         self.keeps_graph = keeps_graph
         self.untold = untold
@@ -68,7 +69,7 @@ class Log:
 
     @functools.cached_property
     def index(self) -> Index:
-        """Finds sites; made at the first look-up: many a line is attached for each call."""
+        """The index of the sites, built on first look-up: some lines are attached for each call."""
         has_leaf = weakref.WeakMethod(self._has_leaf)
 
         def has(index: int, leaf: tree.Leaf) -> bool:
@@ -78,7 +79,7 @@ class Log:
         return Index(self.sites, has)
 
     def _has_leaf(self, index: int, leaf: tree.Leaf) -> bool:
-        """Whether the first value of a site has such a leaf. No number is read."""
+        """Return whether the first value of a site has a leaf. No tensor data is read."""
         for current in self.passes:
             for entry in self.entries(current, index)[:1]:
                 try:
@@ -89,7 +90,7 @@ class Log:
         return False
 
     def entries(self, current: Pass, index: int) -> list[Entry]:
-        """A site's entries in a pass. Values follow one another; gradients know their call."""
+        """List a site's entries in a pass. Values are numbered in order; gradients have calls."""
         log = current.log
         if len(log) <= _SEARCHED:
             noted = [one for one in tuple(log) if one[0] == index]
@@ -101,7 +102,7 @@ class Log:
         ]
 
     def _by_site(self, current: Pass) -> dict[int, list[Noted]]:
-        """What a pass has noted, by site; sorted anew only when the log has grown."""
+        """Group the entries of a pass by site; repeated only when the log has grown."""
         length, by_site = self._sorted.get(id(current), (-1, {}))
         if length != len(current.log):
             noted = tuple(current.log)
@@ -112,14 +113,14 @@ class Log:
         return by_site
 
     def backwards(self, current: Pass) -> list[int]:
-        """The runs of autograd that brought gradients to a pass, in order."""
+        """List the autograd runs that brought gradients to a pass, in order."""
         found = (Entry(*entry).backward for entry in tuple(current.log))
         return list(dict.fromkeys(run for run in found if run is not None))
 
     def fired(self, current: Pass, backward: int | None) -> list[tuple[int, int, int | None]]:
-        """Each site that fired, by number, with call and run of autograd, in the order of firing.
+        """List the sites that fired, in firing order, as (index, call, autograd run).
 
-        The run is None for a value, and for a gradient that had to come from none.
+        The run is None for a value, and for a gradient that no run was to bring.
         """
         seen: Counter[int] = Counter()
         found = []
@@ -134,15 +135,15 @@ class Log:
     def find(
         self, asked: Lookup, among: Pass | None = None, backward: int | None = None
     ) -> list[tuple[Pass, list[Entry]]]:
-        """Find a site's entries in each pass in which it has some. No value is read.
+        """Find a site's entries in each pass that has any. No value is read.
 
         Args:
             asked: the key.
-            among: the only pass that is looked at; None is every pass.
-            backward: the only run of autograd that is looked at; None is every run.
+            among: search only this pass; None searches every pass.
+            backward: search only this autograd run; None searches every run.
 
         Raises:
-            NotRecordedError: there are none.
+            NotRecordedError: no pass has an entry of the site.
         """
         found = list(self._search(asked, self.passes if among is None else [among], backward))
         if not found:
@@ -152,17 +153,17 @@ class Log:
     def values(
         self, asked: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> list[Any]:
-        """Give the values of a site's entries in a pass, in the order of the calls.
+        """Return the values of a site's entries in a pass, in the order of the calls.
 
         Args:
             asked: the key.
             current: the pass.
-            entries: what `find` has found there.
-            read: gives an entry's value: `outline`, or by default `check`.
+            entries: the entries that `find` returned for it.
+            read: returns an entry's value: `outline`, or by default `check`.
 
         Raises:
-            AmbiguousError: it has gradients of several runs of autograd, and none is named.
-            OverwrittenError: a value was changed in place since it was recorded.
+            AmbiguousError: the site has gradients of several autograd runs, and the key names none.
+            OverwrittenError: a value was changed in place after it was recorded.
         """
         if len(entries) > 1:
             runs = {entry.backward for entry in entries} - {None}
@@ -180,10 +181,10 @@ class Log:
     def single(
         self, asked: Lookup, current: Pass, entries: list[Entry], read: Read | None = None
     ) -> Any:
-        """Give the only value of a site in a pass.
+        """Return the only value of a site in a pass.
 
         Raises:
-            AmbiguousError: it ran several times.
+            AmbiguousError: the site ran several times.
         """
         found = self.values(asked, current, entries, read)
         if len(found) > 1:
@@ -196,12 +197,12 @@ class Log:
         return found[0]
 
     def by_pass(self, asked: Lookup, read: Read | None = None) -> list[list[Any]]:
-        """Give a site's values, call by call, of each pass in which it has some.
+        """Return a site's values, call by call, for each pass that has any.
 
         Raises:
             NotRecordedError, AmbiguousError, OverwrittenError: as in `find` and `values`.
         """
-        # What a pass is found by is not held meanwhile: there may be 100,000.
+        # A generator, so that the entries of 100,000 passes are not held at once.
         passes = self._search(asked, self.passes)
         found = [self.values(asked, *one, read) for one in passes]
         if not found:
@@ -209,17 +210,17 @@ class Log:
         return found
 
     def first_call(self, asked: Lookup) -> Lookup:
-        """Give the key of the first call of a site that ran several times in a pass."""
+        """Return the key of the first call of a site that ran several times in a pass."""
         entries = next(found for _, found in self._search(asked, self.passes) if len(found) > 1)
         return asked.of_call(min(map(_call, entries)))
 
     def one_of_several(self, asked: Lookup, current: Pass, entries: list[Entry]) -> Lookup:
-        """Give a key that names one value of a site in a pass: its first, where it has several.
+        """Return a key that names the first value of a site in a pass.
 
         Args:
             asked: the key.
             current: the pass.
-            entries: what `find` has found there.
+            entries: the entries that `find` returned for it.
         """
         runs = list(dict.fromkeys(one.backward for one in entries if one.backward is not None))
         if len(runs) > 1:
@@ -228,7 +229,7 @@ class Log:
         return asked.of_call(min(map(_call, entries))) if len(entries) > 1 else asked
 
     def has(self, key: Key, among: Pass | None = None, backward: int | None = None) -> bool:
-        """Whether a site has a value in this pass, or in any. No value is read."""
+        """Return whether a site has a value in a pass, or in any pass. No value is read."""
         asked = self.index.get(key)
         passes = self.passes if among is None else [among]
         return asked is not None and any(self._search(asked, passes, backward))
@@ -251,12 +252,20 @@ class Log:
                 yield current, entries
 
     def check(self, entry: Entry) -> Any:
-        """Give an entry's value, of a DTensor this rank's part, if nobody has changed it since."""
+        """Return an entry's unchanged value, with the local shard of each DTensor.
+
+        Raises:
+            OverwrittenError: the value was changed in place after it was recorded.
+        """
         value = self.whole(entry)
         return value if type(value) is Tensor else local_shards(value)
 
     def whole(self, entry: Entry) -> Any:
-        """Give an entry's value, DTensors as they are, if nobody has changed it since."""
+        """Return an entry's unchanged value, with DTensors as they are.
+
+        Raises:
+            OverwrittenError: the value was changed in place after it was recorded.
+        """
         value = entry.value
         if isinstance(value, Stored):
             return value.load()
@@ -270,7 +279,7 @@ class Log:
         return value if type(value) is Tensor and not is_wrapped(value) else self.plain(value)
 
     def _why_changed(self, value: Any, was: Any) -> str | None:
-        """Why a value cannot be given out: it has changed, or may have without a word."""
+        """Say why a value cannot be returned: it has changed, or may have changed undetected."""
         if isinstance(was, Unknowable):
             return (
                 f"holds tensors in a {was.kind}, which cannot be copied, and torch does not tell"
@@ -279,7 +288,7 @@ class Log:
         tensors = list(map(innermost, every_tensor(value)))
         if any(map(is_freed, tensors)):
             return "has no numbers any more: its memory was freed after it was recorded"
-        # A copy beside the value tells of every change.
+        # A value with a copy beside it is compared with the copy.
         untold = None if isinstance(was, Beside) else self.untold
         may_change = untold is not None and untold.has_now(tensors, len(self.passes))
         if not is_as_stamped(tensors, was):
@@ -295,18 +304,18 @@ class Log:
         return None
 
     def plain(self, value: Any) -> Any:
-        """The value without the wrappers that transforms of torch.func, now over, had put on it."""
+        """Remove the wrappers of finished torch.func transforms from a value."""
         if not any(is_wrapped(tensor) for _, tensor in tree.tensors(value)):
             return value
         return tree.map_tensors(partial(plain, keeps_graph=self.keeps_graph), value)
 
     def outline(self, entry: Entry) -> Any:
-        """The value's structure: of a folder, its tensors come on the meta device, unchecked."""
+        """Return a value's structure; values in a folder have meta tensors and are not verified."""
         value = entry.value
         return value.outline() if isinstance(value, Stored | PartialGradients) else value
 
     def settle(self) -> None:
-        """No transform runs any more: keep no wrapper, which a later one could take for its own."""
+        """Remove torch.func wrappers once no transform runs; a later one could mistake them."""
         for current in self.passes:
             current.log[:] = [
                 (site, value if isinstance(value, PartialGradients) else self.plain(value), *rest)
@@ -315,7 +324,7 @@ class Log:
         self._sorted.clear()
 
     def never(self, asked: Lookup, among: Pass | None = None) -> NotRecordedError:
-        """Say why a site has no value."""
+        """Return the error that says why a site has no value."""
         site = self.sites[asked.number]
         passes = self.passes if among is None else [among]
         if asked.pass_number is not None and passes:
@@ -364,10 +373,9 @@ class Log:
 
 
 def note_transformed(log: list[Any], keeps_graph: bool, entry: tuple[Any, ...]) -> None:
-    """Note an entry while a transform of torch.func runs.
+    """Append an entry while a torch.func transform runs.
 
-    There tensors do not say that they need gradients, nor that they were written to; what they
-    stand for does.
+    A wrapped tensor shows neither `requires_grad` nor its version. The innermost tensor does.
     """
     site, value, version, *rest = entry
     if type(version) in (int, tuple):
@@ -386,8 +394,10 @@ def _times(count: int) -> str:
 
 
 def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
-    """Note an entry where torch does not tell of changes: a lone tensor that a fast tap has noted
-    as it is, with its bare version, is copied."""
+    """Append an entry, and copy a lone tensor whose version does not show changes.
+
+    A fast tap notes such a tensor without a copy, with its bare version as the stamp.
+    """
     site, value, version, *rest = entry
     if type(version) is int:
         value = value.clone()

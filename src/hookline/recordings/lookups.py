@@ -1,4 +1,4 @@
-"""The look-ups that recordings and their passes share."""
+"""Look-ups shared by recordings and their passes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _N_LEAVES_SHOWN = 3
 
 
 class Lookups(Mapping[str, Any]):
-    """A mapping from sites to values, with typed look-ups of tensors."""
+    """A mapping from sites to values, with look-ups of tensors and of other ranks."""
 
     _log: Log
 
     @abstractmethod
     def __getitem__(self, key: Key) -> Any:
-        """The only value of a site; an error where there is none, or several."""
+        """Return the only value of a site; raise if it has none or several."""
 
     @abstractmethod
     def _only(self, key: Key, read: Read | None = None) -> Any:
-        """The only value of a site, as in a look-up, or what `read` gives of its entry."""
+        """Return the only value of a site, or the result of `read` on its entry."""
 
     @property
     @abstractmethod
     def _name(self) -> str:
-        """How these values are written in code: `run`, `run.passes[0]`."""
+        """The code that names these values in messages: `run`, `run.passes[0]`."""
 
     def _apart(self, key: Key) -> Lookup:
         return self._log.index.find(key)
 
     def _of_ranks(self) -> tuple[Lookups, ...]:
-        """The recordings of all ranks, where they were opened together."""
+        """Return the recordings of all ranks if they were opened together, else ()."""
         return ()
 
     def tensor(self, key: Key) -> Tensor:
-        """Look up a value that is one tensor; type checkers know the result as a `Tensor`.
+        """Look up a value that is one tensor; type checkers see the result as a `Tensor`.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -60,7 +60,7 @@ class Lookups(Mapping[str, Any]):
             The tensor that `[key]` gives.
 
         Raises:
-            StructureError: the value is something else; the message names the tensors in it.
+            StructureError: the value is not a tensor; the message names the tensors in it.
             NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
         """
         value = self[key]
@@ -76,7 +76,7 @@ class Lookups(Mapping[str, Any]):
         )
 
     def leaves(self, key: Key) -> dict[str, Tensor]:
-        """Every tensor in the value at a site, whatever its structure, each under its own key.
+        """Return every tensor in the value at a site, each under its own key.
 
             >>> import hookline as hl
             >>> model = nn.LSTM(2, 3)
@@ -101,10 +101,10 @@ class Lookups(Mapping[str, Any]):
     def full(
         self, key: Key, dim: int | None = None, *, group: Any = None, timeout: float = TIMEOUT_S
     ) -> Any:
-        """The whole of a value of which each rank of a distributed job has a part.
+        """Gather a value from the ranks of a distributed job. A collective.
 
-        All ranks have to call it; each gets the whole. A DTensor knows how its parts lie. Of plain
-        tensors nobody knows, so `dim` says it: they are joined along it, in the order of the ranks.
+        All ranks must call it, and each rank gets the whole value. A DTensor knows how it is
+        sharded. Plain tensors are concatenated along `dim`, in the order of the ranks.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -118,18 +118,19 @@ class Lookups(Mapping[str, Any]):
 
         Args:
             key: the site, as in a look-up.
-            dim: the dimension along which plain tensors are joined: 0 where each rank has a part of
-                the batch (DDP, FSDP), the one that tensor parallelism splits otherwise.
-            group: the process group that has the parts; None is all ranks.
-            timeout: how long ranks wait for one another, in seconds.
+            dim: the dimension along which plain tensors are concatenated: 0 if each rank has a part
+                of the batch (DDP, FSDP), or the dimension that tensor parallelism splits.
+            group: the process group that holds the parts; None means all ranks.
+            timeout: the time that ranks wait for one another, in seconds.
 
         Returns:
             The whole value, on this rank's device.
 
         Raises:
-            RanksError: on every rank: one did not call it in time, has no such value, or one of
-                another kind; or there is no process group.
-            AmbiguousError: plain tensors and no `dim`; or several calls or passes.
+            RanksError: on every rank: a rank did not call it in time, has no such value, or has a
+                value of another kind; or there is no process group.
+            AmbiguousError: the tensors are plain and `dim` is None; or several calls or passes
+                have a value.
         """
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
         if ranks := self._of_ranks():
@@ -140,10 +141,10 @@ class Lookups(Mapping[str, Any]):
     def reduced(
         self, key: Key, op: str = "mean", *, group: Any = None, timeout: float = TIMEOUT_S
     ) -> Any:
-        """A value reduced over the ranks of a distributed job, element by element.
+        """Reduce a value over the ranks of a distributed job, element by element. A collective.
 
-        For statistics (`keep=lambda t: t.float().mean()`), and for the gradients of parameters
-        under DDP, which are each rank's own. All ranks have to call it; each gets the same.
+        Use it for statistics (`keep=lambda t: t.float().mean()`) and for parameters' gradients
+        under DDP, which differ between ranks. All ranks must call it, and all get the same result.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -158,16 +159,16 @@ class Lookups(Mapping[str, Any]):
         Args:
             key: the site, as in a look-up.
             op: "mean", "sum", "max" or "min".
-            group: the process group; None is all ranks.
-            timeout: how long ranks wait for one another, in seconds.
+            group: the process group; None means all ranks.
+            timeout: the time that ranks wait for one another, in seconds.
 
         Returns:
-            The value; sums and means in at least float32.
+            The reduced value; sums and means in at least float32.
 
         Raises:
-            RanksError: on every rank: one did not call it in time, has no such value, or one of
-                another shape; it is a DTensor; or there is no process group.
-            ValueError: op is none of the four.
+            RanksError: on every rank: a rank did not call it in time, has no such value, or has a
+                value of another shape; the value is a DTensor; or there is no process group.
+            ValueError: op is not one of the four.
         """
         if ranks := self._of_ranks():
             return combined([one[key] for one in ranks], op)

@@ -1,6 +1,6 @@
-"""The manifest of a recording's folder: JSON that carries its own checksum.
+"""Write and read the manifest of a recording's folder: JSON with its own checksum.
 
-Checksums are XXH3 of 64 bits: they find damage, and prove nothing about who wrote the folder.
+Checksums are 64-bit XXH3. They detect damage; they do not authenticate the folder's author.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ FORMAT = "hookline-recording"
 VERSION = 2
 MANIFEST = "manifest.json"
 
-# What reading a manifest that nobody should trust can raise.
+# The errors that reading an untrusted manifest can raise.
 DAMAGE = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError,
     RuntimeError, UnicodeError,
 )  # fmt: skip
 
-# What to do about bytes that changed.
+# The fix that errors about damage give.
 REMEDY = "Copy the folder again from a whole one, or record it again."
 
 _BLANK = b"0" * 16
 _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
-_HEAD_BYTES = 200  # the checksum lies in the first ones
+_HEAD_BYTES = 200  # the checksum is within the first 200 bytes
 
 
 def checksum(data: Any) -> str:
@@ -44,14 +44,14 @@ def checksum(data: Any) -> str:
 
 
 def write_manifest(folder: Path, body: Mapping[str, Any]) -> str:
-    """Write a folder's manifest, down to the disk.
+    """Write a folder's manifest and sync it to disk.
 
     Args:
         folder: the folder.
-        body: what it says, besides what every manifest begins with.
+        body: the keys after those that every manifest begins with.
 
     Returns:
-        Its checksum.
+        The manifest's checksum.
     """
     head = {
         "format": FORMAT,
@@ -68,19 +68,19 @@ def write_manifest(folder: Path, body: Mapping[str, Any]) -> str:
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Write a manifest as JSON, a line for each key, with the checksum of all of it.
+    """Encode a manifest as JSON, one line a key, and fill in its checksum.
 
     Raises:
-        ValueError: there is no "checksum" among its first keys, to be filled in.
+        ValueError: the first keys lack a "checksum" to fill in.
     """
-    # Not json's own indentation, which takes three times as long.
+    # json's own indentation takes three times as long.
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in manifest.items()]
     before, _, after = _parted(("{\n" + ",\n".join(lines) + "\n}\n").encode())
     return before + checksum(before + _BLANK + after).encode() + after
 
 
 def _parted(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """Take a manifest apart: what is before its checksum, the checksum, what comes after."""
+    """Split a manifest into the bytes before its checksum, the checksum, and the bytes after."""
     found = _CHECKSUM.search(data, 0, _HEAD_BYTES)
     if found is None:
         raise ValueError("it must have a checksum among its first keys")
@@ -88,11 +88,11 @@ def _parted(data: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a folder's manifest, and check its checksum.
+    """Read a folder's manifest and verify its checksum.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        FolderError: it is of another version, or damaged, or something else's.
+        FileNotFoundError, NotADirectoryError: the manifest does not exist.
+        FolderError: it has another version, is damaged, or belongs to another program.
     """
     path = folder / MANIFEST
     try:
@@ -103,7 +103,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (*DAMAGE, OSError) as error:
         raise FolderError(f"{path} cannot be read: {first_line(error)}.\n{REMEDY}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise FolderError(f"{folder} is not a recording: its {MANIFEST} is something else's.")
+        raise FolderError(
+            f"{folder} is not a recording: its {MANIFEST} was not written by hookline."
+        )
     if manifest.get("version") != VERSION:
         raise FolderError(
             f"{folder} is a recording of version {manifest.get('version')}; this hookline reads"
@@ -123,19 +125,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class _Sites:
-    """The sites that a manifest has listed so far.
+    """The set of sites that a manifest has listed so far.
 
-    They are looked at while it is read: a text of 300,000 times one site takes seconds to read.
+    Duplicates are refused while parsing: a file that repeats a site 300,000 times takes seconds.
     """
 
     def __init__(self) -> None:
         self._known: set[Any] = set()
 
     def note(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Note the row of a site; other rows are left alone.
+        """Note the site of a JSON object; other objects are returned unchanged.
 
         Raises:
-            ValueError: the site was listed before.
+            ValueError: the site is listed twice.
         """
         if "path" in row and "port" in row:
             leaf = tuple(row.get("leaf", ()))
@@ -147,10 +149,10 @@ class _Sites:
 
 
 def read_regular(path: Path) -> bytes:
-    """Read a file.
+    """Read a regular file.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is a pipe, a device or a folder.
+        OSError: the file cannot be read. ValueError: it is a pipe, a device or a folder.
     """
     handle = open_regular(path)
     with os.fdopen(handle, "rb") as file:
@@ -158,10 +160,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading; what would wait for ever, such as a pipe, is refused.
+    """Open a regular file for reading; refuse a pipe, which could block for ever.
 
     Raises:
-        OSError: it cannot be opened. ValueError: it is a pipe, a device or a folder.
+        OSError: the file cannot be opened. ValueError: it is a pipe, a device or a folder.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(handle).st_mode
@@ -173,7 +175,7 @@ def open_regular(path: Path) -> int:
 
 
 def sync(path: Path) -> None:
-    """Push a file, or a folder's names, to the disk: the rename must not overtake them."""
+    """Sync a file, or a folder's entries, to disk, so that a later rename cannot precede it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -182,7 +184,7 @@ def sync(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     text = str(error).strip()
     return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
 

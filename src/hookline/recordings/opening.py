@@ -1,4 +1,4 @@
-"""Opening a recording that was saved, of one process or of many."""
+"""Open a saved recording of one process or of several ranks."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> R
         >>> hl.open(run.save(tmp_path / "run"))["(root)"].shape
         torch.Size([1, 3])
 
-    Values are memory-mapped when they are looked up, not before; dtypes are kept as they were. The
-    first look-up of a value compares its bytes with their checksum. A folder that all ranks of a
-    distributed job saved is opened by any one process, without a group: `run.ranks[1]["fc"]`,
-    `run.full("fc", dim=0)`, `run.reduced("fc:grad_output")`.
+    Values are memory-mapped on look-up and keep their dtypes. The first look-up of a value verifies
+    its checksum. If all ranks of a distributed job saved the folder, a single process can open it
+    without a process group: `run.ranks[1]["fc"]`, `run.full("fc", dim=0)`,
+    `run.reduced("fc:grad_output")`.
 
-    Do not write to the folder's files while it is open. A look-up notices it, but where a file is
-    cut off under a value that was looked up before, reading that value ends the process (SIGBUS).
-    `run.save` writes new files, so it may replace the recording at any time.
+    Do not write to the folder's files while they are open. A look-up detects changed files. If a
+    file is truncated after a look-up, reading that value kills the process (SIGBUS). `run.save`
+    writes new files, so it may replace the recording at any time.
 
     Args:
         folder: the folder that was written.
-        verify: compare all values with their checksums now: this reads the whole folder.
+        verify: verify the checksums of all values now. This reads the whole folder.
 
     Returns:
-        The recording, with the same look-ups as the one that was saved.
+        The recording, with the same look-ups as the saved one.
 
     Raises:
-        FolderError: there is no recording, it is of another version, or it is damaged.
+        FolderError: the folder holds no recording, one of another version, or a damaged one.
     """
     path = path_of(folder)
     try:
         recording, parts = _open(path)
     except (FileNotFoundError, NotADirectoryError):
-        # It may be between two names just now, or left there when its writer was killed.
+        # Another process may be renaming it, or was killed between two renames.
         with recovered(path):
             recording, parts = _open_at_rest(path)
     if verify:
@@ -59,7 +59,7 @@ def open_recording(folder: str | os.PathLike[str], *, verify: bool = False) -> R
 
 
 def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
-    """Open what is there while nobody replaces it."""
+    """Open a folder under the lock that keeps other writers from replacing it."""
     try:
         return _open(path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -73,11 +73,11 @@ def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
 
 
 def _open(path: Path) -> tuple[Recording, list[Contents]]:
-    """Open what is there now: the recording, and the contents of each folder.
+    """Open a folder as it is: return the recording and the contents of each rank's folder.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: nothing is, or it is being replaced.
-        FolderError: it is of another version, or damaged.
+        FileNotFoundError, NotADirectoryError: the folder does not exist or is being replaced.
+        FolderError: the recording has another version or is damaged.
     """
     manifest = read_manifest(path)
     if "ranks" in manifest:

@@ -1,6 +1,6 @@
-"""What `print(run)` and `print(run.passes[0])` show.
+"""Format the tables of `print(run)` and `print(run.passes[0])`.
 
-A table of the sites, bounded in length and in what it costs: there may be 100,000 passes.
+Their length and cost are bounded, because a recording may have 100,000 passes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log, Noted
 
 _MOST_ROWS = 24
-_MOST_PASSES = 100  # whose shapes are looked at
+_MOST_PASSES = 100  # the shapes of later passes are not read
 _N_FORMS_SHOWN = 2
 _MOST_SIGNS = 48
 
@@ -24,7 +24,7 @@ _HEAD = ("site", "shape", "dtype", "calls", "passes")
 
 
 def recording_text(log: Log) -> str:
-    """What `print(run)` shows: each site's shapes and dtypes, and how often it ran."""
+    """Format a recording: each site's shapes, dtypes, calls and passes."""
     n_values = sum(len(current.log) for current in log.passes)
     sites, passes = plural(len(log.sites), "site"), plural(len(log.passes), "pass", "passes")
     head = f"Recording of {sites}: {passes}, {plural(n_values, 'value')}"
@@ -33,7 +33,7 @@ def recording_text(log: Log) -> str:
 
 
 def pass_text(log: Log, current: Pass, backward: int | None = None) -> str:
-    """What `print(run.passes[0])` shows, or one backward over it: the sites that fired."""
+    """Format the sites that fired in a pass, or in one backward pass over it."""
     noted = tuple(current.log)
     name = f"Pass {current.number}"
     if backward is not None:
@@ -75,7 +75,7 @@ def _rows(
     back = {number for number, site in enumerate(log.sites) if site.is_gradient}
     for noted in passes:
         n_calls = Counter([one[0] for one in noted if one[0] not in back])
-        # Several backward passes bring several gradients of one call.
+        # Each of several backward passes brings its own gradient of one call.
         n_calls.update([number for number, _ in {one[0:4:3] for one in noted if one[0] in back}])
         for number in n_calls.keys() & calls.keys():
             calls[number].add(n_calls[number])
@@ -90,7 +90,7 @@ def _rows(
 def _forms(
     log: Log, shown: Sequence[int], passes: Sequence[tuple[Noted, ...]]
 ) -> dict[int, tuple[str, str]]:
-    """The shapes, or structures, at sites, and the dtypes: the first that were seen."""
+    """Return, for each site, the text of its first shapes or structures and of its dtypes."""
     forms: dict[int, dict[str, None]] = {number: {} for number in shown}
     dtypes: dict[int, dict[str, None]] = {number: {} for number in shown}
     for noted in passes:

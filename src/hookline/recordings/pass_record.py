@@ -1,4 +1,4 @@
-"""One pass of a recording, or one backward over it: the same look-ups."""
+"""One pass of a recording, or one backward pass over it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hookline.recordings.overview import pass_text
 @final
 @hides("outline", "one_of_several")
 class PassRecord(Lookups):
-    """One pass of a recording: the same look-ups, within that pass.
+    """One pass of a recording, with the same look-ups.
 
-    Iterating gives the sites that fired, as registered, those with several calls once for each:
-    `block#0`. Gradients of several backward passes have keys of their own,
-    `fc:grad_output#backward0`. `order` gives the keys as they fired.
+    Iteration yields the keys of the sites that fired, in registration order. A site with several
+    calls has one key a call: `block#0`. Gradients of several backward passes have one key a
+    backward pass: `fc:grad_output#backward0`. `order` lists the keys in firing order.
     """
 
     def __init__(self, log: Log, current: Pass, backward: int | None = None) -> None:
@@ -31,61 +31,61 @@ class PassRecord(Lookups):
 
     @property
     def number(self) -> int:
-        """The pass's number, from 0."""
+        """The number of the pass, from 0."""
         return self._pass.number
 
     @property
     def failed(self) -> bool | None:
-        """Whether the model raised in this pass; None while it still runs."""
+        """True if the model raised in this pass; None while the pass runs."""
         return self._pass.failed
 
     @property
     def backwards(self) -> list[PassRecord]:
-        """The backward passes that came back through this pass, in order: their gradients apart."""
+        """The backward passes over this pass, in order, each with its own gradients."""
         runs = self._log.backwards(self._pass) if self._backward is None else [self._backward]
         return [PassRecord(self._log, self._pass, run) for run in runs]
 
     @property
     def order(self) -> list[str]:
-        """The keys in the order in which they fired: what to search for the first NaN."""
+        """The keys in firing order, for instance to search for the first NaN."""
         return self._keys(self._fired())
 
     def fired(self) -> list[tuple[Site, int]]:
-        """Each site that fired, with the number of the call, in the order in which they fired."""
+        """List the sites that fired with the number of the call, in firing order."""
         return [(self._log.sites[index], call) for index, call, _ in self._fired()]
 
     def __getitem__(self, key: Key) -> Any:
         return self._only(key)
 
     def __contains__(self, key: object) -> bool:
-        """Whether the site has a value in this pass: one or several."""
+        """Return whether a site has one or more values in this pass."""
         return isinstance(key, str | Site) and bool(self._log.has(key, self._pass, self._backward))
 
     def outline(self, key: Key) -> Any:
-        """A value's structure: of a folder, its tensors come on the meta device, without data.
+        """Return a value's structure; a value in a folder has meta tensors without data.
 
-        What lies in memory comes as it is, also if it was changed in place since.
+        A value in memory is returned as it is, even if it was changed in place later.
 
         Raises:
-            NotRecordedError, AmbiguousError: as in a look-up. FolderError: the folder is gone or
-                damaged.
+            NotRecordedError, AmbiguousError: as in a look-up.
+            FolderError: the folder is gone or damaged.
         """
         return self._only(key, self._log.outline)
 
     def one_of_several(self, key: Key) -> tuple[str, str]:
-        """Name one of a site's several values: the code behind this pass, and the key.
+        """Return the code after this pass's name, and the key, of one of a site's values.
 
         Raises:
-            NotRecordedError: it did not fire in this pass.
+            NotRecordedError: the site did not fire in this pass.
         """
         asked = self._apart(key)
         return "", str(self._log.one_of_several(asked, *self._found(asked)))
 
     def calls(self, key: Key) -> list[Any]:
-        """The values of every call of a site in this pass, in order.
+        """Return the values of every call of a site in this pass, in order.
 
         Raises:
-            NotRecordedError: it did not fire in this pass.
+            NotRecordedError: the site did not fire in this pass.
         """
         asked = self._apart(key)
         return self._log.values(asked, *self._found(asked))
@@ -118,7 +118,7 @@ class PassRecord(Lookups):
         return self._log.fired(self._pass, self._backward)
 
     def _keys(self, fired: list[tuple[int, int, int | None]]) -> list[str]:
-        """The shortest keys that name these: with the call and the backward pass where needed."""
+        """Return the shortest keys, with the call and the backward pass only if needed."""
         calls: dict[int, set[int]] = {}
         runs: dict[int, set[int | None]] = {}
         for index, call, run in self._log.fired(self._pass, None):
@@ -136,7 +136,7 @@ class PassRecord(Lookups):
 
 @final
 class PassList(Sequence[PassRecord]):
-    """The passes of a recording, each made when it is asked for: there may be 100,000."""
+    """The passes of a recording, created on access because there may be 100,000."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -165,7 +165,7 @@ class PassList(Sequence[PassRecord]):
 
 
 def pass_of(number: int, failed: bool | None, log: Sequence[Any]) -> Pass:
-    """A pass that was seen before, with what it noted."""
+    """Create a pass with the entries of a saved or copied one."""
     current = Pass(number)
     current.failed = failed
     current.log = list(log)

@@ -1,10 +1,11 @@
-"""The recordings of all ranks as one folder.
+"""Write the recordings of all ranks as one folder, and read it.
 
     manifest.json       names the ranks' folders, each with its manifest's checksum
-    rank0/, rank1/, …   a recording each, as `folder` writes it
+    rank0/, rank1/, …   one recording each, as `folder` writes it
 
-All ranks write beside the place, and rank 0 renames it when all have done so: there is the whole,
-or nothing. The folder has to lie on a disk that all of them see.
+All ranks write into a temporary folder beside the target. Rank 0 renames it after all have
+finished, so the target holds either everything or nothing. It must be on a disk that all ranks
+share.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from hookline.recordings.target_folder import (
 
 
 def is_one_of_many(group: Any) -> bool:
-    """Whether this process is one of several that record."""
+    """Return whether this process is one of several ranks of a group."""
     return is_grouped() and dist.get_world_size(group) > 1
 
 
 def write_ranks(
     folder: str | os.PathLike[str], find: Any, sites: tuple[Site, ...], group: Any, timeout: float
 ) -> tuple[Path, Contents]:
-    """Write this rank's recording into the folder of all: a collective.
+    """Write this rank's recording into the folder of all ranks. A collective.
 
     Args:
-        folder: the folder of all.
-        find: gives this rank's recording as plain data, or raises.
-        sites: what this rank has selected.
-        group: the process group; None is all ranks.
-        timeout: how long ranks wait for one another, in seconds.
+        folder: the folder of all ranks.
+        find: returns this rank's recording as plain data, or raises.
+        sites: the sites that this rank selected.
+        group: the process group; None means all ranks.
+        timeout: the time that ranks wait for one another, in seconds.
 
     Raises:
-        RanksError: a rank did not come, or named another folder, or selected other sites.
-        FolderError: a rank could not write. Nothing is left.
+        RanksError: a rank is missing, or named another folder, or selected other sites.
+        FolderError: a rank could not write. Nothing is left behind.
     """
     question = f"run.save({os.fspath(folder)!r})"
     meeting = _Meeting(question, ranks_of(group, question), timeout)
@@ -87,12 +88,12 @@ def write_ranks(
 @final
 @dataclass(frozen=True)
 class _Meeting:
-    """The ranks that save together.
+    """The ranks that save one folder together.
 
     Args:
-        question: the call, as a person would write it.
-        ranks: their numbers.
-        timeout: how long they wait for one another, in seconds.
+        question: the call as code, for messages.
+        ranks: the global ranks.
+        timeout: the time that ranks wait for one another, in seconds.
     """
 
     question: str
@@ -100,10 +101,10 @@ class _Meeting:
     timeout: float
 
     def share(self, said: dict[str, Any], error: Exception | None) -> list[dict[str, Any]]:
-        """Tell all ranks what this one has to say, and hear the others.
+        """Exchange a dict between all ranks. A collective.
 
         Raises:
-            FolderError: on every rank: one of them met with an error.
+            FolderError: on every rank, if a rank reports an error.
         """
         said = {**said, "error": None if error is None else _line(error)}
         everyone = gather_json(self.question, said, self.ranks, self.timeout)
@@ -111,7 +112,7 @@ class _Meeting:
             texts = [one["error"] or "is ready" for one in everyone]
             raise FolderError(
                 f"{self.question}: nothing was written. {say_by_rank(self.ranks, texts)}."
-                "\nMend what is said there; for one rank's recording by itself: alone=True."
+                "\nFix the error named above, or save one rank's recording only: alone=True."
             ) from error
         return everyone
 
@@ -119,7 +120,7 @@ class _Meeting:
 def _write_one(
     meeting: _Meeting, held: ExitStack, building: Path, target: Path, contents: Contents
 ) -> list[str]:
-    """Write this rank's part, wait for the others', and return the checksums of all manifests."""
+    """Write this rank's part, wait for the other ranks, and return all manifests' checksums."""
     error: Exception | None = None
     found = ""
     try:
@@ -133,7 +134,7 @@ def _write_one(
 
 
 def _move(meeting: _Meeting, building: Path, target: Path, sums: list[str]) -> None:
-    """Rename what all have written, and tell all of them whether that went well."""
+    """Rename the finished folder on the first rank, and report success or failure to all ranks."""
     error: Exception | None = None
     first = meeting.ranks[0]
     if dist.get_rank() == first:
@@ -142,8 +143,8 @@ def _move(meeting: _Meeting, building: Path, target: Path, sums: list[str]) -> N
         try:
             if unseen:
                 raise FolderError(
-                    f"rank {first} does not see what others wrote ({', '.join(unseen[:4])}): the"
-                    " folder has to lie on a disk that all ranks share"
+                    f"rank {first} does not see the folders of other ranks"
+                    f" ({', '.join(unseen[:4])}): the folder must be on a disk that all ranks share"
                 )
             write_manifest(building, {"ranks": dict(zip(names, sums, strict=True))})
             sync(building)
@@ -154,7 +155,7 @@ def _move(meeting: _Meeting, building: Path, target: Path, sums: list[str]) -> N
 
 
 def _check_sites(meeting: _Meeting, everyone: list[dict[str, Any]]) -> None:
-    """Ranks that hold the same model must have selected the same; stages of a pipeline need not."""
+    """Check that ranks with the same model selected the same sites; pipeline stages may differ."""
     if (
         len({one["model"] for one in everyone}) == 1
         and len({tuple(one["sites"]) for one in everyone}) > 1
@@ -162,16 +163,16 @@ def _check_sites(meeting: _Meeting, everyone: list[dict[str, Any]]) -> None:
         texts = [", ".join(one["sites"][:8]) for one in everyone]
         raise RanksError(
             f"{meeting.question}: the ranks selected different sites of the same model:"
-            f" {say_by_rank(meeting.ranks, texts)}.\nSelect the same on every rank; for one rank's"
-            " recording by itself: alone=True."
+            f" {say_by_rank(meeting.ranks, texts)}.\nSelect the same sites on every rank, or save"
+            " one rank's recording only: alone=True."
         )
 
 
 def read_ranks(manifest: Any) -> dict[str, str]:
-    """The folders of a folder of ranks, each with its manifest's checksum.
+    """Return the names of the ranks' folders, each with its manifest's checksum.
 
     Raises:
-        ValueError: they are not what `write_ranks` writes.
+        ValueError: `write_ranks` did not write this manifest.
     """
     ranks = manifest["ranks"]
     if not isinstance(ranks, dict) or not ranks or not all(map(RANK.fullmatch, ranks)):

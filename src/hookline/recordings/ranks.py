@@ -1,7 +1,7 @@
-"""One value of the parts that the processes of a distributed job hold.
+"""Gather and reduce values over the ranks of a distributed job.
 
-Only what is named here talks to other ranks; each of it after all have met, so that a rank that
-does not come, or has something else, is an error on every rank and no hang.
+Before exchanging values, all ranks exchange descriptions of them. A missing rank or a different
+value therefore raises an error on every rank instead of a hang.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ OPS = ("mean", "sum", "max", "min")
 @final
 @dataclass(frozen=True)
 class Collective:
-    """A question to all ranks of a group.
+    """A look-up that all ranks of a group make together.
 
     Args:
-        question: as a person would write it.
-        sites: what this rank has selected.
-        group: the process group; None is all ranks.
-        timeout: how long ranks wait for one another, in seconds.
+        question: the look-up as code, for messages.
+        sites: the sites that this rank selected.
+        group: the process group; None means all ranks.
+        timeout: the time that ranks wait for one another, in seconds.
     """
 
     question: str
@@ -49,10 +49,13 @@ class Collective:
     timeout: float
 
     def check_ranks_match(self, find: Callable[[], Any]) -> tuple[Any, list[list[dict[str, Any]]]]:
-        """This rank's value, and of each rank what tensors its value has.
+        """Check that all ranks have values of the same structure. A collective.
+
+        Returns:
+            This rank's value, and for each rank the descriptions of its tensors.
 
         Raises:
-            RanksError: on every rank: one of them has no such value, or one of another structure.
+            RanksError: on every rank, if a rank has no such value or one of another structure.
         """
         ranks = ranks_of(self.group, self.question)
         value, error = None, None
@@ -76,7 +79,8 @@ class Collective:
             texts = [", ".join(map(_text, one)) or "no tensor" for one in parts]
             raise RanksError(
                 f"{self.question}: the ranks' values are not of one kind:"
-                f" {say_by_rank(ranks, texts)}.\nRecord the same, in the same way, on every rank."
+                f" {say_by_rank(ranks, texts)}.\nRecord the same sites with the same options on"
+                " every rank."
             )
         return value, parts
 
@@ -87,15 +91,15 @@ class Collective:
         if len(set(selected)) > 1:
             message += f"\nSelected: {say_by_rank(ranks, selected)}."
         return (
-            f"{message}\nSelect and run the same on every rank; where only some of them have the"
-            " module, as in a pipeline, give those as group=, or look it up there."
+            f"{message}\nSelect and run the same sites on every rank. If only some ranks have the"
+            " module, as in a pipeline, pass their group as group=."
         )
 
     def wait(self, work: Any) -> None:
         """Wait for a collective.
 
         Raises:
-            RanksError: a rank was lost meanwhile.
+            RanksError: a rank was lost during the collective.
         """
         try:
             work.wait(timedelta(seconds=self.timeout))
@@ -103,16 +107,16 @@ class Collective:
             raise self.lost(error) from error
 
     def lost(self, error: BaseException) -> RanksError:
-        """What to say when a rank came, and then went away."""
+        """Return the error for a rank that was lost during a collective."""
         return RanksError(
             f"{self.question}: a rank was lost while values were exchanged"
-            f" ({str(error).splitlines()[0][:120]}).\nLook at the output of the others: one has"
-            " died, or called something else."
+            f" ({str(error).splitlines()[0][:120]}).\nLook at the output of the other ranks: one"
+            " died or called another collective."
         )
 
 
 def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
-    """The whole of a value of which each rank has a part: a collective."""
+    """Gather a value of which each rank has a part. A collective."""
     value, parts = ask.check_ranks_match(find)
     _check_dim(ask, [[part for part in one if part["kind"] == "plain"] for one in parts], dim)
     number = iter(range(len(parts[0])))
@@ -131,20 +135,20 @@ def full(ask: Collective, find: Callable[[], Any], dim: int | None) -> Any:
 
 
 def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
-    """A value reduced over ranks, element by element: a collective."""
+    """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
     value, parts = ask.check_ranks_match(find)
     for one in zip(*parts, strict=True):
         shapes = [_text(part) for part in one]
         if one[0]["kind"] == "dtensor":
             raise RanksError(
-                f"{ask.question}: it is a DTensor, whose parts are not one and the same value."
-                "\nGather it, run.full(...), and reduce that; or reduce when recording:"
-                " keep=lambda t: t.norm() keeps a number of each rank's part."
+                f"{ask.question} reduces a value that every rank has, got a DTensor, whose shards"
+                " are different parts.\nGather it with run.full(...) and reduce the result, or"
+                " reduce each shard when recording: keep=lambda t: t.norm()."
             )
         if len(set(shapes)) > 1:
             raise RanksError(
-                f"{ask.question} takes values of one shape, and there are"
+                f"{ask.question}: the ranks' values must have one shape, got"
                 f" {say_by_rank(ranks_of(ask.group, ask.question), shapes)}."
                 "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
                 " run.full(..., dim=0)."
@@ -155,7 +159,7 @@ def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
 
 
 def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
-    if op in ("max", "min"):  # some backends lose a NaN on the way
+    if op in ("max", "min"):  # some backends drop a NaN in a max or min reduction
         n_ranks = dist.get_world_size(ask.group)
         return _combine(_gather(ask, tensor, [list(tensor.shape)] * n_ranks), op)
     total = _wide(tensor, op).to(_device(ask.group), copy=True).contiguous()
@@ -169,7 +173,7 @@ def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
 
 
 def joined(values: Sequence[Any], dim: int | None, question: str) -> Any:
-    """What `full` gives, of values that are all here: of an opened recording."""
+    """Join the values of all ranks of an opened recording, as `full` does."""
     kinds = [[_describe(part) for part in _parts(value)] for value in values]
     _check_dim(Collective(question, (), None, 0.0), kinds, dim)
     columns = iter(list(zip(*[_parts(value) for value in values], strict=True)))
@@ -177,7 +181,7 @@ def joined(values: Sequence[Any], dim: int | None, question: str) -> Any:
 
 
 def combined(values: Sequence[Any], op: str) -> Any:
-    """What `reduced` gives, of values that are all here."""
+    """Reduce the values of all ranks of an opened recording, as `reduced` does."""
     check_op(op)
     if isinstance(values[0], int | float):
         dtype = _number_dtype(values[0])
@@ -187,13 +191,13 @@ def combined(values: Sequence[Any], op: str) -> Any:
 
 
 def check_op(op: str) -> None:
-    """Refuse an unknown way to reduce.
+    """Refuse an unknown reduction.
 
     Raises:
-        ValueError: it is none of `OPS`.
+        ValueError: op is not one of `OPS`.
     """
     if op not in OPS:
-        raise ValueError(f"op={op!r} is unknown; it is one of {', '.join(map(repr, OPS))}.")
+        raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}.")
 
 
 def _combine(tensors: Sequence[Tensor], op: str) -> Tensor:
@@ -205,7 +209,7 @@ def _combine(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _wide(tensor: Tensor, op: str) -> Tensor:
-    """In a dtype in which a sum over ranks is still right."""
+    """Cast a tensor to a dtype that is wide enough for a sum over ranks."""
     if op in ("max", "min"):
         return tensor
     if tensor.is_floating_point():
@@ -226,7 +230,7 @@ def _parts(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    tree.map_tensors(note, value)  # the same walk by which they are gathered
+    tree.map_tensors(note, value)  # the same order as when they are gathered
     return found
 
 
@@ -247,32 +251,32 @@ def _check_dim(ask: Collective, parts: list[list[dict[str, Any]]], dim: int | No
         there = " and ".join(dict.fromkeys(str(shape) for shape in shapes))
         if dim is None:
             raise AmbiguousError(
-                f"{ask.question}: each rank has a plain tensor, {there}, and nothing says how they"
-                " make a whole.\nWrite dim=0 where each has a part of the batch (DDP, FSDP), or the"
-                " dimension that tensor parallelism splits, such as dim=-1; where all have the"
-                " same, what one has is the whole."
+                f"{ask.question}: each rank has a plain tensor, {there}, so dim must say how to"
+                " join them.\nWrite dim=0 if each rank has a part of the batch (DDP, FSDP), or the"
+                " dimension that tensor parallelism splits, such as dim=-1.\nIf all ranks have the"
+                " same tensor, look it up on one rank."
             )
         n_dims = len(shapes[0])
         if not -n_dims <= dim < n_dims:
             raise ValueError(
                 f"{ask.question}: dim must be a dimension of {there}, got {dim}."
-                "\nNumbers of each rank are reduced: run.reduced(..., op='mean')."
+                "\nReduce a number of each rank instead: run.reduced(..., op='mean')."
             )
         rest = [[n for k, n in enumerate(shape) if k != dim % n_dims] for shape in shapes]
         if any(one != rest[0] for one in rest):
             raise ValueError(
-                f"{ask.question}: {there} cannot be joined along dimension {dim}: they differ"
-                " in others."
+                f"{ask.question}: {there} cannot be joined along dimension {dim}: they also differ"
+                " in other dimensions."
             )
 
 
 def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Tensor]:
-    """A plain tensor of each rank, whatever their shapes: a collective."""
+    """Gather a plain tensor of each rank; their shapes may differ. A collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = real.contiguous().view(-1).view(torch.uint8).to(_device(ask.group))
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-    mine = flat.new_zeros(max(sizes))  # all take part with as much as the largest
+    mine = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
     mine[: flat.numel()] = flat
     found = [torch.empty_like(mine) for _ in sizes]
     if mine.numel():
@@ -291,7 +295,7 @@ def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Te
 
 
 def _device(group: Any) -> torch.device:
-    """Where a group's values have to lie for it to exchange them."""
+    """Return the device on which a group's backend exchanges tensors."""
     backend = str(dist.get_backend(group))
     if "nccl" in backend and "gloo" not in backend:
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""A recording is what a line kept: passes x sites x calls -> values.
+"""A recording: the values that a line kept, by pass, site and call.
 
-Look-ups never guess: several calls or passes, a value overwritten since, a site that did not fire
-are errors that say what to write instead.
+Look-ups never guess. Several calls or passes, an overwritten value and a site that did not fire
+raise errors that say what to write instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 @final
 @hides("begin_pass", "end_pass", "finish", "one_of_several")
 class Recording(Lookups):
-    """What a line kept: a mapping from sites to values.
+    """A mapping from sites to the values that a line kept.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -45,20 +45,21 @@ class Recording(Lookups):
         >>> run["0"].shape
         torch.Size([4, 3])
 
-    A site is written as in `hl.select`: `run["layer4"]` is an output, `run["layer4:input"]`,
-    `run["h.3:output[0]"]`, `run["block#2"]`. Where a site has one value, that is what comes back.
+    A site is written as in `hl.select`: `run["layer4"]` is an output. Other examples are
+    `run["layer4:input"]`, `run["h.3:output[0]"]` and `run["block#2"]`. If a site has one value, the
+    look-up returns it.
 
     - Several calls in a pass: `run["block#2"]`, or `run.calls("block")`.
     - Several passes: `run.passes[1]["block"]`; `run.cat("block")` or `run.stack("block")` for all.
     - Several backward passes over one: `run.passes[0].backwards[1]["block:grad_output"]`.
 
-    `run[run.sites[15]]` looks up by number. `run.items()` gives every value once, under the
-    shortest key that names it: where a site has values in several passes, `block#2#pass1`.
+    `run[run.sites[15]]` looks up by index. `run.items()` yields every value once, under its
+    shortest key. If a site has values in several passes, the key names the pass: `block#2#pass1`.
 
-    Values are detached and share memory with the model's own, unless they were copied: as torch
-    cannot always tell of changes, some are. In a
-    distributed job they are this rank's; `full` and `reduced` ask the other ranks. Where all ranks
-    saved one folder, `hl.open` gives a recording that has each of them in `ranks`.
+    Values are detached and share memory with the model's own tensors. A value is copied only with
+    `copy=True`, or if torch cannot detect a change to it. In a distributed job the values are this
+    rank's; `full` and `reduced` ask the other ranks. If all ranks saved one folder, `hl.open`
+    returns a recording with each rank's recording in `ranks`.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Recording(Lookups):
         self._log = Log(sites, self.report, keeps_graph=keeps_graph, untold=untold)
         self._is_transformed = False
 
-    # -- a sink: the line tells when passes begin and end ---------------------------------------
+    # -- callbacks of the line ------------------------------------------------------------------
 
     def begin_pass(self, current: Pass) -> None:
-        """A pass begins: its log fills as the sites fire."""
+        """Add a new pass, whose log fills as the sites fire."""
         self._log.passes.append(current)
         if current.is_transformed:
             current.note = partial(note_transformed, current.log, self._log.keeps_graph)
@@ -90,7 +91,7 @@ class Recording(Lookups):
             current.note = partial(note_copied, current.note)
 
     def finish(self, report: Report) -> None:
-        """The line has ended: keep its report, and no longer the line."""
+        """Keep the report of the ended line instead of the line itself."""
         self._report = report
         if self._is_transformed and not is_transformed():
             self._log.settle()
@@ -99,7 +100,7 @@ class Recording(Lookups):
 
     @property
     def passes(self) -> Sequence[PassRecord]:
-        """The passes, in the order in which they began."""
+        """The passes in the order in which they began."""
         self._refuse_of_ranks("passes")
         return PassList(self._log)
 
@@ -138,16 +139,17 @@ class Recording(Lookups):
         return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
-        """Whether the site has a value: one or several."""
+        """Return whether a site has one or more values."""
         if self.ranks:
             return any(key in one for one in self.ranks)
         return isinstance(key, str | Site) and self._log.has(key)
 
     def one_of_several(self, key: Key) -> tuple[str, str]:
-        """Name one of a site's several values: the code behind `run`, and the key.
+        """Return the code after `run`, and the key, of one of a site's values.
 
         Raises:
-            NotRecordedError: it did not fire. AmbiguousError: on several ranks.
+            NotRecordedError: the site did not fire.
+            AmbiguousError: the site has values on several ranks.
         """
         log = self._log_with(key)
         asked = log.index.find(key)
@@ -156,10 +158,11 @@ class Recording(Lookups):
         return code, str(log.one_of_several(asked, current, entries))
 
     def calls(self, key: Key) -> list[Any]:
-        """The values of every call of a site, in order, in the only pass in which it ran.
+        """Return the values of every call of a site, in order. The site must have run in one pass.
 
         Raises:
-            NotRecordedError: it did not fire. AmbiguousError: it ran in several passes.
+            NotRecordedError: the site did not fire.
+            AmbiguousError: the site ran in several passes.
         """
         if self.ranks:
             return self._of_rank(key).calls(key)
@@ -174,13 +177,14 @@ class Recording(Lookups):
         return self._log.values(asked, *found[0])
 
     def stack(self, key: Key) -> Tensor:
-        """A site's values of all passes in which it ran, stacked along a new first dimension.
+        """Stack a site's values of all passes in which it ran along a new first dimension.
 
         Returns:
             A tensor of shape `(passes, *shape of the value)`.
 
         Raises:
-            NotRecordedError: it did not fire. AmbiguousError: several calls in a pass.
+            NotRecordedError: the site did not fire.
+            AmbiguousError: a pass has several calls.
             StructureError: the values are not tensors of one shape.
         """
         log = self._log_with(key)
@@ -191,7 +195,7 @@ class Recording(Lookups):
     @overload
     def cat(self, key: Key, dim: None) -> list[Any]: ...
     def cat(self, key: Key, dim: int | None = 0) -> Tensor | list[Any]:
-        """Concatenate a site's values of all passes: what batches gave, in one tensor.
+        """Concatenate a site's values of all passes, for instance of several batches.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -201,21 +205,21 @@ class Recording(Lookups):
             >>> run.cat("(root)").shape
             torch.Size([9, 3])
 
-        Values come in the order of the passes. A site that ran several times in a pass has more
-        rows than inputs: `run.cat("relu#1")` concatenates one of its calls.
+        Values come in the order of the passes. A site that ran several times in a pass would give
+        more rows than inputs; `run.cat("relu#1")` concatenates one of its calls.
 
         Args:
             key: the site, as in a look-up.
-            dim: the dimension along which they are concatenated, and in which their sizes may
-                differ. Numbers, which have no dimension, become a row. None gives a list of the
-                values of all passes and calls as they are, ragged or not, tensors or not.
+            dim: the dimension along which the values are concatenated and their sizes may differ.
+                0-d tensors become a 1-d tensor. None returns a list of the values of all passes and
+                calls, whatever their shapes and types.
 
         Returns:
             One tensor; with `dim=None` a list.
 
         Raises:
-            NotRecordedError: it did not fire. AmbiguousError: several calls in a pass, unless
-                `dim=None`.
+            NotRecordedError: the site did not fire.
+            AmbiguousError: a pass has several calls, unless `dim=None`.
             StructureError: the values are not tensors, or differ in another dimension.
         """
         log = self._log_with(key)
@@ -225,7 +229,7 @@ class Recording(Lookups):
         return concatenated(log, asked, dim)
 
     def gradients(self) -> GradientFlow:
-        """How the gradients flowed: each site's norm, its ratio to the weight, what is wrong.
+        """Measure the gradients: each site's norm, its ratio to the weight, dead or exploding.
 
             >>> import hookline as hl
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -235,7 +239,7 @@ class Recording(Lookups):
             ['0.weight:grad', '0.bias:grad', '2.weight:grad', '2.bias:grad']
 
         Returns:
-            A table: print it, or iterate over its rows; `.dead` and `.exploding` name sites.
+            A table: print it, or iterate over its rows. `.dead` and `.exploding` list sites.
 
         Raises:
             NotRecordedError: no gradient port was recorded.
@@ -244,7 +248,7 @@ class Recording(Lookups):
         return gradient_flow(self._log, self.report())
 
     def report(self) -> Report:
-        """What was matched, how often each site fired, and why some never did."""
+        """Return the line's report: how often each site fired, and why some never did."""
         return self._report if isinstance(self._report, Report) else self._report()
 
     # -- the folder -----------------------------------------------------------------------------
@@ -257,24 +261,25 @@ class Recording(Lookups):
         group: Any = None,
         timeout: float = TIMEOUT_S,
     ) -> Path:
-        """Write the recording to a folder, whole or not at all; `hl.open(folder)` reads it.
+        """Write the recording to a folder atomically; `hl.open(folder)` reads it.
 
-        In a distributed job all ranks write into one folder, and have to call this.
-        What cannot be saved (sparse tensors, a library's caches) is listed in `run.lost`.
+        In a distributed job this is a collective: all ranks must call it, and they write into one
+        folder. Parts that cannot be saved (sparse tensors, a library's caches) are listed in
+        `run.lost`.
 
         Args:
-            folder: the folder; of all ranks, on a disk that all of them see.
-            alone: write this rank's recording only, and wait for nobody.
-            group: the process group whose ranks save together; None is all ranks.
-            timeout: how long ranks wait for one another, in seconds.
+            folder: the folder. For several ranks it must be on a disk that all of them share.
+            alone: write this rank's recording only, without waiting for other ranks.
+            group: the process group whose ranks save together; None means all ranks.
+            timeout: the time that ranks wait for one another, in seconds.
 
         Returns:
             The folder's path.
 
         Raises:
-            FolderError: the folder holds something else, or the disk is full or read-only.
-            OverwrittenError: a value was changed in place since it was recorded.
-            RanksError: a rank did not come in time, or has other sites of the same model.
+            FolderError: the folder holds other files, or the disk is full or read-only.
+            OverwrittenError: a value was changed in place after it was recorded.
+            RanksError: a rank did not call this in time, or has other sites of the same model.
         """
         self._refuse_of_ranks("save(...)")
         if not alone and is_one_of_many(group):
@@ -297,8 +302,8 @@ class Recording(Lookups):
     def release(self) -> None:
         """Close the files of the folder that this recording was opened from.
 
-        A file that was read stays mapped until then, and counts as this process's memory. The next
-        look-up opens it again; values that are held stay whole.
+        A file that was read stays mapped and counts as memory of this process until it is closed.
+        The next look-up opens it again. Values that are still referenced stay valid.
         """
         for current in self._log.passes:
             for entry in current.log:
@@ -307,7 +312,7 @@ class Recording(Lookups):
                     return  # all lie in one folder
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copied and pickled by value; the copy's tensors have histories of their own."""
+        """Copy and pickle by value; the stamps of the copy start anew."""
         state = {**self.__dict__, "_report": self.report(), "_log": None}
         state["copies"] = [
             (current.number, current.failed, [
@@ -331,7 +336,7 @@ class Recording(Lookups):
         return recording_text(self._log)
 
     def _repr_html_(self) -> str:
-        """Show each site that fired, its type, how often, and its first value, in a notebook."""
+        """Return the notebook table: each site that fired, its type, count and first value."""
         passes = list(self.passes[:1000])
         fired: Counter[Site] = Counter(site for one in passes for site, _ in one.fired())
         first: dict[Site, tuple[PassRecord, int]] = {}
@@ -371,37 +376,38 @@ class Recording(Lookups):
         return self._of_rank(key)._log if self.ranks else self._log
 
     def _in_pass(self, asked: Lookup, current: Pass, entries: list[Entry]) -> str:
-        """Write the code that looks up a site's first value in a pass."""
+        """Return the code that looks up a site's first value in a pass."""
         key = self._log.one_of_several(asked, current, entries)
         return f"run.passes[{current.number}][{str(key)!r}]"
 
     def _or_joined(self, asked: Lookup) -> str:
         try:
             return f", or {way_to_join(self._log, asked, self._log.outline)}"
-        except AmbiguousError:  # of several backward passes
+        except AmbiguousError:  # several backward passes cannot be joined
             return ""
 
     def _of_rank(self, key: Key) -> Recording:
-        """The only rank's recording in which a site has a value."""
+        """Return the recording of the only rank on which a site has a value."""
         having = [rank for rank, one in enumerate(self.ranks) if key in one]
         if len(having) > 1:
             raise AmbiguousError(
                 f"{str(key)!r} has a value on each of {len(having)} ranks."
-                f"\nWrite run.ranks[{having[0]}][{str(key)!r}] for one of them; for all in one,"
-                f" run.full({str(key)!r}, dim=0) or run.reduced({str(key)!r}, op='mean')."
+                f"\nWrite run.ranks[{having[0]}][{str(key)!r}] for one of them."
+                f"\nCombine all with run.full({str(key)!r}, dim=0) or"
+                f" run.reduced({str(key)!r}, op='mean')."
             )
         return self.ranks[having[0] if having else 0]
 
     def _refuse_of_ranks(self, what: str) -> None:
         if self.ranks:
             raise AmbiguousError(
-                f"this recording is of {len(self.ranks)} ranks, and each has its own {what}."
+                f"this recording holds {len(self.ranks)} ranks, and each has its own {what}."
                 f"\nWrite run.ranks[0].{what} for one of them."
             )
 
 
 def _first_value(one: PassRecord, call: int, site: Site) -> str:
-    """Describe a value without reading its numbers."""
+    """Describe a site's first value without reading tensor data."""
     key = site if site.call is not None else Site(site.path, site.port, site.leaf, call)
     try:
         runs = one.backwards if site.is_gradient else []

@@ -1,4 +1,4 @@
-"""Whether a value has been written to since it was recorded."""
+"""Detect writes to a value after it was recorded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hookline.engine import every_tensor, innermost, local_part
 
 
 def stamp(value: Any) -> tuple[int | None, ...]:
-    """The version counters of a value's tensors; equal stamps mean that torch saw no write.
+    """Return the version counters of a value's tensors; equal stamps mean that torch saw no write.
 
-    An inference tensor has no counter.
+    An inference tensor has no version counter; its stamp is None.
     """
     return _versions(map(innermost, every_tensor(value)))
 
 
 @final
 class Beside:
-    """The stamp of a value that is kept with its graph where versions tell nothing.
+    """The stamp of a value that is kept with its graph and whose versions do not show all writes.
 
     Args:
-        versions: the stamp as of any other value.
-        copies: those of its tensors that versions do not tell of, each with a copy.
+        versions: the usual stamp.
+        copies: each tensor whose version does not show all writes, with a copy of it.
     """
 
     __slots__ = ("copies", "versions")
@@ -37,7 +37,7 @@ class Beside:
 
 @final
 class Unknowable:
-    """The stamp of a value that can neither be copied nor be seen to change.
+    """The stamp of a value that cannot be copied and whose changes cannot be detected.
 
     Args:
         kind: the type of the object that holds its tensors.
@@ -50,15 +50,15 @@ class Unknowable:
 
 
 def is_as_stamped(tensors: Sequence[Tensor], was: Any) -> bool:
-    """Whether a value is what it was when it got this stamp.
+    """Return whether a value is unchanged since it was stamped.
 
     Args:
-        tensors: the innermost of each of its tensors.
+        tensors: the innermost tensor of each tensor in the value.
         was: the stamp.
     """
     if was is None:
         return True
-    if type(was) is int:  # of a lone tensor that a fast tap has noted
+    if type(was) is int:  # a fast tap notes the bare version of a lone tensor
         return tensors[0]._version == was
     if isinstance(was, Beside):
         if not all(_are_equal(tensor.detach(), copy) for tensor, copy in was.copies):

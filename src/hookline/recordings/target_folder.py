@@ -1,9 +1,9 @@
-"""The place of a recording on disk: whether it may go there, and how it gets there whole.
+"""Check a recording's target folder, and move a finished recording into it atomically.
 
-A recording is written into a hidden folder beside its place, `.NAME.xxxxxxxx.part`, and renamed.
-Its writer holds a lock on the hidden folder, which the system frees when the process dies: the next
-`save` removes folders that nobody holds. Renaming is done under a lock on the folder around it, so
-that two writers take turns.
+A recording is written into a hidden folder beside its target, `.NAME.xxxxxxxx.part`, and renamed.
+The writer holds a lock on the hidden folder, which the system releases when the process dies. The
+next `save` removes hidden folders without a lock. Renames happen under a lock on the parent folder,
+so two writers take turns.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hookline.recordings.manifest import FORMAT, MANIFEST, first_line, read_regu
 
 try:
     import fcntl
-except ImportError:  # not POSIX: without locks, leftovers stay, and writers had better not meet
+except ImportError:  # not POSIX: no locks, so leftovers stay and writers are not serialised
     fcntl = None  # type: ignore[assignment]
 
-# What may lie in a recording's folder, to be replaced with it: ours, the page included.
+# The files of a recording's folder, the page included, which a new recording may replace.
 _OURS = re.compile(r"manifest\.json|values-[\w-]+\.safetensors|report\.html|rank\d+")
 RANK = re.compile(r"rank\d+")
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_HERE, _EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """Take a folder as a person gives it.
+    """Convert a user's argument to a path.
 
     Raises:
-        FolderError: it is not a path.
+        FolderError: the argument is not a path.
     """
     try:
         return Path(folder)
@@ -47,14 +47,14 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
 
 
 def check_target(folder: str | os.PathLike[str]) -> None:
-    """Make sure that a recording may be written here, while no other writer replaces it.
+    """Check that a recording may be written to a folder, under the lock of writers.
 
     Raises:
-        FolderError: there is something that is not a recording.
+        FolderError: the folder holds files that are not a recording's.
     """
     target = path_of(folder)
     try:
-        parent = Path(os.path.realpath(target)).parent  # a name that no file can have raises
+        parent = Path(os.path.realpath(target)).parent  # raises for an impossible name
     except (OSError, ValueError) as error:
         raise _unusable(target, error) from error
     with _turn(parent):
@@ -66,7 +66,10 @@ def _check(target: Path) -> None:
         if not target.exists():
             return
         if not target.is_dir():
-            raise FolderError(f"{target} is a file; name a folder for the recording.")
+            raise FolderError(
+                f"the target of a recording must be a folder, got the file {target}."
+                "\nName a new folder."
+            )
         others = _others(target)
     except FolderError:
         raise
@@ -74,7 +77,7 @@ def _check(target: Path) -> None:
         raise _unusable(target, error) from error
     if others:
         raise FolderError(
-            f"{target} holds something else ({', '.join(others[:3])}{', …' * (len(others) > 3)})."
+            f"{target} holds other files ({', '.join(others[:3])}{', …' * (len(others) > 3)})."
             "\nName a new folder, an empty one, or an older recording to replace."
         )
 
@@ -84,7 +87,7 @@ def _unusable(target: Path, error: Exception) -> FolderError:
 
 
 def _others(target: Path) -> list[str]:
-    """What in a folder is not a recording's."""
+    """List the names in a folder that do not belong to a recording."""
     held = sorted(child.name for child in target.iterdir())
     others = [name for name in held if not _OURS.fullmatch(name)]
     for name in held:
@@ -103,22 +106,23 @@ def _is_manifest(path: Path) -> bool:
 
 
 def name_of_part(target: Path) -> str:
-    """A new name for the hidden folder in which a recording is built."""
+    """Return a new name for the hidden folder in which a recording is built."""
     return f".{target.name}.{secrets.token_hex(4)}.part"
 
 
 @contextmanager
 def part(target: Path, name: str) -> Iterator[Path]:
-    """Make a hidden folder beside the target, to be filled; hold it until the block ends.
+    """Create a hidden folder beside the target and lock it until the block ends.
 
-    What writers left that were killed is removed, or put back where it was an older recording.
+    Leftovers of killed writers are removed. An older recording that a killed writer had moved away
+    is restored.
 
     Args:
-        target: where the recording is to go.
-        name: the hidden folder's; the ranks of a distributed job share one.
+        target: the recording's folder.
+        name: the hidden folder's name, which the ranks of a distributed job share.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     building = target.with_name(name)
@@ -136,18 +140,18 @@ def part(target: Path, name: str) -> Iterator[Path]:
 
 
 def move_into_place(building: Path, target: Path) -> None:
-    """Rename a folder that was built beside its place into it; an older one takes its name.
+    """Rename a finished hidden folder to its target; an older recording takes the hidden name.
 
     Raises:
-        OSError: it cannot be done; the older one is where it was.
-        FolderError: there is something that is not a recording.
+        OSError: the rename failed; the older recording is unchanged.
+        FolderError: the target holds files that are not a recording's.
     """
     with _turn(target.parent):
         _check(target)
         if _is_free(target):
-            building.replace(target)  # one rename: there or not there
+            building.replace(target)  # one rename, so atomic
             return
-        if _exchange(building, target):  # one rename: the older one or this one
+        if _exchange(building, target):  # one exchange, so atomic
             return
         old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
         target.replace(old)
@@ -156,15 +160,15 @@ def move_into_place(building: Path, target: Path) -> None:
         except OSError:
             old.replace(target)
             raise
-        old.replace(building)  # to be removed; ".old" is what would have to be put back
+        old.replace(building)  # `.part` folders are removed, `.old` folders are restored
 
 
 @contextmanager
 def recovered(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Put back the older recording whose replacement was interrupted; let nobody replace it now.
+    """Restore a recording whose replacement was interrupted, and hold the lock in the block.
 
     Raises:
-        FolderError: it cannot be put back.
+        FolderError: the recording cannot be restored.
     """
     target = Path(os.path.realpath(folder))
     with _turn(target.parent) as is_alone:
@@ -174,8 +178,8 @@ def recovered(folder: str | os.PathLike[str]) -> Iterator[None]:
             _put_back(target)
         except OSError as error:
             raise FolderError(
-                f"{target} was not replaced to the end, and cannot be put back:"
-                f" {first_line(error)}.\nIf nobody saves there now, rename"
+                f"the replacement of {target} was interrupted, and the older recording cannot be"
+                f" restored: {first_line(error)}.\nIf no other process saves there now, rename"
                 f" {_olds(target)[0].name} to {target.name}."
             ) from error
         yield
@@ -192,7 +196,7 @@ def _is_free(target: Path) -> bool:
 
 
 def _olds(target: Path) -> list[Path]:
-    """Older recordings that were moved away, to be replaced; the latest first."""
+    """List older recordings that were moved away for a replacement, the latest first."""
     found = [path for path in _left_beside(target) if path.suffix == ".old"]
     return sorted(found, key=_when_written, reverse=True)
 
@@ -200,12 +204,12 @@ def _olds(target: Path) -> list[Path]:
 def _when_written(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except OSError:  # another has removed it meanwhile
+    except OSError:  # another process removed it
         return 0
 
 
 def _left_beside(target: Path) -> list[Path]:
-    """Hookline's own hidden folders beside a target, of writers dead or alive."""
+    """List hookline's hidden folders beside a target, of running and of killed writers."""
     named = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(part|old)")
     try:
         names = [name for name in os.listdir(target.parent) if named.fullmatch(name)]
@@ -215,7 +219,7 @@ def _left_beside(target: Path) -> list[Path]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder holds nothing but what hookline writes, however little of it."""
+    """Return whether a folder holds only files that hookline writes; an empty one counts."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
@@ -223,12 +227,12 @@ def _is_own(folder: Path) -> bool:
             _OURS.fullmatch(child.name) and (not RANK.fullmatch(child.name) or _is_own(child))
             for child in folder.iterdir()
         )
-    except OSError:  # another has removed it meanwhile, or it may not be read
+    except OSError:  # another process removed it, or it is not readable
         return False
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change their names in one step, where the system can."""
+    """Exchange the names of two folders atomically; return False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -239,13 +243,13 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[bool]:
-    """Wait for one's turn to rename in a folder; False where its disk knows no locks."""
+    """Hold the lock for renames in a folder; yield False if its file system has no locks."""
     with ExitStack() as stack:
         yield _hold(folder, stack, alone=True)
 
 
 def _hold(folder: Path, stack: ExitStack, *, alone: bool, waiting: bool = True) -> bool:
-    """Lock a folder until the stack ends; False where others hold it, or it knows no locks."""
+    """Lock a folder until the stack closes; return False if it is taken or not supported."""
     if fcntl is None:
         return False
     how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
@@ -258,6 +262,6 @@ def _hold(folder: Path, stack: ExitStack, *, alone: bool, waiting: bool = True) 
         fcntl.flock(handle, how if waiting else how | fcntl.LOCK_NB)
     except OSError:
         return False
-    # Not only closed: a child that was forked meanwhile has the handle too.
+    # Closing is not enough: a child forked in between also has the handle.
     stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
     return True

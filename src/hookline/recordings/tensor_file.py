@@ -1,11 +1,11 @@
-"""One file of tensors, in the format of safetensors, with a checksum of each.
+"""Write and read one safetensors file, with a checksum of each tensor.
 
-    8 bytes             the head's length, little-endian
-    head                JSON: name -> dtype, shape and where its bytes lie; padded with spaces
+    8 bytes             the header's length, little-endian
+    header              JSON: name -> dtype, shape and byte offsets; padded with spaces
     bytes               the tensors, one after the other, the widest dtypes first
 
-Written and read here and not by that library, which reads the same files: its own way costs four
-times as much a tensor, and gives no look at the bytes to check them.
+The safetensors library reads the same files. It is not used here because it costs four times as
+much a tensor and does not expose the bytes for checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from hookline.errors import OverwrittenError
 from hookline.recordings.manifest import checksum, open_regular
 
-# As the head of a file writes them.
+# The names of dtypes in a file's header.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -33,7 +33,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Those whose bytes NumPy shows as they are; of the others they are looked at as integers.
+# The dtypes that NumPy also has; the bytes of others are read through a uint8 view.
 _IN_NUMPY = frozenset({
     torch.float64, torch.float32, torch.float16, torch.complex64, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -42,16 +42,16 @@ _BUFFER_BYTES = 1024**2
 
 
 def write_tensors(path: Path, tensors: Sequence[Tensor]) -> list[str]:
-    """Write tensors under their numbers, down to the disk.
+    """Write tensors to a new file, named by their indices, and sync it to disk.
 
     Args:
         path: a new file.
-        tensors: contiguous and on the CPU.
+        tensors: contiguous tensors on the CPU.
 
     Returns:
-        The checksums: of the head, and of each tensor.
+        The checksums of the header and of each tensor.
     """
-    # By width, so that each lies at a multiple of its own; `sorted` keeps the order otherwise.
+    # The widest dtype first, so that every tensor is aligned to its element size.
     order = sorted(range(len(tensors)), key=lambda number: -tensors[number].element_size())
     entries, end = [], 0
     for number in order:
@@ -84,14 +84,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 @final
 class TensorFile:
-    """One file of tensors, memory-mapped: its head is checked here, each tensor when it is read.
+    """A memory-mapped file of tensors. The header is verified here, each tensor on first read.
 
     Args:
         path: the file.
-        sums: the checksums that were noted when it was written.
+        sums: the checksums that `write_tensors` returned.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is not what was written.
+        OSError: the file cannot be read. ValueError: the file is damaged.
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class TensorFile:
         handle = open_regular(path)
         try:
             self._state = _state(os.fstat(handle))
-            # Private: who writes to a tensor does not write to the file.
+            # A private mapping: a write to a tensor does not reach the file.
             self._map = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(handle)
@@ -118,7 +118,7 @@ class TensorFile:
         self._path, self._sums = path, sums
         self._start = 8 + int.from_bytes(self._map[:8], "little")
         if self._start > len(self._map):
-            raise ValueError(f"{path.name} must be as long as its head says")
+            raise ValueError(f"{path.name} must be as long as its header says")
         self._check(self._bytes[: self._start], sums[0])
         self._head: dict[str, Any] = json.loads(self._map[8 : self._start])
         self._tensors: dict[str, tuple[Tensor, int]] = {}
@@ -126,28 +126,28 @@ class TensorFile:
 
     @property
     def state(self) -> tuple[int, ...]:
-        """Which file it is and when it was last written to, as it was when it was opened."""
+        """The file's device, inode, size and modification time when it was opened."""
         return self._state
 
     def is_current(self) -> bool:
-        """Whether the file is still as it was when it was opened."""
+        """Return whether the file is unchanged since it was opened."""
         try:
             return _state(os.stat(self._path)) == self._state
-        except OSError:  # moved, or deleted: what is mapped stays, unless it is cut off
+        except OSError:  # moved or deleted: the mapping stays valid unless the file was truncated
             return self._map.size() == len(self._map)
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor: checked at the first time, the same one at every other.
+        """Read a tensor, verified on first read; repeated calls return the same tensor.
 
         Raises:
-            KeyError, ValueError: it is not there, or not what was written.
-            OverwrittenError: somebody wrote to it since it was read.
+            KeyError, ValueError: the tensor is missing or damaged.
+            OverwrittenError: the tensor was changed in place after it was read.
         """
         kept = self._tensors.get(name)
         if kept is None:
             self.verify(name)
             tensor = self._read(*self._entry(name))
-            # Another thread may have read it meanwhile: there is but one.
+            # setdefault: if another thread has read it too, both get the same tensor.
             kept = self._tensors.setdefault(name, (tensor, tensor._version))
         tensor, version = kept
         if tensor._version != version:
@@ -155,15 +155,15 @@ class TensorFile:
         return tensor
 
     def outline(self, name: str) -> Tensor:
-        """A tensor on the meta device, of the shape and dtype that the head says."""
+        """Return a meta tensor of the shape and dtype in the header."""
         dtype, shape, _, _ = self._entry(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def verify(self, name: str) -> None:
-        """Compare a tensor's bytes with their checksum, once.
+        """Compare a tensor's bytes with their checksum, once per file.
 
         Raises:
-            KeyError, ValueError: it is not there, or not what was written.
+            KeyError, ValueError: the tensor is missing or damaged.
         """
         if name not in self.verified:
             _, _, start, end = self._entry(name)
@@ -178,7 +178,7 @@ class TensorFile:
             )
 
     def _entry(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
-        """A tensor's dtype and shape, and where its bytes begin and end in the file."""
+        """Return a tensor's dtype, shape, and first and last byte offset in the file."""
         entry = self._head[name]
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         start, end = (self._start + offset for offset in entry["data_offsets"])
@@ -192,12 +192,12 @@ class TensorFile:
             and end == start + size <= len(self._map)
         )
         if not is_sound:
-            raise ValueError(f"{self._path.name} must hold {name!r} where its head says")
+            raise ValueError(f"{self._path.name} must hold {name!r} where its header says")
         return dtype, shape, start, end
 
     def _read(self, dtype: torch.dtype, shape: list[int], start: int, end: int) -> Tensor:
         if torch.is_inference_mode_enabled():
-            # An inference tensor would not tell whether it was written to.
+            # An inference tensor has no version counter, so writes could not be detected.
             with torch.inference_mode(False):
                 return self._read(dtype, shape, start, end)
         if start == end:

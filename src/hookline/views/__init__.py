@@ -1,6 +1,6 @@
-"""What people look at: plots, statistics, the page. Functions that take a result of a verb.
+"""Functions that display the result of a verb: plots, statistics, the page.
 
-Nothing of the extras (jinja2, pillow) is imported before a page is written.
+The packages of extras (jinja2, pillow) are imported only when a page is written.
 """
 
 from hookline.views.page import write_page as write_page

@@ -1,4 +1,4 @@
-"""Statistics of a value at a site: what a table shows in place of numbers by the million."""
+"""Statistics of a value at a site, for tables and figures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hookline.engine.pytree import tree
 
-# Tensors are read in pieces whose copy in float64 takes no more than 64 MiB.
+# Tensors are read in chunks whose float64 copy takes at most 64 MiB.
 CHUNK_NUMEL = 64 * 1024**2 // 8
 
-# A sparse tensor of more elements than this (1 GiB in float32) is not made dense.
+# Larger sparse tensors (1 GiB as dense float32) are not made dense.
 DENSE_NUMEL = 2**28
 
 _LARGE = 1e150
@@ -24,18 +24,18 @@ _LARGE = 1e150
 @final
 @dataclass(frozen=True)
 class Statistics:
-    """One tensor in a few numbers. Those about values leave NaN and infinity out.
+    """Statistics of one tensor.
 
     Args:
-        mean: of the finite elements; None where there are none.
-        std: their standard deviation, with divisor n.
-        min: the least of them.
-        max: the greatest of them.
-        zeros: the share of elements that are exactly zero, from 0 to 1; None without elements.
-        non_finite: how many elements are NaN or infinite.
-        numel: how many elements there are.
-        shape: as in `[2, 3]`.
-        dtype: as in `float32`, before conversion.
+        mean: the mean of the finite elements; None if there are none.
+        std: the standard deviation of the finite elements, with divisor n; None if there are none.
+        min: the smallest finite element; None if there are none.
+        max: the largest finite element; None if there are none.
+        zeros: the share of elements that are exactly zero, from 0 to 1; None for an empty tensor.
+        non_finite: the number of elements that are NaN or infinite.
+        numel: the number of elements.
+        shape: the shape, such as `[2, 3]`.
+        dtype: the tensor's own dtype, such as `float32`.
     """
 
     mean: float | None
@@ -50,13 +50,13 @@ class Statistics:
 
 
 def main_tensor(value: Any) -> Tensor | None:
-    """The tensor that stands for a value: the first floating or complex one, else the first.
+    """Return the main tensor of a value: its first floating or complex tensor, else its first.
 
         >>> main_tensor((torch.arange(2), torch.zeros(3))).shape
         torch.Size([3])
 
     Returns:
-        The tensor; None if the value holds none, or only such as have no data (meta).
+        The tensor; None if the value holds no tensor with data (a meta tensor has none).
     """
     first = None
     for _, tensor in tree.tensors(value):
@@ -69,23 +69,23 @@ def main_tensor(value: Any) -> Tensor | None:
 
 
 def site_statistics(value: Any) -> Statistics | None:
-    """Measure the tensor that stands for a value: its first floating one, else its first.
+    """Compute the statistics of a value's main tensor: its first floating one, else its first.
 
         >>> found = site_statistics(torch.tensor([0.0, 1.0, 2.0, float("inf")]))
         >>> found.mean, found.max, found.zeros, found.non_finite
         (1.0, 2.0, 0.25, 1)
 
-    Narrow dtypes (float16, bfloat16, the 8-bit ones) are converted before anything is summed, so
-    that nothing overflows; of complex numbers the magnitude is measured.
+    Sums are computed in float64, so narrow dtypes (float16, bfloat16, the 8-bit ones) do not
+    overflow. For complex numbers the magnitude is measured.
 
     Args:
-        value: what flowed at a site: a tensor, or any structure that holds some.
+        value: the value at a site: a tensor, or any structure that holds tensors.
 
     Returns:
         The statistics; None if the value holds no tensor with data.
 
     Raises:
-        RuntimeError: torch cannot read the tensor's numbers (packed 4-bit dtypes, for one), or a
+        RuntimeError: torch cannot read the tensor's numbers (for example packed 4-bit dtypes), or a
             sparse tensor is too large to be made dense.
     """
     tensor = main_tensor(value)
@@ -108,7 +108,7 @@ def site_statistics(value: Any) -> Statistics | None:
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor of any kind, in pieces of float64; of complex ones the magnitude.
+    """Yield the elements of any tensor in chunks of float64; for complex ones the magnitude.
 
     Raises:
         RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
@@ -120,7 +120,7 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 @final
 class _Moments:
-    """Gathers chunks of float64 into one mean, deviation and range."""
+    """The running mean, standard deviation and range of chunks of float64."""
 
     def __init__(self) -> None:
         self.numel = 0
@@ -132,20 +132,20 @@ class _Moments:
         self.high: float | None = None
 
     def add(self, chunk: Tensor) -> None:
-        """Take in a chunk; NaN and infinity are counted and left out."""
+        """Add a chunk; NaN and infinity are counted and left out."""
         self.numel += chunk.numel()
         self.n_zeros += chunk.numel() - int(chunk.count_nonzero())
         if not chunk.numel():
             return
         low, high = _bounds(chunk)
-        # NaN reaches both bounds, and infinity is one: with finite bounds all is finite.
+        # aminmax propagates NaN, so finite bounds mean that all elements are finite.
         if not (math.isfinite(low) and math.isfinite(high)):
             chunk = chunk[chunk.isfinite()]
             if not chunk.numel():
                 return
             low, high = _bounds(chunk)
         peak = max(abs(low), abs(high))
-        # Outside this range the squares would overflow, or vanish.
+        # Outside this range the squares would overflow or underflow.
         scale = peak if peak and not 1 / _LARGE < peak < _LARGE else 1.0
         std, mean = torch.std_mean(chunk / scale if scale != 1 else chunk, correction=0)
         self._merge(chunk.numel(), float(mean) * scale, float(std) * scale)
@@ -159,7 +159,7 @@ class _Moments:
             return
         old, new = n_old / self.n_finite, n_new / self.n_finite
         gap = mean - self.mean
-        # hypot, since the sum of squares could overflow where its root does not.
+        # hypot, because the sum of squares could overflow even if its root does not.
         self.std = math.hypot(
             self.std * math.sqrt(old), std * math.sqrt(new), gap * math.sqrt(old * new)
         )
@@ -172,7 +172,7 @@ def _bounds(chunk: Tensor) -> tuple[float, float]:
 
 
 def _dense(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor as plain strided ones."""
+    """Yield a tensor as strided tensors."""
     if tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.is_quantized:
@@ -189,7 +189,7 @@ def _dense(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Views of the tensor, cut along its longest dimensions until each is small enough."""
+    """Yield views of a tensor, split along its longest dimension until each is small enough."""
     if tensor.numel() <= CHUNK_NUMEL:
         yield tensor
         return
@@ -200,8 +200,8 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _real(chunk: Tensor) -> Tensor:
-    """A chunk in float64; of complex numbers the magnitude."""
-    if chunk.device.type == "mps":  # it has no float64
+    """Convert a chunk to float64; take the magnitude of complex numbers."""
+    if chunk.device.type == "mps":  # MPS has no float64
         chunk = chunk.cpu()
     if chunk.is_complex():
         return chunk.to(torch.complex128).abs()

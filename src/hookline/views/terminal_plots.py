@@ -1,7 +1,7 @@
-"""A recording drawn in a terminal: a histogram for each site, and small maps.
+"""Draw a recording in a terminal: a histogram for each site, and small maps.
 
-Needs rich alone: no matplotlib. Where the terminal has no colours, or the output is a file, maps
-are drawn in shades of dots.
+It needs only rich, not matplotlib. If the terminal has no colours, or the output is a file, maps
+are drawn as shades of characters.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hookline.views.plots.values import Value, arrange, chosen_values, drawable,
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _SHADES = " ░▒▓█"
-# Where the output is in an old code page, which has none of these characters.
+# For outputs whose legacy encoding lacks the characters above.
 _ASCII_BARS = " _.-:=+*#"
 _ASCII_SHADES = " .:*#"
 _BINS = 32
-_SIDE = 24  # cells, of a map
+_SIDE = 24  # the longest side of a map, in cells
 _MOST_MAPS = 3
 _MOST_SITES = 200
 _BAD = (213, 94, 0)
 
 
 def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
-    """Draw a recording for a terminal: a histogram for each site, then the maps of a few.
+    """Draw a recording for a terminal: a histogram for each site, then the maps of three sites.
 
         >>> import hookline as hl
         >>> model = nn.Conv2d(1, 4, 3)
@@ -46,9 +46,9 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
         ...     _ = model(torch.rand(1, 1, 16, 16))
         >>> shown = terminal_plots(run)
 
-    The height of a bar is the logarithm of a count; the axis goes from the least value to the
-    greatest. Maps are the first channels of the first sample at the first, the middle and the last
-    site that has some, each on its own scale.
+    The height of a bar is the logarithm of a count. The axis goes from the smallest value to the
+    largest. Maps are drawn for the first, the middle and the last site with maps. They are the
+    first channels of the first sample, each on its own scale.
 
     Args:
         recording: a recording of one pass, or a pass.
@@ -57,7 +57,7 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
         A renderable: print it with `rich.console.Console().print`.
 
     Raises:
-        InputError: there is nothing to draw, or several passes.
+        InputError: the recording has no value to draw, or several passes.
     """
     values, skipped = chosen_values(recording, None)
     parts: list[RenderableType] = [_table(values[:_MOST_SITES])]
@@ -72,7 +72,7 @@ def terminal_plots(recording: Recording | PassRecord) -> RenderableType:
 
 
 def spark(counts: Array, bars: str = _BARS) -> str:
-    """Counts as bars of a line of text, on a logarithmic scale.
+    """Format counts as one line of bars on a logarithmic scale.
 
     >>> spark(np.array([0, 1, 10, 1000]))
     ' ▁▃█'
@@ -84,7 +84,7 @@ def spark(counts: Array, bars: str = _BARS) -> str:
 
 @final
 class _Spark:
-    """Counts as bars, of characters that the output has; fewer bars where it is narrow."""
+    """Bars of counts, in characters that the output supports; fewer bars in a narrow column."""
 
     def __init__(self, counts: Array) -> None:
         self._counts = counts
@@ -101,11 +101,11 @@ class _Spark:
 
 @final
 class Maps:
-    """Maps side by side, as many as fit; each character holds two cells, one above the other.
+    """Maps side by side, as many as fit. Each character shows two cells, one above the other.
 
     Args:
-        title: what they are.
-        maps: shape `(n, height, width)`.
+        title: the line above the maps.
+        maps: the maps, shape `(n, height, width)`.
     """
 
     def __init__(self, title: str, maps: Array) -> None:
@@ -116,8 +116,8 @@ class Maps:
         n, height, width = self._maps.shape
         fit = min(n, max(1, (options.max_width + 1) // (width + 1)))
         yield Text(f"{self._title}, the first {fit}", style="bold")
-        # Under NO_COLOR rich would leave the blocks and take their colours away. Half a block is
-        # no character of an old code page.
+        # Under NO_COLOR rich would print the half blocks without colours, which show nothing.
+        # Legacy encodings lack half blocks.
         shades = _ASCII_SHADES if options.ascii_only else _SHADES
         has_colours = not (console.color_system is None or console.no_color or options.ascii_only)
         signed = bool((self._maps < 0).any())
@@ -171,8 +171,8 @@ def _maps(value: Value) -> Maps:
 
 
 def _shares(numbers: Array, signed: bool) -> Array:
-    """Numbers as places from 0 to 1 of a map of colours; NaN stays."""
-    numbers = np.asarray(numbers, np.float64) / 2  # so that no range overflows
+    """Scale numbers to positions from 0 to 1 in a colour map; NaN stays NaN."""
+    numbers = np.asarray(numbers, np.float64) / 2  # halved, so that high - low cannot overflow
     finite = numbers[np.isfinite(numbers)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if signed:
@@ -185,7 +185,7 @@ def _shares(numbers: Array, signed: bool) -> Array:
 
 
 def _style(upper: float, lower: float, anchors: Any, is_last: bool) -> Style:
-    """The upper half of a block in one colour, the lower half in another."""
+    """Return the style of a half block: the upper cell in front, the lower cell behind."""
     front = _BAD if math.isnan(upper) else colour(upper, anchors)
     back = _BAD if math.isnan(lower) else colour(lower, anchors)
     names = [f"rgb({rgb[0]},{rgb[1]},{rgb[2]})" for rgb in (front, back)]

@@ -265,7 +265,7 @@ def test_it_draws_from_a_folder_and_while_the_line_is_on(recorded, net, image, t
         (torch.zeros(2, 3, 4, 4), {"sample": 2}, r"no sample 2: it holds 2 \(0 to 1\)"),
         (torch.zeros(2, 3, 4, 4), {"order": [3]}, "must be a number from 0 to 2, got 3"),
         (torch.zeros(2, 3, 4, 4), {"order": "largest"}, "order must be 'index', .*, got 'largest'"),
-        (torch.zeros(2, 3, 4, 4), {"order": []}, "list of channels is empty"),
+        (torch.zeros(2, 3, 4, 4), {"order": []}, "order must name at least one channel"),
         (torch.zeros(2, 3, 4, 4), {"n": 0}, "n must be .*, got 0"),
         (torch.zeros(2, 3, 4, 4), {"layout": "NHW"}, "cannot be read as 'NHW'.*\nGive layout="),
         (torch.zeros(2, 1, 3, 4, 4, 4), {}, "site needs a layout: its shape is"),

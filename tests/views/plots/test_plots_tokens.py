@@ -77,7 +77,9 @@ def test_nan_in_tokens_is_masked_and_counted(recorded, said):
 
 
 def test_texts_must_be_as_many_as_tokens(recorded):
-    with pytest.raises(hl.InputError, match="2 texts for 3 tokens"):
+    with pytest.raises(
+        hl.InputError, match="one text for each of the 3 tokens of site, got 2 texts"
+    ):
         hl.plots.tokens(recorded(torch.ones(1, 3, 4)), "site", texts=["a", "b"])
     with pytest.raises(hl.InputError, match="site has no tokens"):
         hl.plots.tokens(recorded(torch.ones(3)), "site")
@@ -95,7 +97,7 @@ def test_pictures_are_stretched_from_least_to_greatest(recorded, said, shape, pl
 
 
 def test_what_is_no_picture_is_refused(recorded):
-    with pytest.raises(hl.InputError, match=r"holds no pictures: its shape is \[1, 7, 4, 5\]"):
+    with pytest.raises(hl.InputError, match=r"must be a batch .* got shape \[1, 7, 4, 5\]"):
         hl.plots.images(recorded(torch.randn(1, 7, 4, 5)), "site")
 
 

@@ -1,4 +1,4 @@
-"""The page: a recording as one HTML file that needs nothing else, and as a server."""
+"""The page of a recording: a self-contained HTML file, or a local server."""
 
 from hookline.views.page.serving import Serving as Serving
 from hookline.views.page.sources import FolderSource as FolderSource

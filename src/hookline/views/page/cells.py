@@ -1,6 +1,6 @@
-"""The cells of a line of the table, as HTML.
+"""Format the cells of a table row as HTML.
 
-Written here and not in a template, since a table of 2,000 lines has 25,000 of them.
+They are formatted here, not in a template, because a table of 2,000 rows has 25,000 cells.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from hookline.views.page.values import ValueEntry
 
 
 def cells_html(row: Row, chosen: list[Column], link: str, strip_link: str) -> str:
-    """All cells of a line but the first, every text escaped.
+    """Format all cells of a row except the first; every text is escaped.
 
     Args:
-        row: the line.
+        row: the row.
         chosen: the columns.
-        link: where the line leads.
-        strip_link: where its feature maps are, if they have not been drawn yet.
+        link: the address of the row's page.
+        strip_link: the address of its feature maps, used if they are not drawn yet.
     """
     kind = escape(row.module_type)
     parts = [f'<td class="type" title="{kind}">{kind}</td>']

@@ -1,4 +1,4 @@
-"""The columns of the page's table: what each shows, what it is sorted by."""
+"""The columns of the page's table: headings, cell texts and sort keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SortKey = str | float | None
 @final
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """A column of the table.
 
     Args:
-        key: its name in the page's code.
-        title: its heading.
-        is_number: whether it is set right, and sorted by size, the largest first.
-        text: what a cell shows.
-        sort_key: by what it is sorted; None goes last.
+        key: the column's name in the page's CSS and script.
+        title: the heading.
+        is_number: True aligns the column right and sorts the largest number first.
+        text: returns a cell's text.
+        sort_key: returns a cell's sort key; None sorts last.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Column:
 
 
 def columns(rows: list[Row], *, is_compared: bool = False) -> list[Column]:
-    """The columns that these rows need: calls, passes and maps only where there are some."""
+    """Choose the columns that rows need: calls, passes and maps only if some row has them."""
     seen = [row.seen for row in rows if row.seen is not None]
     gap = [_of_value("gap", "Difference", _gap_text, _gap_key)] if is_compared else []
     chosen = [
@@ -73,7 +73,7 @@ def _of_value(
     *,
     is_number: bool = True,
 ) -> Column:
-    """A column that is empty in lines without a value."""
+    """Create a column that is empty in rows without a value."""
     return Column(
         key,
         title,
@@ -89,7 +89,7 @@ def _of_statistics(
     number: Callable[[Statistics], float | None],
     text: Callable[[float | None], str] = measure,
 ) -> Column:
-    """A column of numbers that is empty where nothing could be measured."""
+    """Create a column of a statistic that is empty in rows without statistics."""
 
     def found(one: ValueEntry) -> float | None:
         return number(one.statistics) if one.statistics else None

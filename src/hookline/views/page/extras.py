@@ -1,4 +1,4 @@
-"""The packages that only the page needs."""
+"""Import the packages that only the page needs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hookline.util.install import how_to_install
 
 
 def load(name: str) -> Any:
-    """Import a module of jinja2, pillow, starlette or uvicorn, now that it is needed.
+    """Import a module of jinja2, pillow, starlette or uvicorn.
 
     Args:
-        name: the module, as in `PIL.Image`.
+        name: the module's name, such as `PIL.Image`.
 
     Returns:
         The module.
 
     Raises:
-        HooklineError: it is not installed; the message says how to install it.
+        HooklineError: the package is not installed; the message says how to install it.
     """
     try:
         return import_module(name)

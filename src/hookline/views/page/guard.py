@@ -1,8 +1,8 @@
-"""Who may ask the server for pages: Host headers, a token, and what a browser may do.
+"""Guard the server: check the Host header and the token, and set security headers.
 
-A page of another site can make a browser send requests to a loopback address, and can give that
-address a name of its own; so only requests for a name that is ours are answered. Whoever else is
-on the network needs the token.
+A page of another site can make a browser send requests to a loopback address, also under a name of
+its own (DNS rebinding). So the server answers only requests whose Host header is its own name.
+Other machines on the network need the token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address that a server binds to can be reached from this machine alone.
+    """Return whether a server bound to an address can be reached from this machine only.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
     (True, True, False)
@@ -48,21 +48,22 @@ def is_loopback(host: str) -> bool:
 @final
 @dataclass(frozen=True)
 class Rules:
-    """Whom the server answers.
+    """The rules for requests that the server answers.
 
     Args:
-        host: the address that it is bound to.
-        token: what must be shown; empty asks for none.
+        host: the address that the server is bound to.
+        token: the token that a client must send; empty requires none.
     """
 
     host: str
     token: str = ""
 
     def allows_host(self, header: str) -> bool:
-        """Whether a Host header names this server: a loopback name, or the address bound to.
+        """Return whether a Host header names this server: a loopback name or the bound address.
 
-        A server that is bound to every address of a machine cannot know its names; there the token
-        keeps others out, since a browser sends its cookie to the name alone that it came from.
+        A server that is bound to every address of a machine cannot know all its names, so it
+        allows every Host header. The token still protects it, because a browser sends a cookie only
+        to the name that set it.
         """
         name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
         if is_loopback(self.host):
@@ -71,18 +72,18 @@ class Rules:
         return every or name.lower() in _LOCAL | {self.host.lower(), f"[{self.host}]"}
 
     def knows(self, token: str) -> bool:
-        """Whether this is the token, compared in the same time whatever it is."""
+        """Return whether a text is the token, compared in constant time."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
 
 @final
 class Guard:
-    """Stands before an app: answers only what the rules allow, and adds the headers.
+    """An ASGI middleware that refuses requests against the rules and adds security headers.
 
     Args:
-        app: the app, as ASGI has it.
-        rules: whom to answer.
-        scripts: which scripts a browser may run, as a policy names them.
+        app: the ASGI app.
+        rules: the rules.
+        scripts: the value of `script-src` in the content security policy.
     """
 
     def __init__(self, app: Any, rules: Rules, scripts: str) -> None:
@@ -92,14 +93,14 @@ class Guard:
         self._headers = {**_HEADERS, "content-security-policy": policy}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, or refuse it."""
+        """Answer or refuse a request."""
         if scope["type"] != "http":
-            return  # no websocket, nothing to start up
+            return  # the server has neither websockets nor a lifespan
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if not self._rules.allows_host(headers.get(b"host", "")):
             text = (
                 "hookline: this address is not the server's own. Open the one that it printed,"
-                " or start it with the name in front of it: hookline view DIR --host NAME."
+                " or start the server with this name: hookline view DIR --host NAME."
             )
             await _answer(send, 421, text)
             return
@@ -135,8 +136,8 @@ def _cookie(header: str) -> str:
 
 
 async def _welcome(send: Any, path: str, query: str, token: str) -> None:
-    """Keep the token in a cookie, and take it out of the address, which people pass on."""
-    # To a browser `//name` and `/\\name` are other servers, and a line break ends a header.
+    """Set the token as a cookie and redirect to the address without it, which is safe to share."""
+    # A browser reads `//name` and `/\\name` as other servers, and a newline ends a header.
     where = "/" + quote(path.lstrip("/"), errors="replace") + (f"?{query}" if query else "")
     cookie = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
     await _answer(send, 303, "", {"location": where, "set-cookie": cookie})

@@ -1,4 +1,4 @@
-"""How a place in a recording is written in an address, and read back."""
+"""Write a place in a recording as an address, and parse addresses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hookline.errors import InputError
 from hookline.views.page.pictures import ORDERS, Choice
 from hookline.views.page.values import Place
 
-# So that a name with lone surrogates, which UTF-8 refuses, can be linked to as well.
+# Names may have lone surrogates, which strict UTF-8 refuses.
 _ERRORS = "surrogatepass"
 
 
 def query_of(place: Place, choice: Choice | None = None) -> str:
-    """A place, and what of it is drawn, as the query of an address.
+    """Write a place and a choice of what to draw as the query of an address.
 
     >>> query_of(Place("layer1:grad_output", 0, 2), Choice(sample=3))
     'at=layer1%3Agrad_output&pass=0&call=2&sample=3'
@@ -30,10 +30,10 @@ def query_of(place: Place, choice: Choice | None = None) -> str:
 
 
 def parameters_of(query: bytes) -> dict[str, str]:
-    """The parameters of an address; of one that is given twice, the last.
+    """Parse the parameters of an address; if one is given twice, the last counts.
 
     Raises:
-        InputError: there are too many.
+        InputError: the address has too many parameters.
     """
     try:
         pairs = parse_qsl(query.decode("ascii", "replace"), True, errors=_ERRORS, max_num_fields=20)
@@ -43,10 +43,10 @@ def parameters_of(query: bytes) -> dict[str, str]:
 
 
 def choice_of(parameters: dict[str, str]) -> Choice:
-    """What is to be drawn.
+    """Parse the choice of what to draw.
 
     Raises:
-        InputError: a number or the order cannot be read.
+        InputError: a number or the order is malformed.
     """
     order = parameters.get("order", "index")
     if order not in ORDERS:
@@ -58,10 +58,10 @@ def choice_of(parameters: dict[str, str]) -> Choice:
 
 
 def number(parameters: dict[str, str], name: str) -> int | None:
-    """A parameter that is a whole number from 0; None if it is not given.
+    """Parse a parameter as an integer >= 0; return None if it is absent.
 
     Raises:
-        InputError: it is something else.
+        InputError: the parameter is not such an integer.
     """
     text = parameters.get(name, "")
     if not text:

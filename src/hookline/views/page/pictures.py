@@ -1,4 +1,4 @@
-"""The pictures of a site's page: a grid of channels, a map of tokens, class maps over the input."""
+"""Draw the pictures of a site's page: channels, tables of tokens, class maps over the input."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hookline.views.plots.values import Arranged, Value, arrange
 
 PER_PAGE = 32
 ORDERS = ("index", "mean", "std", "max")
-_TILE = 96  # pixels, the longest side
-_TABLE = (160, 480)  # rows and columns, at most
-_MANY = 2**22  # elements of a table that are averaged; of more, some are left out first
-_SIDE = 384  # pixels, of a class map
+_TILE = 96  # the longest side of a tile, in pixels
+_TABLE = (160, 480)  # the most rows and columns of a table
+_MANY = 2**22  # larger tables are subsampled before they are averaged
+_SIDE = 384  # the longest side of a class map, in pixels
 
 
 @final
 @dataclass(frozen=True)
 class Tile:
-    """One picture: its `data:` address, and what is written below it."""
+    """A picture: its `data:` address and its caption."""
 
     source: str
     caption: str
@@ -38,16 +38,16 @@ class Tile:
 @final
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn of one sample.
+    """The drawing of one sample.
 
     Args:
         kind: "channels" for a grid of maps, "table" for one map of rows and columns.
         tiles: the pictures.
-        about: how the value was read, what rows and columns are, the scale of colours.
-        total: how many channels there are.
-        first: the number of the first one shown.
-        n_samples: how many samples can be stepped through.
-        channels: which channels are shown, in order.
+        about: a text on the layout, the rows and columns, and the scale of colours.
+        total: the number of channels in all.
+        first: the index of the first channel shown.
+        n_samples: the number of samples that can be stepped through.
+        channels: the channels shown, in order.
     """
 
     kind: str
@@ -62,13 +62,13 @@ class Picture:
 @final
 @dataclass(frozen=True)
 class Choice:
-    """What of a value is to be drawn.
+    """The part of a value to draw.
 
     Args:
-        sample: which sample.
-        order: of channels: as they are, or the largest mean, deviation or maximum first.
-        first: from which place in that order.
-        channels: these channels and no others; so pictures side by side show the same.
+        sample: the index of the sample.
+        order: the order of channels: by index, or the largest mean, deviation or maximum first.
+        first: the position in that order to start from.
+        channels: if given, draw only these channels, so that pictures side by side match.
     """
 
     sample: int = 0
@@ -81,17 +81,17 @@ def picture_of(tensor: Tensor, module_type: str, choice: Choice) -> Picture:
     """Draw one sample of a value.
 
     Raises:
-        InputError: it cannot be drawn; the first line says why.
+        InputError: the value cannot be drawn; the first line says why.
         HooklineError: pillow is not installed.
     """
     return _drawn(_arranged(tensor, module_type, choice.sample), choice)
 
 
 def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -> Picture:
-    """Draw one sample of the first less the second: red where the first is greater.
+    """Draw one sample of the difference `a - b`; red where `a` is greater.
 
     Raises:
-        InputError: it cannot be drawn.
+        InputError: the values cannot be drawn.
     """
     one, other = (_arranged(tensor, module_type, choice.sample) for tensor in (a, b))
     gap = one[0].data.double() - other[0].data.double()
@@ -99,19 +99,20 @@ def difference_picture(a: Tensor, b: Tensor, module_type: str, choice: Choice) -
 
 
 def class_maps(activation: Tensor, gradient: Tensor, image: Tensor, sample: int) -> list[Tile]:
-    """Grad-CAM of one sample over the image: what raises, then what lowers, the number.
+    """Draw Grad-CAM of one sample over the input image, for both signs.
 
-    The number is that on which backward() was called: of a loss, what lowers it speaks for the
-    class. Each channel is weighed by the mean of its gradient (Selvaraju et al., 2017).
+    The first tile shows the regions that raise the scalar on which backward() was called, the
+    second those that lower it. For a loss, regions that lower it speak for the class. Each channel
+    is weighted by the mean of its gradient (Selvaraju et al., 2017).
 
     Args:
-        activation: shape `(batch, channels, height, width)`.
-        gradient: of the same shape.
-        image: shape `(batch, 1 or 3, height, width)`.
-        sample: which of the batch.
+        activation: the activation, shape `(batch, channels, height, width)`.
+        gradient: its gradient, of the same shape.
+        image: the input, shape `(batch, 1 or 3, height, width)`.
+        sample: the index of the sample in the batch.
 
     Returns:
-        Two tiles; none if the three do not fit together, or are not finite.
+        Two tiles; none if the shapes do not fit or a number is not finite.
     """
     shapes = [tensor.dim() == 4 and tensor.is_floating_point() for tensor in (activation, gradient)]
     if not all(shapes) or activation.shape != gradient.shape or not 0 <= sample < len(activation):
@@ -131,16 +132,16 @@ def class_maps(activation: Tensor, gradient: Tensor, image: Tensor, sample: int)
 
 
 def is_picture(tensor: Tensor) -> bool:
-    """Whether a tensor is a batch of pictures: `(batch, 1 or 3, height, width)`, floating."""
+    """Return whether a tensor is a floating batch of images, `(batch, 1 or 3, height, width)`."""
     return tensor.dim() == 4 and tensor.shape[1] in (1, 3) and tensor.is_floating_point()
 
 
 def _arranged(tensor: Tensor, module_type: str, sample: int) -> tuple[Arranged, int]:
-    """One sample, channels first, and how many samples there are."""
+    """Return one sample with its channels first, and the number of samples."""
     if tensor.dim() > 5:
         raise InputError(f"a picture must have at most 5 dimensions, got {tensor.dim()}.")
     value = Value("it", module_type, tensor)
-    if tensor.dim() == 2:  # samples by channels: all samples are shown at once, a row each
+    if tensor.dim() == 2:  # (samples, channels): all samples are shown at once, one a row
         return replace(arrange(value, "TC", 0), space="N", text="read as NC"), 1
     return arrange(value, None, sample), tensor.shape[0] if tensor.dim() > 2 else 1
 
@@ -176,16 +177,16 @@ def _drawn(found: tuple[Arranged, int], choice: Choice, *, is_gap: bool = False)
 
 
 def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
-    """Rows of tokens, places or samples; columns of features."""
+    """Draw a table whose rows are tokens, positions or samples, and whose columns are features."""
     rows = arranged.data.reshape(len(arranged.data), -1).T
     height, width = rows.shape
     steps = [1, 1]
-    while rows.numel() > _MANY:  # to average so many takes longer than anybody looks
+    while rows.numel() > _MANY:  # averaging all of them would take too long for a page
         longest = int(rows.shape[1] >= rows.shape[0])
         rows = rows[:, ::2] if longest else rows[::2]
         steps[longest] *= 2
     small = cells(rows.double(), _TABLE)
-    # Of the numbers themselves, as hl.plots.tokens: means of areas may all have one sign.
+    # The scale is that of the numbers, as in hl.plots.tokens: means of areas may share one sign.
     scale = scale_of(rows, robust=True, signed=is_gap or None)
     drawn = in_range(small.numpy(), scale.low, scale.high)
     ends = f"{measure(scale.low)} to {measure(scale.high)}"
@@ -202,7 +203,7 @@ def _table(arranged: Arranged, n_samples: int, is_gap: bool) -> Picture:
 
 
 def _grey(image: Tensor) -> np.ndarray[Any, Any]:
-    """A picture in grey, from its least value to its greatest, at most `_SIDE` pixels wide."""
+    """Convert an image to grey from 0 to 1 over its range, at most `_SIDE` pixels a side."""
     small = smaller(image.detach().cpu().double(), _SIDE).mean(0).nan_to_num(0.0, 0.0, 0.0)
     low, high = float(small.min()), float(small.max())
     grey: np.ndarray[Any, Any] = ((small - low) / ((high - low) or 1.0)).numpy()
@@ -220,17 +221,17 @@ def _overlaid(ground: np.ndarray[Any, Any], weights: Tensor) -> str:
     return data_address(picture)
 
 
-# Black, through purple and orange, to pale yellow: magma, whose lightness rises evenly.
+# Five anchors of matplotlib's magma, whose lightness rises evenly.
 _HEAT = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], float)
 
 
 def problem_of(error: HooklineError) -> str:
-    """What a page says where there is no picture: the first line, without the label's place."""
+    """Return the first line of an error, shown in place of a picture."""
     return str(error).splitlines()[0]
 
 
 def histogram_path(counts: Sequence[int], width: float = 480, height: float = 96) -> str:
-    """Counts as the outline of a drawing: an SVG path of bars, their heights logarithmic.
+    """Draw counts as an SVG path of bars with logarithmic heights.
 
     >>> histogram_path([0, 9, 0], 3, 10)
     'M1 10V0H2V10Z'

@@ -1,4 +1,4 @@
-"""A recording as the rows of the page's table."""
+"""Arrange a recording as the rows of the page's table."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hookline.views.page.values import ValueEntry
 @final
 @dataclass
 class Row:
-    """One line of the table.
+    """A row of the table.
 
     Args:
         path: the module's path.
-        name: what the line is called in the tree.
-        label: what it is called where it stands alone: the site, as it is written in a look-up.
+        name: the row's name within the tree.
+        label: the row's full name: the site, as in a look-up.
         module_type: the class of the module.
-        aliases: its other paths.
-        depth: how far it is indented.
-        parent: the number of the line that it lies under; None at the top.
-        call: which call of its module it shows, where there were several in a pass.
-        is_module: False for a line that shows one of a module's several values.
-        has_children: whether other lines lie under it.
-        seen: the value; None for a line that only holds others.
+        aliases: the module's other paths.
+        depth: the level of indentation.
+        parent: the index of the parent row; None at the top.
+        call: the call that the row shows, if a pass has several.
+        is_module: False for a row that shows one of a module's several values.
+        has_children: whether other rows lie under it.
+        seen: the value; None for a row that only groups others.
     """
 
     path: str
@@ -46,9 +46,9 @@ class Row:
 
 
 def tree_rows(recording: Recording, values: list[ValueEntry]) -> list[Row]:
-    """The table's lines in tree order: modules with a value, and those that hold them.
+    """List the table's rows in tree order: modules with a value, and their ancestors.
 
-    A module with one value carries it in its own line; several lie under it, a line each.
+    A module with one value shows it in its own row. Several values have one row each under it.
     """
     by_path: dict[str, list[ValueEntry]] = {}
     for seen in values:
@@ -80,10 +80,10 @@ def tree_rows(recording: Recording, values: list[ValueEntry]) -> list[Row]:
 
 
 def _tree_order(recording: Recording, by_path: Mapping[str, list[ValueEntry]]) -> list[str]:
-    """The paths with a value and those that hold them, each right before what it holds."""
+    """List the paths with a value and their ancestors, each directly before its descendants."""
     listed = {path: number for number, (path, _) in enumerate(recording.modules)}
     paths = {part for path in by_path for part in _with_holders(path)}
-    for path in by_path:  # of a recording that lists no modules
+    for path in by_path:  # a recording need not list its modules
         for part in _with_holders(path):
             listed.setdefault(part, len(listed))
 
@@ -94,7 +94,7 @@ def _tree_order(recording: Recording, by_path: Mapping[str, list[ValueEntry]]) -
 
 
 def _with_holders(path: str) -> list[str]:
-    """`a.b.c` as `a`, `a.b`, `a.b.c`. The root, which holds every module, is not among them."""
+    """Split `a.b.c` into `a`, `a.b` and `a.b.c`, without the root."""
     names = path.split(".")
     return [".".join(names[: n + 1]) for n in range(len(names))]
 

@@ -1,10 +1,10 @@
-"""The page as a server: recordings in, an ASGI app out.
+"""The ASGI app that serves the pages of recordings.
 
-    /           the table of all values         /measure   numbers of some lines, as JSON
-    /site       one value                       /numbers   one value's numbers, as HTML
-    /strip      a line's feature maps, as PNG   /state     whether the recording has changed
+    /           the table of all values         /measure   statistics of some rows, as JSON
+    /site       one value                       /numbers   one value's statistics, as HTML
+    /strip      a row's feature maps, as PNG    /state     the state of the recording, as JSON
 
-No part of an address is ever the name of a file.
+No part of an address is used as a file name.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hookline.views.page.templates import environment, script_hash, sort_keys, t
 from hookline.views.page.thumbnails import feature_strip
 from hookline.views.page.values import ValueEntry
 
-# Up to here values are measured as soon as the page is open; beyond, when it is asked for.
+# Up to this size, values are measured as soon as the page opens; beyond it, on request.
 _UNASKED_BYTES = 1024**3
-_SECONDS = 0.2  # of measuring, for each answer
+_SECONDS = 0.2  # the time to measure for one answer
 
 
 @final
 class Pages:
-    """What the server answers, one method for each address. Each takes the address's parameters.
+    """The server's pages: one method for each address, which takes the address's parameters.
 
     Args:
-        shelf: what is shown.
+        shelf: the recordings to show.
 
     Raises:
         HooklineError: jinja2 or pillow is not installed.
@@ -49,7 +49,7 @@ class Pages:
         self._templates.globals["is_served"] = True
 
     def index(self, _: dict[str, str]) -> tuple[str, str]:
-        """The table of all values."""
+        """Render the table of all values."""
         shown, state = self._shelf.shown()
         report = shown.recording.report()
         to_measure = shown.bytes_to_measure
@@ -93,7 +93,7 @@ class Pages:
         )
 
     def site(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """One value's page."""
+        """Render one value's page."""
         shown, state = self._shelf.shown()
         seen = _named(shown, parameters)
         view = site_view(shown, seen, choice_of(parameters))
@@ -112,7 +112,7 @@ class Pages:
         )  # fmt: skip
 
     def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """The numbers of one value, which take a while, for its page."""
+        """Render the statistics of one value, which its page fetches later."""
         shown, _ = self._shelf.shown()
         seen = _named(shown, parameters)
         of_other = parameters.get("of") == "other"
@@ -125,23 +125,23 @@ class Pages:
         return "text/html", str(template.module.numbers(found))
 
     def strip(self, parameters: dict[str, str]) -> tuple[str, bytes]:
-        """The feature maps of a line."""
+        """Draw the feature maps of a row as PNG."""
         shown, _ = self._shelf.shown()
         seen = _named(shown, parameters)
         with shown.reading():
             try:
                 strip = feature_strip(shown.tensor(seen))
-            except (RuntimeError, TypeError):  # numbers that torch cannot read
+            except (RuntimeError, TypeError):  # torch cannot read the numbers
                 strip = None
         if strip is None:
             raise InputError("this value has no feature maps.\nGo to its own page.")
         return "image/png", base64.b64decode(strip.source.partition(",")[2])
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Measure some lines, and say what was found."""
+        """Measure some rows and return their cells as JSON."""
         shown, state = self._shelf.shown()
         if parameters.get("state", state) != state:
-            return "application/json", "{}"  # its lines are another recording's
+            return "application/json", "{}"  # the page shows the rows of an older recording
         done, after = shown.measure_some(number(parameters, "from") or 0, _SECONDS)
         lines = []
         for at in done:
@@ -158,7 +158,7 @@ class Pages:
         return "application/json", json.dumps(answer)
 
     def state(self, _: dict[str, str]) -> tuple[str, str]:
-        """Whether the recording is still the one that pages show."""
+        """Return the state of the recording as JSON, so that a page can notice a new one."""
         state = self._shelf.state()
         missing = [
             source.name
@@ -169,7 +169,7 @@ class Pages:
         return "application/json", json.dumps({"state": state, "gone": gone if missing else ""})
 
     def problem(self, error: Exception) -> tuple[int, str]:
-        """A page that says what went wrong, and its status."""
+        """Render the page of an error; return the HTTP status and the page."""
         if isinstance(error, FolderError):
             status, title = 503, "This recording cannot be shown"
             lines = str(error).splitlines()
@@ -191,11 +191,11 @@ class Pages:
 
 
 def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
-    """The server's app, as ASGI has it.
+    """Create the server's ASGI app.
 
     Args:
-        shelf: what is shown.
-        rules: whom to answer.
+        shelf: the recordings to show.
+        rules: the rules for requests.
 
     Raises:
         HooklineError: starlette, jinja2 or pillow is not installed.
@@ -224,9 +224,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
         return _response(responses, content, "text/html", status)
 
     def missing(_: Any, __: Exception) -> Any:
-        return failed(
-            None, InputError("this address leads to none of the pages.\nGo to the start page.")
-        )
+        return failed(None, InputError("this address does not exist.\nGo to the start page."))
 
     routes = [
         route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
@@ -240,7 +238,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
 
 def _response(responses: Any, content: str | bytes, media: str, status: int) -> Any:
-    # Names of modules may hold lone surrogates, which UTF-8 refuses.
+    # Module names may have lone surrogates, which strict UTF-8 refuses.
     body = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     return responses.Response(body, status, media_type=media)
 

@@ -1,4 +1,4 @@
-"""The server in a process: a port that is free, a token, an address to open."""
+"""Bind the server to a free port and run it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hookline.views.page.server import make_app
 from hookline.views.page.sources import OpenRecordings
 from hookline.views.page.waiting import Waiting, protocol
 
-_PORTS = 20  # how many are tried, one after the other
+_PORTS = 20  # the number of consecutive ports to try
 
 
 @final
 class Serving:
-    """A server that is bound to its port, and answers once it runs.
+    """A server that is bound to its port and answers once it runs.
 
         >>> from hookline.views.page.sources import FolderSource, OpenRecordings
         >>> serving = Serving(OpenRecordings(FolderSource(tmp_path)), port=0)
@@ -29,13 +29,13 @@ class Serving:
         >>> serving.close()
 
     Args:
-        shelf: what is shown.
-        host: the address to bind to. Others than loopback ones ask for a token.
-        port: the port; if it is taken, the next that is free. 0 is any.
-        waiting: how long clients are waited for, and how many; None is 10 seconds, and 100.
+        shelf: the recordings to show.
+        host: the address to bind to. Addresses other than loopback require a token.
+        port: the port, or the next free one if it is taken; 0 picks any free port.
+        waiting: the limits on idle connections; None means 10 seconds and 100 connections.
 
     Raises:
-        InputError: no port is free, or there is no such host.
+        InputError: no port is free, or this machine does not have the address.
         HooklineError: starlette, uvicorn, jinja2 or pillow is not installed.
     """
 
@@ -63,23 +63,23 @@ class Serving:
 
     @property
     def moved(self) -> bool:
-        """Whether another port than the wanted one had to be taken."""
+        """True if the wanted port was taken and another port is used."""
         return self.wanted_port not in (0, self.port)
 
     def run(self) -> None:
-        """Answer until the process is told to end (Ctrl-C)."""
+        """Serve until the process is interrupted (Ctrl-C)."""
         try:
             self._server.run(sockets=[self._socket])
         finally:
             self._socket.close()
 
     def start(self) -> None:
-        """Answer in a thread of its own, until `close()`."""
+        """Serve in a background thread until `close()`."""
         self._thread = threading.Thread(target=self.run, name="hookline-view", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End it; what is being answered is answered first."""
+        """Stop the server after it has answered the requests in progress."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(5)
@@ -87,10 +87,11 @@ class Serving:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens on the port, or on the first one after it that is free.
+    """Open a socket that listens on a port, or on the first free port after it.
 
     Raises:
-        InputError: none is free, the address is not this machine's, or a port is not allowed.
+        InputError: no port is free, this machine does not have the address, or the port is not
+            allowed.
     """
     if not 0 <= port <= 65535:
         raise InputError(
@@ -99,7 +100,7 @@ def _bound(host: str, port: int) -> socket.socket:
     for number in range(port, min(port + _PORTS, 65536) if port else 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         found = socket.socket(family, socket.SOCK_STREAM)
-        # Without this a port would stay taken for a minute after a server on it has ended.
+        # Without this, a port would stay taken for a minute after its server has ended.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((host.strip("[]"), number))
@@ -115,5 +116,6 @@ def _bound(host: str, port: int) -> socket.socket:
             ) from error
         return found
     raise InputError(
-        f"ports {port} to {port + _PORTS - 1} are all taken.\nGive another: --port {port + 100}."
+        f"ports {port} to {port + _PORTS - 1} are all taken.\nGive another port: --port"
+        f" {port + 100}."
     )

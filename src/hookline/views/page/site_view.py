@@ -1,4 +1,4 @@
-"""A site's page: panels of values side by side, and where one can go from there."""
+"""Gather the contents of a site's page: values side by side, and links to others."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _TWINS = {
     "output": "grad_output", "input": "grad_input",
     "grad_output": "output", "grad_input": "input",
 }  # fmt: skip
-# Of a larger value the numbers are fetched when the page is there.
+# The statistics of a larger value are fetched after the page has loaded.
 _LATER_BYTES = 4 * 1024**2
 
 
 @final
 @dataclass(frozen=True)
 class Panel:
-    """One value of a site's page.
+    """One value on a site's page.
 
     Args:
-        title: which it is.
+        title: the heading.
         seen: the value.
-        later: the address of its numbers, if they are to be fetched.
-        picture: what was drawn of it.
-        remark: why nothing was drawn.
+        later: the address of its statistics, if they are to be fetched later.
+        picture: the drawing.
+        remark: the reason for a missing drawing.
     """
 
     title: str
@@ -58,17 +58,17 @@ class Panel:
 @final
 @dataclass(frozen=True)
 class Step:
-    """Something to step through: passes, calls, backward passes, samples, channels.
+    """Links to the previous and the next pass, call, backward pass, sample or channels.
 
     Args:
-        name: what is stepped through.
-        text: where one is.
-        before: the address of the one before; empty at the first.
+        name: the quantity, such as "Pass".
+        text: the current position.
+        before: the address of the previous one; empty at the first.
         after: the address of the next one; empty at the last.
-        parameter: what a form would set; empty if numbers do not name it.
-        current: that parameter's number.
-        last: its greatest number.
-        kept: what else a form must keep, as (name, value).
+        parameter: the parameter that the form sets; empty if there is no form.
+        current: the parameter's current number.
+        last: the parameter's largest number.
+        kept: the form's other parameters, as (name, value).
     """
 
     name: str
@@ -84,7 +84,7 @@ class Step:
 @final
 @dataclass(frozen=True)
 class SiteView:
-    """All that a site's page shows."""
+    """The contents of a site's page."""
 
     label: str
     seen: ValueEntry
@@ -101,10 +101,10 @@ class SiteView:
 
 
 def site_view(shown: PageState, seen: ValueEntry, choice: Choice) -> SiteView:
-    """Gather a site's page; values are read one at a time, one sample of each.
+    """Gather the contents of a site's page; values are read one at a time.
 
     Raises:
-        InputError: there is no such sample.
+        InputError: the sample does not exist.
         HooklineError: pillow is not installed.
     """
     twin = _twin(shown, seen)
@@ -139,7 +139,7 @@ def site_view(shown: PageState, seen: ValueEntry, choice: Choice) -> SiteView:
 
 
 def facts_of(seen: ValueEntry) -> list[tuple[str, str, bool]]:
-    """A value's numbers, as (name, text, whether it is alarming)."""
+    """List a value's statistics as (name, text, whether to highlight it)."""
     found = seen.statistics
     facts = [("Shape", seen.shape, False), ("Dtype", seen.dtype, False)]
     if seen.n_bytes:
@@ -155,12 +155,12 @@ def facts_of(seen: ValueEntry) -> list[tuple[str, str, bool]]:
 
 
 def path_of(seen: ValueEntry) -> str:
-    """A value's histogram, as an SVG path."""
+    """Draw a value's histogram as an SVG path."""
     return histogram_path(seen.counts)
 
 
 def zero_of(seen: ValueEntry) -> float | None:
-    """Where zero lies on the axis of its histogram, from 0 to 1; None if it does not."""
+    """Return the position of zero on a histogram's axis, from 0 to 1; None if it is outside."""
     found = seen.statistics
     if found is None or found.min is None or found.max is None or found.min == found.max:
         return None
@@ -189,7 +189,7 @@ def _panel(
 def _gap(
     shown: PageState, seen: ValueEntry, there: ValueEntry | None, choice: Choice
 ) -> tuple[str, Picture | None]:
-    """How far the two recordings' values lie apart, in words and as a picture."""
+    """Describe and draw the difference between the two recordings' values."""
     if shown.other is None:
         return "", None
     if there is None:
@@ -236,7 +236,7 @@ def _class_maps(
 
 
 def _input_of(shown: PageState, seen: ValueEntry) -> Tensor | None:
-    """The pictures that the model was given in the pass of a value."""
+    """Return the model's input images in the pass of a value, if they were recorded."""
     for one in shown.values:
         if one.site.path == "" and one.site.port == "input" and one.pass_number == seen.pass_number:
             try:
@@ -248,7 +248,7 @@ def _input_of(shown: PageState, seen: ValueEntry) -> Tensor | None:
 
 
 def _twin(shown: PageState, seen: ValueEntry) -> ValueEntry | None:
-    """The gradient of a value, or the value of a gradient."""
+    """Return the gradient of a value, or the value of a gradient."""
     port = _TWINS.get(seen.site.port)
     if port is None:
         return None
@@ -266,7 +266,7 @@ def _title(seen: ValueEntry) -> str:
     return titles.get(seen.site.port, seen.site.port)
 
 
-# -- where to go from here ---------------------------------------------------------------------
+# -- links to other values ---------------------------------------------------------------------
 
 
 def _steps(
@@ -304,7 +304,7 @@ def _stepped(
     name: str, parameter: str, seen: ValueEntry, values: Sequence[ValueEntry],
     number: Callable[[ValueEntry], int], choice: Choice,
 ) -> Step | None:  # fmt: skip
-    """To the pass, backward or call before and after: to the same call there, if it has one."""
+    """Link to the previous and next pass, backward or call; keep the call number if possible."""
     numbers = sorted({number(one) for one in values})
     if len(numbers) < 2:
         return None
@@ -347,7 +347,7 @@ def _paged(seen: ValueEntry, choice: Choice, picture: Picture) -> Step | None:
 
 
 def _kept(seen: ValueEntry, choice: Choice, but: str) -> tuple[tuple[str, str], ...]:
-    """What a form with one number leaves as it is. A pass may not have the same calls."""
+    """List the parameters that a form keeps. Another pass may not have the same calls."""
     found = {"at": seen.place.at, "pass": str(seen.pass_number), "call": str(seen.call),
              "sample": str(choice.sample), "order": choice.order}  # fmt: skip
     if seen.backward is not None:
@@ -360,7 +360,7 @@ def _kept(seen: ValueEntry, choice: Choice, but: str) -> tuple[tuple[str, str], 
 
 
 def _neighbour(shown: PageState, seen: ValueEntry, step: int) -> tuple[str, str] | None:
-    """The value seen before or after this one, as (label, address)."""
+    """Return the previous or next value in firing order, as (label, address)."""
     number = seen.order + step
     if not 0 <= number < len(shown.values):
         return None

@@ -1,4 +1,4 @@
-"""What is shown: folders that may be replaced, deleted or not there yet."""
+"""The folders that the server shows, which may be replaced, deleted or not written yet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MANIFEST = "manifest.json"
 
 @final
 class FolderSource:
-    """A recording in a folder. `run.save` replaces it whole, so that its manifest is a new file.
+    """A recording in a folder. `run.save` replaces the folder, so its manifest is a new file.
 
     Args:
-        folder: the folder, which need not be there yet.
+        folder: the folder, which need not exist yet.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -26,7 +26,7 @@ class FolderSource:
         self.name = os.fspath(folder)
 
     def state(self) -> str:
-        """A text that changes with the manifest; empty while there is none."""
+        """Return a text that changes with the manifest; empty if there is none."""
         try:
             found = (self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
@@ -37,18 +37,18 @@ class FolderSource:
         """Read the manifest.
 
         Raises:
-            FolderError: there is no recording, it is of another version, or it is damaged.
+            FolderError: the folder holds no recording, one of another version, or a damaged one.
         """
         return open_recording(self.folder)
 
 
 @final
 class OpenRecordings:
-    """The recordings that are shown, opened anew when they have changed.
+    """The recordings on the page, reopened when their folders change.
 
     Args:
-        source: the one whose sites are listed.
-        other: one to compare it with.
+        source: the recording whose sites are listed.
+        other: a recording to compare with, or None.
     """
 
     def __init__(self, source: FolderSource, other: FolderSource | None = None) -> None:
@@ -60,19 +60,19 @@ class OpenRecordings:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the two are called."""
+        """The names of the two recordings."""
         return self.source.name, self.other.name if self.other is not None else ""
 
     def state(self) -> str:
-        """A text that changes whenever one of them does; empty while one is missing."""
+        """Return a text that changes with either recording; empty if one is missing."""
         states = [one.state() for one in (self.source, self.other) if one is not None]
         return " ".join(states) if all(states) else ""
 
     def shown(self) -> tuple[PageState, str]:
-        """What there is to be shown now, and the state that it belongs to.
+        """Return the current recordings and the state that they belong to.
 
         Raises:
-            FolderError: there is no recording, or it is damaged or of another version.
+            FolderError: a folder holds no recording, one of another version, or a damaged one.
         """
         with self._lock:
             state = self.state()

@@ -1,7 +1,7 @@
-"""A recording as it is shown: its rows, what has been measured of it, another beside it.
+"""The state of the page: rows, statistics measured so far, and a recording to compare with.
 
-Statistics are kept as numbers; a value is read when it is asked for, and its file is closed again,
-so that memory does not grow with what was looked at.
+Only statistics are kept. A value is read on request and its file is closed again, so memory does
+not grow with the number of values viewed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PageState:
     """One recording, or two side by side.
 
     Args:
-        recordings: the one whose sites are listed; and one to compare it with, or None.
-        names: what they are called.
+        recordings: the recording whose sites are listed, and one to compare with, or None.
+        names: the names of both.
 
     Raises:
         FolderError: a folder is gone or damaged.
@@ -45,7 +45,7 @@ class PageState:
     ) -> None:
         self.recording, self.other = recordings
         self.names = names
-        # One reader at a time: values are large, and files are opened and closed.
+        # One reader at a time: values are large, and reading ends by closing the files.
         self._lock = threading.Lock()
         self.values = list_values(self.recording)
         others = list_values(self.other) if self.other is not None else []
@@ -69,10 +69,10 @@ class PageState:
     def find(
         self, at: str, pass_number: int | None, call: int | None, backward: int | None
     ) -> ValueEntry:
-        """The value that an address names; what it leaves out is the first one that there is.
+        """Return the first value that an address names; a None parameter matches any number.
 
         Raises:
-            InputError: there is none.
+            InputError: no value matches.
         """
         at = as_written(at)
         found = [
@@ -89,27 +89,27 @@ class PageState:
         raise InputError(f"{self.names[0]}: {what}.\nSearch for it on the start page.")
 
     def beside(self, place: Place) -> ValueEntry | None:
-        """The value in the same place, if there is one."""
+        """Return the value at a place, or None."""
         number = self._number_of.get(place)
         return None if number is None else self.values[number]
 
     def there(self, place: Place) -> ValueEntry | None:
-        """The other recording's value in the same place."""
+        """Return the other recording's value at a place, or None."""
         return self._others.get(place)
 
     def of_site(self, at: str) -> Sequence[ValueEntry]:
-        """Every value of a site, in the order in which they fired."""
+        """List the values of a site in firing order."""
         return self._by_site.get(at, ())
 
     def row(self, seen: ValueEntry) -> Row:
-        """The line that shows a value."""
+        """Return the row that shows a value."""
         return self._row_of[seen.order]
 
     # -- reading ---------------------------------------------------------------------------------
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While it lasts nobody else reads; at its end the files are closed."""
+        """Hold the read lock in the block, and close the files at its end."""
         with self._lock:
             try:
                 yield
@@ -117,21 +117,22 @@ class PageState:
                 self._release()
 
     def tensor(self, seen: ValueEntry, *, of_other: bool = False) -> Tensor:
-        """The tensor that stands for a value; to be called while `reading`.
+        """Read a value's main tensor; call it inside `reading`.
 
         Raises:
-            OverwrittenError: it was changed in place. FolderError: the folder is gone or damaged.
-            InputError: it holds no tensor.
+            OverwrittenError: the value was changed in place.
+            FolderError: the folder is gone or damaged.
+            InputError: the value holds no tensor.
         """
         recording = self.other if of_other else self.recording
         assert recording is not None
         found = main_tensor(read_value(recording, seen))
         if found is None:
-            raise InputError("it holds no tensor.")
+            raise InputError("the value holds no tensor.")
         return found
 
     def measure(self, seen: ValueEntry, *, of_other: bool = False) -> ValueEntry:
-        """A value with its statistics, which are remembered; to be called while `reading`."""
+        """Measure a value once and return it with its statistics; call it inside `reading`."""
         known = self._others[seen.place] if of_other else self.values[seen.order]
         recording = self.other if of_other else self.recording
         assert recording is not None
@@ -146,14 +147,15 @@ class PageState:
         return known
 
     def measure_some(self, start: int, seconds: float) -> tuple[list[int], int]:
-        """Measure what has not been, line by line, for about so long.
+        """Measure values that are not measured yet, row by row, for a limited time.
 
         Args:
-            start: the first line.
-            seconds: after these no further value is begun.
+            start: the index of the first row.
+            seconds: the time limit; a value that has been started is finished.
 
         Returns:
-            The lines that were measured; the line to go on from, which may be past the last.
+            The indices of the measured rows, and the index to continue from, which may be past the
+            last row.
         """
         end = time.monotonic() + seconds
         done: list[int] = []
@@ -168,7 +170,7 @@ class PageState:
         return done, at
 
     def is_measured(self, seen: ValueEntry) -> bool:
-        """Whether a value's numbers are known, as far as they ever will be."""
+        """Return whether a value needs no more measuring."""
         compared = self.other is None or seen.difference is not None
         return compared and (
             seen.statistics is not None or bool(seen.problem) or seen.numel is None
@@ -176,7 +178,7 @@ class PageState:
 
     @property
     def bytes_to_measure(self) -> int:
-        """How much would have to be read."""
+        """The bytes of all values that are not measured yet."""
         return sum(seen.n_bytes for seen in self.values if not self.is_measured(seen))
 
     def _release(self) -> None:
@@ -213,7 +215,7 @@ class PageState:
 
 
 def notices_of(shown: PageState) -> list[Notice]:
-    """What a reader must not miss, as (text, label of the line that it is about)."""
+    """List the notices of a page, as (text, label of the row concerned)."""
     notices = failed_passes(shown.recording) + notices_of_rows(shown.rows)
     if shown.only_there:
         names = ", ".join(seen.place.at for seen in shown.only_there[:3])
@@ -227,7 +229,7 @@ def notices_of(shown: PageState) -> list[Notice]:
 
 
 def failed_passes(recording: Recording) -> list[Notice]:
-    """What is missing because the model raised."""
+    """List a notice for each pass in which the model raised."""
     return [
         (f"Pass {one.number} ended with an exception: only what ran before it is here.", "")
         for one in recording.passes
@@ -236,7 +238,7 @@ def failed_passes(recording: Recording) -> list[Notice]:
 
 
 def notices_of_rows(rows: Sequence[Row]) -> list[Notice]:
-    """What stands out among the values that have been measured."""
+    """List notices of NaN, infinity and overwritten values among the measured rows."""
     seen = [(row.seen, row.label) for row in rows if row.seen is not None]
     notices = []
     broken = sorted((one.order, label) for one, label in seen if one.non_finite)
@@ -253,7 +255,7 @@ def notices_of_rows(rows: Sequence[Row]) -> list[Notice]:
 
 
 def data_of(value: Any) -> Any:
-    """Numbers as JSON has them: no infinity."""
+    """Replace infinity, which JSON lacks, by a very large number."""
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return 1e308 if value > 0 else -1e308
     return value

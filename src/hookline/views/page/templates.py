@@ -1,4 +1,4 @@
-"""How a page becomes text: the environment of its templates."""
+"""Set up the page's templates and their data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "templates"
 
 
 def environment() -> Any:
-    """The templates, with every text escaped and every unknown name an error.
+    """Create the template environment, in which texts are escaped and unknown names raise.
 
     Raises:
         HooklineError: jinja2 is not installed.
@@ -46,17 +46,17 @@ def environment() -> Any:
 
 
 def _visible(value: Any) -> Any:
-    """What an expression in a template gives; of a text that is no markup, all is seen."""
+    """Escape characters that do not print in a template's texts, but not in markup."""
     return escape_invisible(value) if type(value) is str else value
 
 
 def script() -> str:
-    """The page's only script, from its two files."""
+    """Join the page's script from its two files."""
     return "\n".join((FOLDER / name).read_text("utf-8") for name in ("page.js", "table.js"))
 
 
 def script_hash() -> str:
-    """What a page says of its script, so that the browser runs no other, whatever names hold."""
+    """Return the hash of the page's script for its policy, so that no other script can run."""
     digest = hashlib.sha256(script().encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
@@ -64,14 +64,14 @@ def script_hash() -> str:
 def table(
     rows: list[Row], chosen: list[Column], prefix: str, strip_prefix: str = "", **more: Any
 ) -> dict[str, Any]:
-    """What the template of the table needs of its lines.
+    """Return the variables of the table's template.
 
     Args:
-        rows: the lines.
+        rows: the rows.
         chosen: the columns.
-        prefix: what stands before a value's key in its address.
-        strip_prefix: the same for feature maps that have not been drawn.
-        more: what else the page's script reads.
+        prefix: the address of a value's page before its key.
+        strip_prefix: the address before the key of feature maps that are not drawn yet.
+        more: more data for the page's script.
     """
     keys = ["" if row.seen is None else query_of(row.seen.place) for row in rows]
     lines = [
@@ -89,7 +89,7 @@ def table(
 
 
 def _line_data(row: Row, chosen: list[Column]) -> dict[str, Any]:
-    """What the page's script cannot read off a line: how it nests and sorts, and its maps."""
+    """Return a row's data for the page's script: its parent, sort keys and feature maps."""
     line: dict[str, Any] = {"parent": row.parent, "keys": sort_keys(row, chosen)}
     strip = row.seen.strip if row.seen is not None else None
     if strip is not None:
@@ -98,12 +98,12 @@ def _line_data(row: Row, chosen: list[Column]) -> dict[str, Any]:
 
 
 def sort_keys(row: Row, chosen: list[Column]) -> list[Any]:
-    """By what a line is sorted, in each column."""
+    """List the sort key of a row for each column."""
     return [data_of(column.sort_key(row)) for column in chosen]
 
 
 def _version() -> str:
     try:
         return version("hookline")
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # hookline runs from its source tree
         return ""

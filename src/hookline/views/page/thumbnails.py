@@ -1,4 +1,4 @@
-"""Small pictures: feature maps as one strip of tiles, and the model's input."""
+"""Draw thumbnails: feature maps as one strip of tiles, and the model's input."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _NON_FINITE_INDEX = 255
 @final
 @dataclass(frozen=True)
 class Strip:
-    """Feature maps side by side in one picture.
+    """A picture of feature maps side by side.
 
     Args:
         source: the picture as a `data:` address.
-        width: of one tile, in pixels.
-        height: of one tile, in pixels.
-        ranges: the least and the greatest finite value of each channel shown; None without any.
-        channels: how many channels the value has in all.
+        width: the width of one tile, in pixels.
+        height: the height of one tile, in pixels.
+        ranges: the smallest and largest finite value of each channel shown; None if there are none.
+        channels: the number of channels of the value.
     """
 
     source: str
@@ -59,11 +59,12 @@ def feature_strip(tensor: Tensor) -> Strip | None:
         >>> len(strip.ranges), strip.width, strip.height
         (8, 48, 24)
 
-    Each channel has its own scale, in the colours of `hl.plots.channels`: blue and red with white
-    at zero if the sample has negative numbers, else from its least value to its greatest.
+    Each channel has its own scale, in the colours of `hl.plots.channels`. If the sample has
+    negative numbers, the colours are blue and red with white at zero. Otherwise they go from the
+    channel's smallest value to its largest.
 
     Args:
-        tensor: any tensor; those of shape `(N, C, H, W)` with H and W of at least 4 are drawn.
+        tensor: any tensor; one of shape `(N, C, H, W)` with H and W of at least 4 is drawn.
 
     Returns:
         The strip; None for a tensor that is not image-like.
@@ -84,14 +85,14 @@ def feature_strip(tensor: Tensor) -> Strip | None:
 
 
 class StripForm(NamedTuple):
-    """What a strip of a value's feature maps will be, known before it is drawn.
+    """The layout of a strip of feature maps, known before it is drawn.
 
     Args:
-        tiles: how many maps it shows.
-        width: of one tile, in pixels.
-        height: of one tile, in pixels.
-        channels: how many channels the value has in all.
-        samples: how many samples; the strip shows the first.
+        tiles: the number of maps shown.
+        width: the width of one tile, in pixels.
+        height: the height of one tile, in pixels.
+        channels: the number of channels of the value.
+        samples: the number of samples of the value; the strip shows the first.
     """
 
     tiles: int
@@ -102,14 +103,14 @@ class StripForm(NamedTuple):
 
 
 def strip_form(shape: Sequence[int]) -> StripForm:
-    """The form of the strip of a value of shape `(N, C, H, W)`."""
+    """Compute the layout of the strip of a value of shape `(N, C, H, W)`."""
     shrink = min(MAX_TILE_PIXELS / max(shape[2:]), 1)
     height, width = (max(round(side * shrink), 1) for side in shape[2:])
     return StripForm(min(shape[1], MAX_CHANNELS), width, height, shape[1], shape[0])
 
 
 def input_thumbnail(image: Image) -> str:
-    """An input picture as a `data:` address, at most 192 pixels wide and high.
+    """Convert an input image to a `data:` address, at most 192 pixels wide and high.
 
     Raises:
         HooklineError: pillow is not installed.
@@ -120,7 +121,7 @@ def input_thumbnail(image: Image) -> str:
 
 
 def is_image_like(tensor: Tensor) -> bool:
-    """Whether a tensor holds maps: shape `(N, C, H, W)`, with H and W of at least 4."""
+    """Return whether a tensor holds maps: shape `(N, C, H, W)`, with H and W of at least 4."""
     return (
         not tensor.is_nested
         and tensor.layout is torch.strided
@@ -132,7 +133,7 @@ def is_image_like(tensor: Tensor) -> bool:
 
 
 def is_signed(sample: Tensor) -> bool:
-    """Whether `hl.plots` draws all channels of a sample in blue and red; read in pieces."""
+    """Return whether `hl.plots` draws a sample in blue and red; the sample is read in chunks."""
     ends: list[Tensor] = []
     for piece in pieces(sample):
         finite = piece[piece.isfinite()]
@@ -144,11 +145,11 @@ def is_signed(sample: Tensor) -> bool:
 def in_own_range(
     channel: npt.NDArray[np.float64], signed: bool
 ) -> tuple[npt.NDArray[np.uint8], tuple[float, float] | None]:
-    """A channel as numbers of colours, and its range.
+    """Convert a channel to palette indices on its own scale, and return its range.
 
     Args:
         channel: the numbers.
-        signed: whether its scale is centred at zero.
+        signed: whether the scale is centred at zero.
     """
     finite = channel[np.isfinite(channel)]
     if not finite.size:
@@ -159,9 +160,9 @@ def in_own_range(
 
 
 def in_range(numbers: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.uint8]:
-    """Numbers as numbers of colours, from the least to the greatest; beyond those, as they."""
+    """Convert numbers to palette indices, clamped to the range from low to high."""
     is_finite = np.isfinite(numbers)
-    # Halved, since the difference of the two largest numbers would overflow.
+    # Halved, because high - low could overflow.
     span = high / 2 - low / 2 or 1.0
     scaled = (np.where(is_finite, numbers, low).clip(low, high) / 2 - low / 2) / span
     indices = np.round(scaled * (_NON_FINITE_INDEX - 1)).astype(np.uint8)
@@ -169,7 +170,7 @@ def in_range(numbers: npt.NDArray[np.float64], low: float, high: float) -> npt.N
 
 
 def coloured(indices: npt.NDArray[np.uint8], *, is_signed: bool = False) -> str:
-    """Numbers of colours as a picture's `data:` address: viridis, or blue to red for signed ones.
+    """Convert palette indices to a picture's `data:` address: viridis, or blue to red if signed.
 
     Raises:
         HooklineError: pillow is not installed.
@@ -180,20 +181,20 @@ def coloured(indices: npt.NDArray[np.uint8], *, is_signed: bool = False) -> str:
 
 
 def data_address(picture: Image) -> str:
-    """A picture as a PNG in a `data:` address."""
+    """Convert a picture to a `data:` address with a PNG."""
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode("ascii")
 
 
 def _palette(anchors: Sequence[Rgb], non_finite: Rgb) -> list[int]:
-    """Red, green, blue of the 256 colours, one after the other."""
+    """Return the flat list of red, green and blue of the 256 palette colours."""
     flat: list[int] = []
     for index in range(_NON_FINITE_INDEX):
         flat += colour(index / (_NON_FINITE_INDEX - 1), anchors)
     return [*flat, *non_finite]
 
 
-# NaN and infinity get a colour that the map has not: vermilion, and yellow among red and blue.
+# NaN and infinity get a colour outside the map: vermilion in viridis, yellow in red and blue.
 _PLAIN = _palette(VIRIDIS, (213, 94, 0))
 _SIGNED = _palette(BLUE_RED, (255, 213, 0))

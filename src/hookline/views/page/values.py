@@ -1,4 +1,4 @@
-"""The values of a recording: listed without reading them, then measured one at a time."""
+"""List the values of a recording without reading them, and measure them one at a time."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BINS = 48
 
 
 class Place(NamedTuple):
-    """Which value of a recording is meant.
+    """The key of one value of a recording.
 
     Args:
-        at: the site, as it is written.
+        at: the site as text.
         pass_number: the pass.
         call: the call in that pass.
-        backward: of a gradient, which of several backward passes brought it; else None.
+        backward: for a gradient, the index of its backward pass if there are several; else None.
     """
 
     at: str
@@ -48,22 +48,23 @@ class ValueEntry:
     """One value: a call of a site in a pass.
 
     Args:
-        site: where it flowed.
-        pass_number: in which pass.
-        call: in which call of that pass.
-        order: its place among all values of the recording, as they fired.
-        shape: its structure; empty if it could not be read.
-        dtype: of the tensor that stands for it; empty if it holds none.
-        numel: how many elements that tensor has; None if there is none.
-        n_bytes: the memory of all its tensors.
-        form: of the strip of its feature maps; None if it has none.
-        statistics: None if it holds no tensor, could not be read, or has not been measured yet.
-        counts: a histogram from the least to the greatest finite element, in `BINS` equal parts.
-        strip: its feature maps; None if it is not image-like.
-        difference: how far it lies from the other recording's value; None if there is none.
-        problem: why it could not be read or measured; empty if it could.
-        is_overwritten: whether that is because it was changed in place.
-        backward: which of several backward passes brought it, if it is a gradient.
+        site: the site.
+        pass_number: the pass.
+        call: the call in that pass.
+        order: the value's position in firing order over the whole recording.
+        shape: the shape or structure; empty if the value could not be read.
+        dtype: the dtype of the main tensor; empty if there is none.
+        numel: the number of elements of the main tensor; None if there is none.
+        n_bytes: the memory of all its tensors, in bytes.
+        form: the layout of the strip of feature maps; None if there are none.
+        statistics: the statistics; None if the value holds no tensor, could not be read, or is not
+            measured yet.
+        counts: a histogram from the smallest to the largest finite element, in `BINS` equal bins.
+        strip: the feature maps; None if the value is not image-like or they are not drawn.
+        difference: the difference from the other recording's value; None if it is not compared.
+        problem: the reason why the value could not be read or measured; otherwise empty.
+        is_overwritten: whether the reason is an in-place change.
+        backward: for a gradient, the index of its backward pass if there are several; else None.
     """
 
     site: Site
@@ -85,19 +86,19 @@ class ValueEntry:
 
     @property
     def place(self) -> Place:
-        """Where it is found again."""
+        """The key of the value."""
         return Place(str(self.site), self.pass_number, self.call, self.backward)
 
     @property
     def non_finite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """The number of elements that are NaN or infinite."""
         return self.statistics.non_finite if self.statistics else 0
 
 
 def list_values(recording: Recording) -> list[ValueEntry]:
-    """Every value of a recording in the order they fired: what it is, without its numbers.
+    """List every value of a recording in firing order, without statistics.
 
-    Of a folder, nothing but the manifest and the heads of its files is read.
+    From a folder, only the manifest and the headers of its files are read.
     """
     found: list[ValueEntry] = []
     for one in recording.passes:
@@ -113,7 +114,7 @@ def list_values(recording: Recording) -> list[ValueEntry]:
 
 
 def read_values(recording: Recording) -> list[ValueEntry]:
-    """Read, measure and draw every value of a recording, one at a time, in the order they fired.
+    """Read, measure and draw every value of a recording, one at a time, in firing order.
 
     Raises:
         FolderError: the recording was opened from a folder that is gone or damaged.
@@ -123,10 +124,11 @@ def read_values(recording: Recording) -> list[ValueEntry]:
 
 
 def read_value(recording: Recording, seen: ValueEntry) -> Any:
-    """The value itself.
+    """Read a value.
 
     Raises:
-        OverwrittenError: it was changed in place since. FolderError: its folder is gone or damaged.
+        OverwrittenError: the value was changed in place after it was recorded.
+        FolderError: the folder is gone or damaged.
     """
     record = next(one for one in recording.passes if one.number == seen.pass_number)
     if seen.backward is not None:
@@ -135,7 +137,7 @@ def read_value(recording: Recording, seen: ValueEntry) -> Any:
 
 
 def measured(recording: Recording, seen: ValueEntry, *, with_strip: bool = False) -> ValueEntry:
-    """A value with its statistics and its histogram; or with what keeps them from being made.
+    """Return a value with its statistics and histogram, or with the problem that prevents them.
 
     Raises:
         FolderError: the folder is gone or damaged.
@@ -151,7 +153,7 @@ def measured(recording: Recording, seen: ValueEntry, *, with_strip: bool = False
         counts, _, statistics = histogram(tensor, BINS)
         strip = feature_strip(tensor) if with_strip else None
     except (RuntimeError, TypeError) as error:
-        # A dtype or layout that torch itself cannot convert must not cost the whole page.
+        # One dtype or layout that torch cannot convert must not fail the whole page.
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return replace(seen, shape="", problem=f"cannot be measured: {text}")
     return replace(seen, statistics=statistics, counts=tuple(counts.tolist()), strip=strip)
@@ -182,7 +184,7 @@ def _n_bytes(value: Any) -> int:
 
 
 def _main_outline(value: Any) -> Tensor | None:
-    """As `main_tensor` chooses, of tensors that need not have data."""
+    """Return the tensor that `main_tensor` would choose, meta tensors included."""
     first: Tensor | None = None
     for _, tensor in tree.tensors(value):
         if tensor.is_floating_point() or tensor.is_complex():

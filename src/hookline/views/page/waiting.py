@@ -1,8 +1,8 @@
-"""Connections on which the server waits for the client: for a while, and not for too many.
+"""Limit the connections that wait for their client, in time and in number.
 
-A client that sends half a request, or reads no answer, costs nothing to its sender, and a file
-descriptor here. So a connection is closed when it has been waited for too long, and the one that
-waits longest makes room for a new one: there is always room for a whole request.
+A client that sends half a request, or does not read its answer, costs the server a file descriptor.
+So a connection that waits too long is closed. If too many wait, the oldest one is closed, so that a
+complete request always finds room.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, final
 from hookline.views.page.extras import load
 
 SECONDS = 10.0
-_MOST = 100  # connections that wait; the usual limit of a process is 1,024 descriptors
+_MOST = 100  # far below the usual limit of 1,024 file descriptors for a process
 
 
 @final
 class Waiting:
-    """The connections that are waited for, the longest first.
+    """The connections that wait for their client, the oldest first.
 
     Args:
-        seconds: how long each is waited for, from when the wait began, whatever it sends.
-        most: how many, before the first is closed.
+        seconds: the longest wait; data that arrives meanwhile does not extend it.
+        most: the most connections that may wait; beyond it, the oldest is closed.
     """
 
     def __init__(self, seconds: float = SECONDS, most: int = _MOST) -> None:
@@ -31,7 +31,7 @@ class Waiting:
         self._timers: dict[asyncio.Transport, asyncio.TimerHandle] = {}
 
     def begin(self, transport: asyncio.Transport) -> None:
-        """Wait for a client, unless that has begun."""
+        """Start waiting for a client; a no-op if the wait has already begun."""
         if transport in self._timers:
             return
         loop = asyncio.get_running_loop()
@@ -40,18 +40,18 @@ class Waiting:
             self._give_up(next(iter(self._timers)))
 
     def end(self, transport: asyncio.Transport) -> None:
-        """The client has done its part, or is gone."""
+        """Stop waiting for a client that has sent its request, read its answer, or left."""
         timer = self._timers.pop(transport, None)
         if timer is not None:
             timer.cancel()
 
     def _give_up(self, transport: asyncio.Transport) -> None:
         self.end(transport)
-        transport.abort()  # close() would wait until the client has read what is buffered
+        transport.abort()  # close() would wait until the client has read the buffer
 
 
 def protocol(waiting: Waiting) -> type[Any]:
-    """Make uvicorn's protocol for a connection, with a limit on the waits.
+    """Create uvicorn's protocol class with limits on waiting connections.
 
     Args:
         waiting: the connections of the server.
@@ -62,9 +62,9 @@ def protocol(waiting: Waiting) -> type[Any]:
     base: type[Any] = load("uvicorn.protocols.http.h11_impl").H11Protocol
 
     class Patient(base):  # type: ignore[misc]
-        """One connection; the server answers a request, or waits for the client."""
+        """A connection on which the server either answers a request or waits for the client."""
 
-        is_full = False  # whether the client has to read before more can be written
+        is_full = False  # whether the write buffer is full until the client reads
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -93,7 +93,7 @@ def protocol(waiting: Waiting) -> type[Any]:
             super().connection_lost(exc)
 
         def _look(self) -> None:
-            """A request that has arrived is answered, however long that takes."""
+            """Wait for the client unless a request is being answered, which has no limit."""
             is_answering = self.cycle is not None and not self.cycle.response_complete
             if is_answering and not self.is_full:
                 waiting.end(self.transport)

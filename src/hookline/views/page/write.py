@@ -1,4 +1,4 @@
-"""write_page: a recording as one HTML file."""
+"""Write a recording as one HTML file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_page(
     images: Sequence[Image] = (),
     classes: Classes | None = None,
 ) -> Path:
-    """Write a recording as one HTML file to look at: every value in numbers, and feature maps.
+    """Write a recording as one HTML file: statistics of every value, and feature maps.
 
         >>> import hookline as hl
         >>> from hookline.views import write_page
@@ -52,17 +52,18 @@ def write_page(
         >>> write_page(run, tmp_path / "report.html", title="A small net").name
         'report.html'
 
-    The file holds all that it needs and loads nothing from elsewhere. It is written beside its
-    place and renamed into it: an older page stays until the new one is whole.
+    The file is self-contained and loads nothing. It is written under a temporary name and renamed,
+    so an older page stays until the new one is complete.
 
     Args:
-        recording: what to show; one just made, or one opened from a folder.
-        path: the file to write; in a folder that exists, `report.html`. Folders are made as needed.
-        title: what the page is called, such as the model's name.
-        subtitle: what went in, in a few words.
-        summary: what `hl.summary` gave for the model, for the totals at the top.
-        images: the pictures that went in, shown small; the first 12.
-        classes: what came out, as (label, probability from 0 to 1), the likeliest first.
+        recording: the recording to show, in memory or opened from a folder.
+        path: the file to write, or an existing folder, in which `report.html` is written. Missing
+            folders are created.
+        title: the page's title, such as the model's name.
+        subtitle: a short description of the input.
+        summary: the result of `hl.summary` for the model, for the totals at the top.
+        images: the input images; the first 12 are shown small.
+        classes: the predicted classes as (label, probability from 0 to 1), the likeliest first.
 
     Returns:
         The file's path.
@@ -71,7 +72,7 @@ def write_page(
         FolderError: the file cannot be written, or the recording's own folder is damaged.
         HooklineError: jinja2 or pillow is not installed.
     """
-    # Both are asked for before any work, so that a missing one is known at once.
+    # Both are loaded first, so that a missing package fails before any work.
     templates, _ = environment(), load("PIL.Image")
     rows = tree_rows(recording, read_values(recording))
     target = Path(path) / _FILE_NAME if Path(path).is_dir() else Path(path)
@@ -96,7 +97,7 @@ def write_page(
 
 
 def _facts(recording: Recording, rows: list[Row], summary: Summary | None) -> list[tuple[str, str]]:
-    """The few numbers at the top, as (label, text)."""
+    """List the totals at the top of the page as (label, text)."""
     n_values = sum(row.seen is not None for row in rows)
     facts = [
         ("Sites", f"{len(recording.sites):,}"),
@@ -114,7 +115,7 @@ def _facts(recording: Recording, rows: list[Row], summary: Summary | None) -> li
 def _notices(
     recording: Recording, rows: list[Row], summary: Summary | None
 ) -> list[tuple[str, str]]:
-    """What a reader must not miss, as (text, label of the line that it is about)."""
+    """List the notices of a page, as (text, label of the row concerned)."""
     notices = []
     if summary is not None and summary.failure:
         notices.append((f"The summary's run failed: {summary.failure}", ""))
@@ -124,19 +125,19 @@ def _notices(
 
 
 def _view_command(target: Path) -> str:
-    """How all of a recording is seen: in the page's own folder, if it was saved there."""
+    """Return the command that shows the whole recording; its folder if the page lies in it."""
     if os.path.exists(target.parent / MANIFEST):
         return f"hookline view {shlex.quote(str(target.parent))}"
     return "run.save('DIR'), then hookline view DIR"
 
 
 def _replace(target: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Names of modules may hold lone surrogates, which UTF-8 refuses.
+            # Module names may have lone surrogates, which strict UTF-8 refuses.
             part.write_text(text, "utf-8", "backslashreplace", newline="\n")
             os.replace(part, target)
         finally:

@@ -1,4 +1,4 @@
-"""Figures of a recording. matplotlib is imported when the first one is made, and never pyplot.
+"""Figures of a recording. matplotlib is imported for the first figure; pyplot is never imported.
 
 hl.plots.channels(run, "layer1.0.conv1").savefig("channels.png")
 """
@@ -15,5 +15,5 @@ __all__ = ["channels", "compare", "gradients", "histograms", "images", "statisti
 
 
 def __dir__() -> list[str]:
-    """What an editor completes: the figures, and none of the files that draw them."""
+    """List the public figures for completion, without the modules that draw them."""
     return [*__all__]

@@ -1,4 +1,4 @@
-"""channels: the maps of a layer's channels, side by side."""
+"""Draw the channels of a layer side by side."""
 
 from __future__ import annotations
 
@@ -64,29 +64,29 @@ def channels(
         >>> figure = hl.plots.channels(run, "(root)", order="std", n=9)
         >>> figure.savefig(tmp_path / "channels.png")
 
-    Colours are viridis where no number is negative, else red above and blue below zero. A map on
-    its own scale has its range above it, where there is room. Maps of a single number are bars.
-    Maps larger than 128 are made smaller by area. Of a volume the slice in the middle is drawn; of
-    complex numbers the magnitude.
+    If no number is negative, the colours are viridis; otherwise red is above zero and blue below. A
+    map on its own scale has its range above it if there is room. Maps of a single number are drawn
+    as bars. Maps larger than 128 x 128 are averaged down by area. For a volume, the middle slice is
+    drawn; for complex numbers, the magnitude.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
-        site: as in a look-up: `"layer1"`, `"h.3:output[0]"`, `"block#2"`.
-        n: at most so many channels; None is all of them.
-        order: "index", or "mean", "std" or "max" for the largest first; or the channels' numbers.
-        sample: which row of the batch.
-        layout: one letter for each dimension: N sample, C channel, T or L place in a sequence, D H
-            W. By default a value of 4 dimensions is NCHW, of 5 NCDHW, of 3 NTC (NCL at Conv1d and
-            its like), of 2 NC. Swin's maps are "NHWC"; the title says what was read.
-        shared: one scale of colours for all channels, without the outermost half percent, in place
-            of one for each.
+        site: the site, as in a look-up: `"layer1"`, `"h.3:output[0]"`, `"block#2"`.
+        n: the most channels to draw; None draws all of them.
+        order: "index"; or "mean", "std" or "max" for the largest first; or the channels' indices.
+        sample: the index of the sample in the batch.
+        layout: one letter for each dimension: N sample, C channel, T or L position in a sequence,
+            D, H, W. The default is NC, NTC, NCHW or NCDHW by the number of dimensions, and NCL for
+            Conv1d and similar modules. Swin's maps are "NHWC". The title names the layout.
+        shared: True uses one scale of colours for all channels, without the outermost half percent.
+            False uses one scale for each channel.
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
-        InputError: the value cannot be drawn so.
+        InputError: the value cannot be drawn this way.
         HooklineError: matplotlib is not installed.
     """
     value = look_up(recording, site)
@@ -97,7 +97,7 @@ def channels(
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
     of_all = f"of all {total:,}: " if len(chosen) < total else ""
     lines = [f"{value.form}, {found.text}", f"{shown}{by}; {of_all}{range_text(found.data)}"]
-    if found.data.numel() == total:  # maps of one element are vectors, and all squares look alike
+    if found.data.numel() == total:  # maps of one element are drawn as bars, like vectors
         lines.append("each map is a single number" if found.space else "")
         return _bars(found.data.flatten(), chosen, value.title, lines)
     if len(found.space) == 1:
@@ -125,10 +125,10 @@ def channels(
 
 
 def tiling(n: int, height: int, width: int, across: float) -> tuple[int, tuple[float, float]]:
-    """How many columns a grid of maps has, and the size of a tile in inches."""
+    """Return the number of columns of a grid of maps, and the size of a tile in inches."""
     aspect = min(max(height / width, 0.125), 8.0)
     square = math.sqrt(n * aspect)
-    # A number of columns that leaves no row short, if there is one.
+    # A number of columns that fills all rows, if there is one.
     about = range(max(1, math.floor(square)), math.ceil(square) + 2)
     even = [columns for columns in about if n % columns == 0]
     columns = min(n, even[-1] if even else math.ceil(square))
@@ -146,9 +146,9 @@ def grid(
     *,
     signed: bool,
 ) -> None:
-    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its number.
+    """Draw maps, shape `(n, height, width)`, in rows on a canvas, each under its index.
 
-    On its own scale, each has its range beside its number, where there is room for all of them.
+    Maps on their own scales have their ranges beside the indices, if there is room for all of them.
     """
     wide, high = tile
     labels = [label_of(number, drawn) for number, drawn in zip(numbers, maps, strict=True)]
@@ -165,7 +165,7 @@ def grid(
 
 
 def scale_of_map(drawn: Array, signed: bool) -> Scale:
-    """The scale of one map alone."""
+    """Return the scale of a single map."""
     finite = drawn[np.isfinite(drawn)]
     if not finite.size:
         return Scale(0.0, 1.0, signed)
@@ -177,14 +177,14 @@ def scale_of_map(drawn: Array, signed: bool) -> Scale:
 
 
 def label_of(number: int, drawn: Array) -> str:
-    """A channel's number, and what is wrong with it."""
+    """Return a channel's label: its index, and a mark for NaN or a constant map."""
     if not np.isfinite(drawn).all():
         return f"{number} NaN"
     return f"{number} const" if drawn.min() == drawn.max() else f"{number}"
 
 
 def _ranges(maps: Array, labels: list[str], wide: float) -> list[str]:
-    """Each map's range, with three digits or two; empty if there is not room for all of them."""
+    """Format each map's range with three or two digits; empty texts if they do not all fit."""
     for digits in (3, 2):
         found = [_range(drawn, digits) for drawn in maps]
         pairs = zip(labels, found, strict=True)
@@ -202,7 +202,7 @@ def _range(drawn: Array, digits: int) -> str:
 
 
 def _curves(value: Value, found: Arranged, chosen: list[int], lines: list[str]) -> Figure:
-    """Sequences: a curve for each channel, each on its own scale."""
+    """Draw sequences as one curve a channel, each on its own scale."""
     curves = smaller(found.data[chosen], 4 * MAX_SIDE).numpy()
     length = found.data.shape[1]
     if length > curves.shape[1]:
@@ -233,7 +233,7 @@ def _curves(value: Value, found: Arranged, chosen: list[int], lines: list[str]) 
 
 
 def _bars(vector: Tensor, chosen: list[int], title: str, lines: list[str]) -> Figure:
-    """Vectors: a bar for each channel."""
+    """Draw a vector as one bar a channel."""
     numbers = vector[chosen].numpy()
     sheet = Sheet(_WIDTH, 3.0, title, lines)
     axes = sheet.axes(0.6, 0.05, _WIDTH - 0.6, 2.4)

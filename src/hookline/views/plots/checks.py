@@ -1,4 +1,4 @@
-"""What every figure refuses before it looks at a value."""
+"""Checks of arguments that all figures share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Source = Recording | PassRecord
 
 
 def check_source(source: Any) -> None:
-    """Refuse what holds no recorded values: a model, a tensor, a folder's name.
+    """Refuse a source that is not a recording: a model, a tensor, a folder's name.
 
     Raises:
-        InputError: it is no recording, nor a pass of one; or it is a recording of several ranks.
+        InputError: the source is neither a recording nor a pass, or it holds several ranks.
     """
     if not isinstance(source, Recording | PassRecord):
         raise InputError(
-            f"hl.plots draws recordings, and got {type(source).__name__}."
-            "\nRecord first: with hl.record(model) as run: model(x), and give run, or one of"
-            " run.passes; a folder is opened by hl.open(path)."
+            f"hl.plots draws recordings, got {type(source).__name__}."
+            "\nRecord first, with hl.record(model) as run: model(x), and give run or one of"
+            " run.passes. Open a folder with hl.open(path)."
         )
     if isinstance(source, Recording) and source.ranks:
         raise InputError(
@@ -30,10 +30,10 @@ def check_source(source: Any) -> None:
 
 
 def check_count(name: str, count: Any, most: int | None = None) -> None:
-    """Check the number of things to draw.
+    """Check a count: of sites, channels or bins.
 
     Raises:
-        InputError: it is not a whole number from 1 up, or more than can be told apart.
+        InputError: the count is not an integer >= 1, or exceeds `most`.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(
@@ -42,15 +42,15 @@ def check_count(name: str, count: Any, most: int | None = None) -> None:
         )
     if most is not None and count > most:
         raise InputError(
-            f"{name}={count} is more than a figure can show apart.\nGive {most} at most."
+            f"{name} must be at most {most} for a figure, got {count}.\nGive {name}={most}."
         )
 
 
 def check_sample(sample: Any) -> None:
-    """Check the number of a row of a batch.
+    """Check the index of a sample.
 
     Raises:
-        InputError: it is not a whole number.
+        InputError: the index is not an integer.
     """
     if isinstance(sample, bool) or not isinstance(sample, int):
         raise InputError(

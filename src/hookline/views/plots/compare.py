@@ -1,4 +1,4 @@
-"""compare: two recordings side by side."""
+"""Draw two recordings side by side."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compare(
     sample: int = 0,
     layout: str | None = None,
 ) -> Figure:
-    """Draw two recordings side by side: how far each site differs, or one site's channels.
+    """Draw the differences between two recordings: of all sites, or of one site's channels.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -51,22 +51,25 @@ def compare(
         ...     _ = model(x)
         >>> figure = hl.plots.compare(after, before)
 
-    Without a site: for each site that both hold, the L2 norm of the difference over that of the
-    second, and 1 less the cosine between the two; those that differ most on top. The title names
-    the first that differs on the way through the model. With a site: its channels in the first, in
-    the second, and their difference, those that differ most first.
+    Without a site, the figure has one row for each site in both recordings. It shows the L2 norm of
+    the difference over the norm of the second value, and 1 - cosine between the two. The largest
+    differences are on top. The title names the first site in firing order that differs.
+
+    With a site, the figure shows its channels in the first recording, in the second, and their
+    difference, the largest differences first.
 
     Args:
         a: a recording, or one of its passes: `run.passes[1]`.
-        b: the one that it is compared with.
-        site: as in a look-up; None compares all sites.
-        n: at most so many sites (60), or so many channels (16).
-        order: "difference", the largest first; or "index", as they come: by depth, or by number.
-        sample: of a site, which row of the batch.
-        layout: of a site, as in `channels`.
+        b: the recording or pass to compare with.
+        site: the site, as in a look-up; None compares all sites.
+        n: the most sites (60) or channels (16) to draw.
+        order: "difference" for the largest first; or "index" for the order of firing or of
+            channels.
+        sample: for one site, the index of the sample in the batch.
+        layout: for one site, as in `channels`.
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
@@ -116,9 +119,9 @@ def _all_sites(a: Source, b: Source, n: int, order: str) -> Figure:
 
 
 def _marks(axes: Axes, rows: list[Difference], numbers: list[float]) -> None:
-    """A point for each site on a logarithmic axis; words where there is no number.
+    """Draw a point for each site on a logarithmic axis, or words for a missing number.
 
-    A bar's length would mean nothing: such an axis has no zero to begin at.
+    Bars would be meaningless, because a logarithmic axis has no zero.
     """
     sound = [n for n in numbers if 0 < n < math.inf]
     low = 10.0 ** math.floor(math.log10(min(sound)) - 0.3) if sound else 1e-8
@@ -174,7 +177,7 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
 
 
 def _table(data: torch.Tensor, found: Arranged) -> torch.Tensor:
-    """A sequence as tokens x features, a vector as one row."""
+    """Arrange a sequence as tokens x features, and a vector as one row."""
     table = data.double()[None] if not found.space else data.double().T
     return cells(table, (256, 256))
 
@@ -182,7 +185,7 @@ def _table(data: torch.Tensor, found: Arranged) -> torch.Tensor:
 def _panels(
     value: Value, panels: list[torch.Tensor], numbers: list[int], lines: list[str]
 ) -> Figure:
-    """Three panels of maps, shape `(n, height, width)`: the first two on one scale."""
+    """Draw three panels of maps, shape `(n, height, width)`; the first two share a scale."""
     n, high, wide = panels[0].shape
     if numbers:
         columns, (tile_wide, tile_high) = tiling(n, high, wide, _PANEL)

@@ -1,4 +1,4 @@
-"""How far two recordings lie apart, site by site."""
+"""Compute the differences between two recordings, site by site."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _ROUNDING = 1e-13
 @final
 @dataclass(frozen=True)
 class Difference:
-    """How far two values of a site lie apart; NaN and infinity are left out and counted.
+    """The difference between two values of a site, over elements that are finite in both.
 
     Args:
         label: the site.
-        relative: the L2 norm of the difference, over that of the second; infinite over zero.
-        cosine: 1 less the cosine between the two: 0 for one direction, 2 for opposite ones.
-        problem: why they cannot be compared: different shapes, or one is not finite where the
-            other is; empty if they can.
+        relative: the L2 norm of the difference over the norm of the second value; infinite if the
+            second value is zero.
+        cosine: 1 - cosine between the two: 0 for the same direction, 2 for opposite ones.
+        problem: the reason why they cannot be compared: different shapes, or elements that are
+            finite in one value only. Otherwise empty.
     """
 
     label: str
@@ -39,18 +40,18 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        """Whether anything at all is different."""
+        """True if the values are not equal to the last bit."""
         return bool(self.problem) or self.relative > 0
 
 
 def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
-    """The differences of the sites that both hold, in the order in which they fired in the first.
+    """Compute the differences of the sites in both recordings, in the firing order of the first.
 
     Returns:
-        The differences; and remarks on what could not be compared.
+        The differences, and remarks on values that could not be compared.
 
     Raises:
-        InputError: the two have no site in common.
+        InputError: the recordings have no site in common.
     """
     ours, theirs = dict(walk(one_pass(a, "a"))), dict(walk(one_pass(b, "b")))
     found, unread = [], []
@@ -84,32 +85,32 @@ def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
 
 
 def difference(label: str, a: Tensor, b: Tensor) -> Difference:
-    """How far two tensors lie apart, read in pieces of float64."""
+    """Compute the difference between two tensors, read in chunks of float64."""
     if a.is_nested or b.is_nested or a.shape != b.shape:
         return Difference(label, problem=f"shapes {describe.shape(a)} and {describe.shape(b)}")
-    if a.is_complex() or b.is_complex():  # a piece is the magnitude, and phases differ, too
+    if a.is_complex() or b.is_complex():  # chunks hold the magnitude only, and phases may differ
         a, b = (torch.view_as_real(t.detach().to(torch.complex128).resolve_conj()) for t in (a, b))
     gap, dot, norm_a, norm_b, n_odd, is_equal = _sums(a, b, 1.0)
     if n_odd:
         return Difference(label, problem=f"{n_odd:,} NaN or infinite in one of the two")
     if is_equal and not _are_other_integers(a, b):
         return Difference(label, 0.0, 0.0)
-    if not (gap and math.isfinite(gap + norm_a + norm_b)):  # squares vanished, or overflowed
+    if not (gap and math.isfinite(gap + norm_a + norm_b)):  # squares underflowed or overflowed
         gap, dot, norm_a, norm_b, *_ = _sums(a, b, _largest(a, b))
     relative = math.sqrt(gap / norm_b) if norm_b else math.inf
-    relative = max(relative, sys.float_info.min)  # not equal, however small the difference
+    relative = max(relative, sys.float_info.min)  # unequal values never have a difference of 0
     product = math.sqrt(norm_a) * math.sqrt(norm_b)
     cosine = 1 - dot / product if product else math.nan
-    # Below that it is the rounding of the sums.
+    # Smaller numbers are rounding errors of the sums.
     return Difference(label, relative, 0.0 if abs(cosine) < _ROUNDING else cosine)
 
 
 def _sums(a: Tensor, b: Tensor, scale: float) -> tuple[float, float, float, float, int, bool]:
-    """Squares and products of `a / scale` and `b / scale`, summed where both are finite.
+    """Sum squares and products of `a / scale` and `b / scale` over elements finite in both.
 
     Returns:
-        The squares of the difference; the products; the squares of each; how many elements are not
-        finite in one alone; and whether all are equal.
+        The sum of squares of the difference, of the products, of the squares of `a` and of `b`;
+        the number of elements that are finite in one only; and whether all elements are equal.
     """
     gap = dot = norm_a = norm_b = 0.0
     n_odd, is_equal = 0, True
@@ -128,12 +129,12 @@ def _sums(a: Tensor, b: Tensor, scale: float) -> tuple[float, float, float, floa
 
 
 def _are_other_integers(a: Tensor, b: Tensor) -> bool:
-    """Whether these are integers that differ where float64 no longer tells them apart."""
+    """Return whether two int64 tensors differ in a way that float64 cannot represent."""
     return a.dtype == b.dtype == torch.int64 and not torch.equal(a.cpu(), b.cpu())
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
-    """The greatest size of a finite element of either."""
+    """Return the largest absolute value of the finite elements of both."""
     found = (site_statistics(one) for one in (a, b))
     ends = [end for one in found if one for end in (one.min, one.max) if end is not None]
     return max(map(abs, ends), default=0.0) or 1.0

@@ -1,4 +1,4 @@
-"""matplotlib, which only the plots need: imported when the first figure is made."""
+"""Import matplotlib, which only the plots need, for the first figure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hookline.util.install import how_to_install
 
 
 def load(name: str) -> Any:
-    """Import a module of matplotlib, now that it is needed. pyplot is never among them.
+    """Import a module of matplotlib; pyplot is never imported.
 
     Raises:
-        HooklineError: it is not installed; the message says how to install it.
+        HooklineError: matplotlib is not installed; the message says how to install it.
     """
     try:
         return import_module(name)

@@ -1,4 +1,4 @@
-"""gradients: how large they are from site to site."""
+"""Draw the norms of gradients from site to site."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Each state with its colour and its marker: neither is needed to tell them apart.
+# The colour and the marker of each state; each alone tells the states apart.
 _STATES = {"": (BLUE, "o"), "dead": (PURPLE, "X"), "exploding": (ORANGE, "^")}
-_MOST_WORDS = 96  # rows; where more stand closer together, words would lie on one another
+_MOST_WORDS = 96  # with more rows, the words would overlap
 
 
 def gradients(recording: Recording) -> Figure:
-    """Draw how gradients flow: each site's norm, its ratio to the weight, its zeros.
+    """Draw the gradients of a recording: each site's norm, its ratio to the weight, its zeros.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -35,19 +35,19 @@ def gradients(recording: Recording) -> Figure:
         ...     model(torch.ones(4, 2)).sum().backward()
         >>> figure = hl.plots.gradients(run)
 
-    The numbers are those of `run.gradients()`, means over passes; what is dead or exploding there
-    is marked and named here. Norms and ratios are on a logarithmic axis: equal steps are equal
-    factors. What is zero or not finite has no place there and stands at the edge.
+    The numbers are those of `run.gradients()`, means over passes. Dead and exploding sites are
+    marked. Norms and ratios are on a logarithmic axis. Numbers that are zero or not finite are at
+    its edge.
 
     Args:
-        recording: one that holds gradients: ports "grad", "grad_output" or "grad_input".
+        recording: a recording with gradients: ports "grad", "grad_output" or "grad_input".
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError: no gradient port was recorded.
-        InputError: this is no recording, or a pass of one.
+        InputError: the argument is not a recording, or is a single pass of one.
         HooklineError: matplotlib is not installed.
     """
     check_source(recording)
@@ -93,7 +93,7 @@ def _zeros(zeros: Axes, found: tuple[GradientRow, ...]) -> None:
         [row.zeros * 100 if row.count and row.state != "none" else math.nan for row in found]
     )
     _path(zeros, found, share)
-    for state in {row.state for row in found}:  # one call for all: each would cost milliseconds
+    for state in {row.state for row in found}:  # one call for all: a call costs milliseconds
         some = [y for y, row in enumerate(found) if row.state == state]
         colour, marker = _STATES.get(state, (GREY, "o"))
         style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
@@ -102,7 +102,7 @@ def _zeros(zeros: Axes, found: tuple[GradientRow, ...]) -> None:
 
 
 def _means(counts: list[int]) -> str:
-    """Over how many gradients each number is a mean."""
+    """Say how many gradients each number is a mean of."""
     if max(counts, default=0) <= 1:
         return "; one gradient each" if counts else ""
     up_to = "up to " if min(counts) < max(counts) else ""
@@ -110,12 +110,12 @@ def _means(counts: list[int]) -> str:
 
 
 def _port(row: GradientRow) -> str:
-    """What a line connects: `grad`, `grad_output` or `grad_input`."""
+    """Return a row's port: `grad`, `grad_output` or `grad_input`."""
     return re.split(r"[.\[#]", row.site.rpartition(":")[2])[0]
 
 
 def _path(axes: Axes, rows: tuple[GradientRow, ...], x: npt.NDArray[np.float64]) -> None:
-    """A thin line from site to site, one for each port."""
+    """Draw a thin line from site to site, one for each port."""
     for port in dict.fromkeys(_port(row) for row in rows):
         of_port = [y for y, row in enumerate(rows) if _port(row) == port]
         axes.plot(x[of_port], of_port, color=GREY, linewidth=0.6, zorder=1)
@@ -126,7 +126,7 @@ def _size(marker: str) -> int:
 
 
 def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None]) -> None:
-    """A marker for each number on a logarithmic axis, a word at the edge for what has no place."""
+    """Draw a marker for each number on a logarithmic axis; words at the edge for the others."""
     sound = [n for n in numbers if n is not None and 0 < n < math.inf]
     low, high = (min(sound), max(sound)) if sound else (1e-3, 1.0)
     if high < 50 * low:  # room for a few ticks
@@ -136,9 +136,9 @@ def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | No
     axes.set_xscale("log")
     axes.set_xlim(left, right)
     x = np.array([math.nan if n is None or not 0 < n < math.inf else n for n in numbers])
-    edge = axes.get_yaxis_transform()  # across in parts of the axes, down in rows
+    edge = axes.get_yaxis_transform()  # x in fractions of the axes, y in rows
     _path(axes, rows, x)
-    # One call for all of a kind: of thousands of sites, each would cost milliseconds.
+    # One call for all markers of a kind: a call costs milliseconds, and sites may be thousands.
     for (state, place), some in _by_kind(rows, numbers).items():
         colour, marker = _STATES.get(state, (GREY, "o"))
         style = {"color": colour, "marker": marker, "linestyle": "", "zorder": 2}
@@ -157,7 +157,7 @@ def _on_logs(axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | No
 def _by_kind(
     rows: tuple[GradientRow, ...], numbers: list[float | None]
 ) -> dict[tuple[str, float | None], list[int]]:
-    """Rows that have a number, by their state and their place at the edge, if they stand there."""
+    """Group rows with a number by state and by position at the edge (None on the axis)."""
     found: dict[tuple[str, float | None], list[int]] = {}
     for y, (row, number) in enumerate(zip(rows, numbers, strict=True)):
         if number is not None:
@@ -169,7 +169,7 @@ def _by_kind(
 def _say(
     axes: Axes, rows: tuple[GradientRow, ...], numbers: list[float | None], chosen: list[int]
 ) -> None:
-    """Words at the edge, beside what has no place on a logarithmic axis."""
+    """Write words at the edge for numbers that a logarithmic axis cannot show."""
     edge = axes.get_yaxis_transform()
     for y in chosen:
         row, number = rows[y], numbers[y]

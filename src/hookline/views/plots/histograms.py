@@ -1,4 +1,4 @@
-"""histograms: how the values of each layer are spread."""
+"""Draw a histogram of each layer's values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDE, _HIGH = 1.9, 0.85  # inches, of one histogram
-_ACROSS, _DOWN = 0.35, 0.6  # between them
+_WIDE, _HIGH = 1.9, 0.85  # the size of one histogram, in inches
+_ACROSS, _DOWN = 0.35, 0.6  # the gaps between histograms, in inches
 _COLUMNS = 4
-_MOST_BINS = 1000  # a figure has fewer dots across a histogram
+_MOST_BINS = 1000  # more bins than a histogram has pixels
 _LARGEST = 1e290  # beyond this matplotlib's axes overflow
 
 
@@ -35,7 +35,7 @@ def histograms(
     n: int = 48,
     log: bool = True,
 ) -> Figure:
-    """Draw a histogram of each layer's values, in the order in which they fired.
+    """Draw a histogram of each layer's values, in firing order.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -43,23 +43,23 @@ def histograms(
         ...     _ = model(torch.rand(16, 8))
         >>> figure = hl.plots.histograms(run, ["0", "1"])
 
-    Every element is counted, in pieces, so that no tensor is too large; NaN and infinity are left
-    out and counted in the title. Each histogram has an axis of its own, from the least value to
-    the greatest; a vertical line marks zero.
+    Every element is counted, in chunks, so a tensor of any size can be drawn. NaN and infinity are
+    left out; the title counts them. Each histogram has its own axis, from the smallest value to
+    the largest. A vertical line marks zero.
 
     Args:
         recording: a recording of one pass, or a pass: `run.passes[1]`.
-        sites: which; None is all that fired.
-        bins: into how many equal parts the range is divided; 1000 at most.
-        n: at most so many sites, evenly spaced over the depth.
-        log: whether counts are on a logarithmic axis: after a ReLU the zeros hide the rest.
+        sites: the sites to draw; None draws all that fired.
+        bins: the number of equal bins, at most 1000.
+        n: the most sites to draw, evenly spaced over the depth.
+        log: True puts counts on a logarithmic axis, because the zeros after a ReLU hide the rest.
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of the named sites.
-        InputError: there is nothing to draw, or several passes; or bins or n are no counts.
+        InputError: there is nothing to draw, there are several passes, or bins or n is invalid.
         HooklineError: matplotlib is not installed.
     """
     check_count("bins", bins, _MOST_BINS)

@@ -1,4 +1,4 @@
-"""images: the pictures of a batch, as a model gets them."""
+"""Draw the images of a batch, as the model gets them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LABEL, _GAP = 0.15, 0.07
 def images(
     recording: Source, site: str | Site = "(root):input", *, n: int = 16, layout: str | None = None
 ) -> Figure:
-    """Draw the pictures of a batch: values of one channel (grey) or three (red, green, blue).
+    """Draw the images of a batch: values of one channel (grey) or three (red, green, blue).
 
         >>> import hookline as hl
         >>> model = nn.Conv2d(3, 4, 3)
@@ -36,21 +36,21 @@ def images(
         ...     _ = model(torch.rand(2, 3, 32, 32))
         >>> figure = hl.plots.images(run)
 
-    Each picture is stretched from its least value to its greatest, all its channels alike, since
-    models get their pictures normalised. NaN and infinity are yellow.
+    Each image is scaled from its smallest value to its largest, with one scale for its channels,
+    because models get normalised images. NaN and infinity are yellow.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
-        site: where pictures flow; by default the model's input.
-        n: at most so many rows of the batch.
-        layout: "NCHW" or "NHWC"; by default by where there are 1 or 3.
+        site: a site whose values are images; by default the model's input.
+        n: the most samples to draw.
+        layout: "NCHW" or "NHWC"; by default the one whose channel dimension has 1 or 3 elements.
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
-        InputError: these are no pictures.
+        InputError: the values are not images.
         HooklineError: matplotlib is not installed.
     """
     check_count("n", n)
@@ -61,10 +61,9 @@ def images(
     n_channels = shape[layout.index("C")] if layout and len(layout) == len(shape) == 4 else 0
     if n_channels not in (1, 3):
         raise InputError(
-            f"{value.label} holds no pictures: its shape is {describe.shape(value.tensor)}, and a"
-            " batch of pictures has 4 dimensions, with 1 or 3 channels.\n"
-            "hl.plots.channels draws maps of"
-            " any number of channels."
+            f"{value.label} must be a batch of pictures, of 4 dimensions with 1 or 3 channels, got"
+            f" shape {describe.shape(value.tensor)}.\nUse hl.plots.channels for maps of any number"
+            " of channels."
         )
     n_samples = shape[layout.index("N")] if layout and "N" in layout else 1
     drawn = [arrange(value, layout, k).data for k in range(min(n, n_samples))]
@@ -87,7 +86,7 @@ def images(
 
 
 def _found(recording: Source, site: str | Site) -> Value:
-    """The value of a site; if the model's input was not recorded, with how to record it."""
+    """Look up a site; if the model's input was not recorded, say how to record it."""
     try:
         return look_up(recording, site)
     except NotRecordedError as error:
@@ -106,12 +105,12 @@ def _found(recording: Source, site: str | Site) -> Value:
 
 
 def _colours(one: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """A picture of shape `(channels, height, width)` as red, green, blue from 0 to 1."""
+    """Convert an image of shape `(channels, height, width)` to RGB from 0 to 1."""
     maps = smaller(one, _SIDE).double().numpy()
     is_finite = np.isfinite(maps)
     held = maps[is_finite]
     low, high = (float(held.min()), float(held.max())) if held.size else (0.0, 1.0)
-    part = 0.5 if math.isinf(high - low) else 1.0  # halved where the range itself would overflow
+    part = 0.5 if math.isinf(high - low) else 1.0  # halved if the range would overflow
     low, high = low * part, high * part
     scaled = (np.where(is_finite, maps * part, low) - low) / ((high - low) or 1.0)
     colours = np.broadcast_to(scaled, (3, *scaled.shape[1:])).transpose(1, 2, 0).copy()

@@ -1,4 +1,4 @@
-"""What is drawn of large values: areas, ranges, orders, counts."""
+"""Reduce large values for drawing: areas, ranges, orders, counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hookline.views.statistics import Statistics, pieces, site_statistics
 
 Array = npt.NDArray[Any]
 
-# Of a share this large the extremes may be cut off, where many values have one scale of colours.
+# The quantile at which a robust scale of colours is cut off, at both ends.
 _ROBUST = 0.995
 
 
@@ -38,11 +38,11 @@ class Scale:
 
 
 def smaller(maps: Tensor, largest: int) -> Tensor:
-    """Maps of at most so many elements along each side: each new one is the mean of an area.
+    """Reduce maps to a maximal side length; each new element is the mean of an area.
 
     Args:
-        maps: shape `(channels, height, width)` or `(channels, length)`.
-        largest: the most that a side may have.
+        maps: the maps, shape `(channels, height, width)` or `(channels, length)`.
+        largest: the most elements along a side.
     """
     sides = maps.shape[1:]
     if max(sides) <= largest:
@@ -55,7 +55,7 @@ def smaller(maps: Tensor, largest: int) -> Tensor:
 
 
 def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
-    """A table of at most so many rows and columns: each cell is the mean of an area."""
+    """Reduce a table to a maximal number of rows and columns; each cell is the mean of an area."""
     height, width = (min(side, most) for side, most in zip(table.shape, largest, strict=True))
     if (height, width) == table.shape:
         return table
@@ -63,16 +63,16 @@ def cells(table: Tensor, largest: tuple[int, int]) -> Tensor:
 
 
 def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str) -> list[int]:
-    """The numbers of the channels to draw, in order.
+    """Return the indices of the channels to draw, in order.
 
     Args:
-        data: shape `(channels, *space)`.
-        order: "index", or "mean", "std" or "max" for the largest first; or the numbers themselves.
-        n: at most so many; None is all. Of numbers that are given, all are drawn.
+        data: the value, shape `(channels, *space)`.
+        order: "index"; or "mean", "std" or "max" for the largest first; or the indices themselves.
+        n: the most channels to draw; None means all. It does not limit given indices.
         label: the site, for messages.
 
     Raises:
-        InputError: there is no such order, or no such channel.
+        InputError: the order is unknown, or a channel does not exist.
     """
     n_channels = data.shape[0]
     if not isinstance(order, str):
@@ -84,7 +84,9 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
                     "\nGive order='index' for the first ones."
                 )
         if not chosen:
-            raise InputError("the list of channels is empty; name at least one.")
+            raise InputError(
+                "order must name at least one channel, got an empty list.\nGive order='index'."
+            )
         return [one % n_channels for one in chosen]
     if n is not None:
         check_count("n", n)
@@ -111,12 +113,12 @@ def order_of(data: Tensor, order: str | Iterable[int], n: int | None, label: str
 
 
 def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) -> Scale:
-    """The range of colours for numbers; NaN and infinity are left out.
+    """Compute the range of colours for numbers; NaN and infinity are left out.
 
     Args:
         data: the numbers.
         robust: cut off the outermost half percent, so that one outlier does not hide the rest.
-        signed: centre at zero; None does so where there are negative numbers.
+        signed: True centres the range at zero; None does so if a number is negative.
     """
     finite = data[data.isfinite()]
     if not finite.numel():
@@ -126,7 +128,7 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
         signed = low < 0
     cuts = False
     if robust and finite.numel() > 1000:
-        # Of millions of numbers every k-th tells as much.
+        # A subsample of a million numbers is enough for the quantiles.
         some = finite.flatten()[:: max(1, finite.numel() // 1_000_000)]
         ends = np.quantile(some.numpy(), [1 - _ROBUST, _ROBUST])
         if ends[1] > ends[0]:
@@ -141,15 +143,16 @@ def scale_of(data: Tensor, *, robust: bool = False, signed: bool | None = None) 
 
 
 def around(number: float) -> tuple[float, float]:
-    """Ends of an axis for a number that is alone: half above and below, or more of a large one."""
+    """Return the ends of an axis around a single number, at least 0.5 above and below it."""
     reach = max(0.5, abs(number) * 1e-3)
     return max(number - reach, -sys.float_info.max), min(number + reach, sys.float_info.max)
 
 
 def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
-    """How many elements lie in each of equal bins from the least to the greatest finite one.
+    """Count the elements in equal bins from the smallest to the largest finite element.
 
-    The same numbers as `numpy.histogram` of the finite elements in float64, read in pieces.
+    The result equals `numpy.histogram` of the finite elements in float64. The tensor is read in
+    chunks.
 
     Returns:
         The counts, shape `(bins,)`; the edges, shape `(bins + 1,)`; the statistics.
@@ -162,7 +165,7 @@ def histogram(tensor: Tensor, bins: int) -> tuple[Array, Array, Statistics]:
         return np.zeros(bins, np.int64), np.linspace(0.0, 1.0, bins + 1), found
     if low == high:
         low, high = around(low)
-    # Halved where the range itself would overflow.
+    # Halved if the range would overflow.
     part = 0.5 if math.isinf(high - low) else 1.0
     ends = (low * part, high * part)
     edges = np.linspace(*ends, bins + 1)
@@ -185,7 +188,7 @@ def _counts(numbers: Array, edges: Array) -> Array:
 
 
 def range_text(data: Tensor) -> str:
-    """The range of the numbers, and how many are not finite: `-1.2 to 3.4; 12 NaN or infinite`."""
+    """Format a range and the count of non-finite numbers: `-1.2 to 3.4; 12 NaN or infinite`."""
     finite = data.isfinite()
     n_bad = data.numel() - int(finite.sum())
     bad = f"{n_bad:,} NaN or infinite" if n_bad else ""
@@ -198,14 +201,14 @@ def range_text(data: Tensor) -> str:
 
 
 def some_of(items: list[Any], n: int) -> list[Any]:
-    """At most n of the items, evenly spaced, the first and the last among them."""
+    """Choose at most n items, evenly spaced, the first and the last included."""
     if len(items) <= n:
         return items
     return [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
 
 
 def shown(text: str) -> str:
-    """A text as it can be seen: what is not printable (a line break, a mark of direction) escaped.
+    """Escape all characters that do not print, newlines included.
 
     >>> print(shown("a\\nb"))
     a\\nb
@@ -214,7 +217,7 @@ def shown(text: str) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """A text without its middle if it is longer: what tells paths apart is their end."""
+    """Shorten a text by cutting out its middle, because paths differ at their ends."""
     text = shown(text)
     if len(text) <= most:
         return text
@@ -223,6 +226,6 @@ def short(text: str, most: int) -> str:
 
 
 def share_text(shown: int, total: int, one: str, many: str | None = None) -> str:
-    """`64 of 512 channels`, or `64 channels` where that is all."""
+    """Format a share as `64 of 512 channels`, or `64 channels` if all are shown."""
     whole = plural(total, one, many)
     return whole if shown == total else f"{shown:,} of {whole}"

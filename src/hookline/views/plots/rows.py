@@ -1,6 +1,7 @@
-"""Sites as rows, from the first at the top to the last, beside columns of numbers.
+"""Lay out figures with one row a site and columns of numbers.
 
-Rows, since paths are long: they are read level, and a figure grows downwards with the model.
+Sites are rows because paths are long: labels stay horizontal, and the figure grows downwards with
+the model.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROW = 0.17  # inches
-_MOST = 12.0  # inches of rows; more of them stand closer together
+_MOST = 12.0  # the most inches of rows; beyond it, rows stand closer together
 _LONGEST = 52
 _GAP = 0.4
 
 
 @final
 class RowSheet:
-    """A figure of rows.
+    """A figure with one row a site.
 
     Args:
-        title: as of any figure.
-        lines: as of any figure.
-        labels: one for each row, from the top.
+        title: as in `Sheet`.
+        lines: as in `Sheet`.
+        labels: the label of each row, from the top.
         columns: the heading of each column, with its unit.
-        column_width: in inches.
-        foot: room below, in inches.
-        head: room above, in inches.
+        column_width: the width of a column, in inches.
+        foot: the space below the rows, in inches.
+        head: the space above the rows, in inches.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RowSheet:
         n = len(labels)
         height = min(max(n * _ROW, 0.6), _MOST)
         texts = [short(label, _LONGEST) for label in labels]
-        # Where rows stand closer than text is high, every k-th is named.
+        # If rows stand closer than the height of text, only every k-th is labelled.
         step = max(1, math.ceil(n * 0.125 / height))
         if step > 1:
             lines = [*lines, f"every {_ordinal(step)} row is named, at the marks"]
@@ -88,7 +89,7 @@ def _ordinal(number: int) -> str:
 
 
 def stretch(axes: Axes, numbers: Sequence[float]) -> None:
-    """A scale that shows numbers of very different size: linear near zero, logarithmic beyond."""
+    """Set a symlog scale for numbers of very different size: linear near zero, then logarithmic."""
     sizes = np.abs([number for number in numbers if math.isfinite(number) and number])
     if not sizes.size:
         return
@@ -105,5 +106,5 @@ def stretch(axes: Axes, numbers: Sequence[float]) -> None:
         axes.minorticks_off()
     if axes.get_xscale() == "linear":
         axes.locator_params(axis="x", nbins=3)
-        # In full: matplotlib would set a common power of ten onto the heading.
+        # In full, because matplotlib would write a common power of ten over the heading.
         axes.xaxis.set_major_formatter(lambda place, _: f"{place:.3g}")

@@ -1,8 +1,8 @@
-"""What all figures share: a sheet laid out in inches, its header, its colours.
+"""The base of all figures: a sheet laid out in inches, its header, its colours.
 
-Figures are made without pyplot: no window, no backend and no setting of matplotlib is touched, and
-a figure is freed with its last reference. Colours of text and ground are those of the user's own
-style. viridis and RdBu read the same to colour-blind people; viridis in black and white, too.
+Figures are made without pyplot. So no window, backend or setting of matplotlib is touched, and a
+figure is freed with its last reference. Text and background have the colours of the user's style.
+viridis and RdBu suit colour-blind readers; viridis also suits black-and-white print.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A path may hold any character, `$` and `_` too: text is drawn as it stands.
+# A path may hold any character, also `$` and `_`, so text is never parsed as math.
 PLAIN = {"parse_math": False, "usetex": False}
 
-BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # Okabe and Ito's
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # Okabe and Ito
 GREY = "#808080"
 TITLE, TEXT, SMALL, TINY = 11.0, 8.5, 7.0, 6.0  # points
 DPI = 110
 
-# NaN and infinity get a colour that the map has not.
+# NaN and infinity get a colour outside the map.
 _MAPS = {False: ("viridis", ORANGE), True: ("RdBu_r", "#ffd500")}
 _MARGIN, _LINE = 0.2, 0.165  # inches
 _INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06, TINY: 0.05}
@@ -39,13 +39,13 @@ _INCH_A_CHARACTER = {TITLE: 0.105, TEXT: 0.066, SMALL: 0.06, TINY: 0.05}
 
 @cache
 def colour_map(is_signed: bool) -> Any:
-    """The map of colours: viridis, or RdBu centred at zero for numbers of both signs."""
+    """Return the colour map: viridis, or RdBu centred at zero for signed numbers."""
     name, bad = _MAPS[is_signed]
     return load("matplotlib").colormaps[name].with_extremes(bad=bad)
 
 
 def text_width(texts: Sequence[str], size: float = SMALL) -> float:
-    """About how wide the widest of these texts is, in inches."""
+    """Estimate the width of the widest text, in inches."""
     return max((len(text) for text in texts), default=0) * _INCH_A_CHARACTER[size]
 
 
@@ -54,10 +54,10 @@ class Sheet:
     """A figure under a header, laid out in inches from its top left corner.
 
     Args:
-        width: of what is drawn, in inches; the margins come to it.
-        height: the same.
-        title: what is shown: the site, or the kind of figure.
-        lines: what else there is to know; empty ones are left out.
+        width: the width without margins, in inches.
+        height: the height without margins and header, in inches.
+        title: the title: the site, or the kind of figure.
+        lines: the lines below the title; empty ones are left out.
     """
 
     def __init__(self, width: float, height: float, title: str, lines: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class Sheet:
             self._line(at, "\n".join(below), fontsize=TEXT, alpha=0.75, linespacing=1.25)
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes at a place below the header, in inches."""
+        """Add axes at a position below the header, in inches."""
         left, top = left + _MARGIN, top + self._top
         return self.figure.add_axes((
             left / self.width, 1 - (top + height) / self.height,
@@ -84,7 +84,7 @@ class Sheet:
         ))  # fmt: skip
 
     def canvas(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Bare axes whose units are inches, from their top left corner."""
+        """Add axes without frame or ticks, whose units are inches from the top left corner."""
         axes = self.axes(left, top, width, height)
         axes.set_axis_off()
         axes.set_autoscale_on(False)
@@ -102,20 +102,20 @@ class Sheet:
         has_bad: bool = False,
         width: float = 2.2,
     ) -> None:
-        """A horizontal bar of colours, its label, and what NaN looks like where there is one.
+        """Draw a horizontal colour bar with its label, and a patch for NaN if there is any.
 
         Args:
-            left: its place in inches.
-            top: the same.
-            scale: what the colours mean.
-            label: what is measured.
-            ends: what stands at the ends in place of numbers.
+            left: the bar's left edge, in inches.
+            top: the bar's top edge, in inches.
+            scale: the range of the colours.
+            label: the quantity.
+            ends: texts at the ends in place of numbers.
             has_bad: whether NaN or infinity was drawn.
-            width: its width in inches.
+            width: the bar's width, in inches.
         """
         axes = self.axes(left, top, width, 0.1)
         ramp = np.linspace(0, 1, 256)[None]
-        # In parts of its width: no number is then too large for an axis, or too close to another.
+        # The axis goes from 0 to 1: the numbers themselves could be too large or too close for it.
         axes.imshow(ramp, cmap=colour_map(scale.is_signed), aspect="auto", extent=(0, 1, 0, 1))
         middle = [] if ends and not scale.is_signed else [0.5]
         places = [0.0, *middle, 1.0]
@@ -144,7 +144,7 @@ class Sheet:
 
 
 def within(numbers: Array, scale: Scale) -> tuple[Array, float, float]:
-    """Numbers, and the ends of their scale; all halved where its range would overflow."""
+    """Return numbers and the ends of their scale, all halved if its range would overflow."""
     part = 0.5 if math.isinf(scale.high - scale.low) else 1.0
     return np.asarray(numbers, np.float64) * part, scale.low * part, scale.high * part
 
@@ -152,24 +152,24 @@ def within(numbers: Array, scale: Scale) -> tuple[Array, float, float]:
 def draw_map(
     axes: Axes, numbers: Array, scale: Scale, box: tuple[float, ...], *, smooth: bool = True
 ) -> None:
-    """A map in a box of a canvas: left, top, width, height. NaN and infinity stand out."""
+    """Draw a map in a box (left, top, width, height) of a canvas; NaN and infinity stand out."""
     left, top, width, height = box
     numbers, low, high = within(numbers, scale)
-    # Not by imshow, which sets the limits and the aspect of the axes anew for each of 64 maps.
+    # Not with imshow, which would reset the limits and the aspect of the axes for each map.
     image = load("matplotlib.image").AxesImage(
         axes,
         cmap=colour_map(scale.is_signed),
         norm=load("matplotlib.colors").Normalize(low, high),
         extent=(left, left + width, top + height, top),
         interpolation="antialiased" if smooth else "nearest",
-        interpolation_stage="rgba",  # or NaN would bleed into its neighbours as a number
+        interpolation_stage="rgba",  # otherwise NaN would bleed into neighbouring numbers
     )
     image.set_data(np.ma.masked_invalid(numbers))
     axes.add_image(image)
 
 
 def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
-    """Leave only these lines around the axes."""
+    """Show only some of the lines around the axes."""
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
         spine.set_linewidth(0.6)
@@ -177,7 +177,7 @@ def tidy(axes: Axes, keep: Sequence[str] = ("left", "bottom")) -> None:
 
 @cache
 def _figure_class() -> Any:
-    """matplotlib's figure, which shows itself where a notebook's cell ends with it."""
+    """Create a subclass of matplotlib's Figure that a notebook shows as a PNG."""
 
     class HooklineFigure(load("matplotlib.figure").Figure):  # type: ignore[misc]
         def _repr_png_(self) -> bytes:
@@ -187,7 +187,7 @@ def _figure_class() -> Any:
 
         def __reduce__(self) -> Any:
             make, arguments, *state = super().__reduce__()
-            # The class is made when it is first needed, so pickle cannot find it by its name.
+            # The class is created on first use, so pickle cannot find it by name.
             return (_rebuild, (), *state) if state else (make, arguments)
 
     return HooklineFigure

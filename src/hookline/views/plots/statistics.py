@@ -1,4 +1,4 @@
-"""statistics: over the depth of one pass, or over passes."""
+"""Draw statistics over the depth of one pass, or over passes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hookline.views.statistics import Statistics, site_statistics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Each statistic with its heading and unit.
+# The heading of each statistic, with its unit.
 HEADINGS = {
     "mean": "mean",
     "std": "standard deviation",
@@ -67,7 +67,7 @@ def statistics(
     *,
     what: Sequence[str] = ("mean", "std", "min", "max", "zeros"),
 ) -> Figure:
-    """Draw statistics over the depth of a model, or, of several passes, over the passes.
+    """Draw statistics over the depth of a model, or over the passes if there are several.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -75,22 +75,22 @@ def statistics(
         ...     _ = model(torch.rand(16, 8))
         >>> figure = hl.plots.statistics(run, what=("mean", "std"))
 
-    One pass gives a row for each site, in the order in which they fired. Several passes (the steps
-    of a training run) give a curve for each site, or of more than 6 sites a row of colours each.
-    Values of a single number each, such as `keep=` makes, are drawn as these numbers, once. NaN
-    and infinity are left out of the numbers; where there are some, the site is marked.
+    One pass gives one row a site, in firing order. Several passes (the steps of a training run)
+    give one curve a site, or one row of colours a site if there are more than 6. If every value is
+    a single number, as with `keep=lambda t: t.mean()`, these numbers are drawn once. NaN and
+    infinity are left out, and their sites are marked.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
-        sites: which; None is all that fired.
-        what: of "mean", "std", "min", "max", "zeros" (in percent) and "non_finite" (a count).
+        sites: the sites to draw; None draws all that fired.
+        what: some of "mean", "std", "min", "max", "zeros" (in percent) and "non_finite" (a count).
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of the named sites.
-        InputError: there is no such statistic, or nothing to draw.
+        InputError: a statistic is unknown, or there is nothing to draw.
         HooklineError: matplotlib is not installed.
     """
     check_source(recording)
@@ -111,7 +111,7 @@ def statistics(
 
 
 def number_of(found: Statistics | None, name: str) -> float:
-    """A statistic as a number to draw; NaN where there is none."""
+    """Return a statistic as a number to draw; NaN if there is none."""
     number = None if found is None else getattr(found, name)
     if number is None:
         return math.nan
@@ -119,9 +119,9 @@ def number_of(found: Statistics | None, name: str) -> float:
 
 
 def _headings(names: list[str], measured: Iterable[Statistics | None]) -> dict[str, str]:
-    """The statistics to draw, each with its heading.
+    """Return the heading of each statistic to draw.
 
-    Of single numbers the mean, the least and the greatest are the number: it is drawn once.
+    The mean, minimum and maximum of a single number are all that number, so it is drawn once.
     """
     if any(found is None or found.numel != 1 for found in measured):
         return {name: HEADINGS[name] for name in names}
@@ -201,7 +201,7 @@ def _measure(
     passes: list[PassRecord],
     sites: str | Site | Sequence[str | Site] | None,
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
-    """Measure each site that fired, by the place of the pass; find the first value with NaN."""
+    """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
     wanted = None if sites is None else _as_written(sites)
     found: dict[str, dict[int, Statistics | None]] = {key: {} for key in wanted or ()}
     skipped: dict[str, Skipped] = {}
@@ -216,7 +216,7 @@ def _measure(
                 bad = one.number, key
     for key, row in found.items():
         if not row:
-            look_up(passes[0], key)  # raises, and says why
+            look_up(passes[0], key)  # raises the error that says why
     fired = {key: row for key, row in found.items() if row}
     if not fired:
         raise InputError(
@@ -239,7 +239,7 @@ def _curves(
     tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
-    """A curve for each site; told apart by colour, dash and marker."""
+    """Draw one curve a site, distinguished by colour, dash and marker."""
     wide, high = 6.0, 1.3
     right = text_width(labels) + 0.5
     sheet = Sheet(0.7 + wide + right, len(headings) * (high + 0.25) + 0.35,
@@ -268,7 +268,7 @@ def _curves(
 
 
 def _compressed(table: Array) -> tuple[Array, float | None]:
-    """Numbers of very different size as asinh(number / usual size): else the small look alike."""
+    """Compress numbers of very different size as asinh(number / median size)."""
     sizes = np.abs(table[np.isfinite(table) & (table != 0)])
     usual = float(np.median(sizes)) if sizes.size else 0.0
     if not usual or sizes.max() < 30 * usual:
@@ -280,14 +280,14 @@ def _carpets(
     tables: dict[str, Array], labels: list[str], passes: list[int], headings: dict[str, str],
     lines: list[str],
 ) -> Figure:  # fmt: skip
-    """A row of colours for each site, a column of the figure for each statistic."""
+    """Draw one row of colours a site and one column a statistic."""
     width = max(1.5, min(2.6, 8.0 / len(headings)))
     rows = RowSheet("Statistics over passes", lines, labels, ["pass"] * len(headings), width,
                     foot=0.45, head=0.18)  # fmt: skip
     for k, (axes, name) in enumerate(zip(rows.axes, headings, strict=True)):
         table, usual = _compressed(tables[name])
         scale = scale_of(torch.from_numpy(table), robust=True)
-        # A site that did not fire in a pass leaves its place empty.
+        # A site that did not fire in a pass leaves a gap.
         colours = colour_map(scale.is_signed).with_extremes(bad=(0, 0, 0, 0))
         axes.imshow(np.ma.masked_invalid(table), cmap=colours, vmin=scale.low,
                     vmax=scale.high, aspect="auto", interpolation="nearest",

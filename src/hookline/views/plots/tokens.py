@@ -1,4 +1,4 @@
-"""tokens: a sequence's features, token by token."""
+"""Draw a sequence's features token by token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST = (512, 800)  # fewer than pixels, so that none is left out
+_MOST = (512, 800)  # fewer than the figure's pixels, so that no cell is lost
 _WIDTH = 8.0
 _LONGEST = 24
 
@@ -59,42 +59,43 @@ def tokens(
         ...     _ = model(torch.tensor([[3, 1, 4]]))
         >>> figure = hl.plots.tokens(run, "(root)", texts=["the", "cat", "sat"])
 
-    One scale of colours for all, without the outermost half percent of values: a few features of
-    most transformers are a hundred times the others. Places of maps (vision transformers) are rows,
-    too. More than 512 tokens or 800 features are made fewer by area.
+    All cells share one scale of colours, without the outermost half percent of values: in most
+    transformers a few features are a hundred times larger than the others. The positions of maps
+    (vision transformers) are also rows. More than 512 tokens or 800 features are averaged down by
+    area.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
-        site: as in a look-up: `"h.3:output[0]"`.
-        texts: what stands beside the rows: one for each token.
-        n: at most so many features; None is all of them.
-        order: "index", or "mean", "std" or "max" for the largest first; or the features' numbers.
-        sample: which row of the batch.
-        layout: one letter for each dimension; by default NTC, TC of two, NCL at Conv1d and its
-            like, NCHW of four. Swin's maps are "NHWC".
+        site: the site, as in a look-up: `"h.3:output[0]"`.
+        texts: the labels of the rows, one for each token.
+        n: the most features to draw; None draws all of them.
+        order: "index"; or "mean", "std" or "max" for the largest first; or the features' indices.
+        sample: the index of the sample in the batch.
+        layout: one letter for each dimension. The default is TC, NTC or NCHW by the number of
+            dimensions, and NCL for Conv1d and similar modules. Swin's maps are "NHWC".
 
     Returns:
-        The figure: the last line of a notebook's cell shows it, `.savefig(path)` writes it.
+        The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
-        InputError: the value cannot be drawn so, or there are not as many texts as tokens.
+        InputError: the value cannot be drawn this way, or texts and tokens differ in number.
         HooklineError: matplotlib is not installed.
     """
     value = look_up(recording, site)
     found = arrange(value, layout, sample, usual="TC")
     if not found.space:
         raise InputError(
-            f"{value.label} has no tokens: it was {found.text}.\nhl.plots.channels draws vectors;"
-            " if its rows are tokens, layout='TC'."
+            f"{value.label} has no tokens: it was {found.text}.\nUse hl.plots.channels for vectors,"
+            " or give layout='TC' if its rows are tokens."
         )
     chosen = order_of(found.data, order, n, value.label)
     table = found.data[chosen].flatten(1).T
     n_tokens, n_features = table.shape
     if texts is not None and len(texts) != n_tokens:
         raise InputError(
-            f"there are {plural(len(texts), 'text')} for {plural(n_tokens, 'token')}"
-            f" of {value.label}.\nGive one for each, or texts=None."
+            f"texts must have one text for each of the {plural(n_tokens, 'token')} of"
+            f" {value.label}, got {plural(len(texts), 'text')}.\nGive one for each, or texts=None."
         )
     shown = share_text(len(chosen), found.data.shape[0], "feature")
     by = f", largest {order} first" if isinstance(order, str) and order != "index" else ""
@@ -105,7 +106,7 @@ def tokens(
     drawn = cells(table, _MOST)
     if drawn.shape != table.shape:
         lines.append(f"drawn as {drawn.shape[0]} x {drawn.shape[1]}: each cell the mean of an area")
-    # Of what is drawn: the means of large areas are far smaller than single values.
+    # The scale is that of the drawn cells: means of areas are far smaller than single values.
     scale = scale_of(drawn, robust=True)
     labels = [_printable(text) for text in texts] if texts is not None else None
     left = (text_width(labels) if labels else 0.35) + 0.35
@@ -151,6 +152,6 @@ def _label(
 
 
 def _printable(text: str) -> str:
-    """A token as it can be seen: spaces and line breaks shown, long ones cut."""
+    """Format a token: show outer spaces, escape newlines, shorten long texts."""
     seen = text.replace(" ", "␣") if text != text.strip() else text
     return short(seen, _LONGEST) or "''"

@@ -1,4 +1,4 @@
-"""Values of a recording, as what can be drawn."""
+"""Look up values of a recording for drawing, and arrange their dimensions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _USUAL = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
 @final
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a recording, and what it is called.
+    """A tensor of a recording with its labels.
 
     Args:
-        label: the site as it is looked up, with the leaf of the tensor that was taken.
+        label: the site as in a look-up, with the leaf of the tensor.
         module_type: the class of the site's module; empty if unknown.
         tensor: the tensor.
-        where: the pass, where the recording has several: `pass 1`.
+        where: the pass, if the recording has several: `pass 1`.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Value:
 
     @property
     def form(self) -> str:
-        """Its shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
+        """The shape, dtype and pass: `[1, 64, 56, 56] float32, pass 1`."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return f"{describe.shape(self.tensor)} {dtype}" + f", {self.where}" * bool(self.where)
 
@@ -54,7 +54,7 @@ class Value:
 @final
 @dataclass(frozen=True)
 class Skipped:
-    """A value that cannot be drawn, and why."""
+    """A value that cannot be drawn, and the reason."""
 
     label: str
     why: str
@@ -66,9 +66,9 @@ class Arranged:
     """One sample of a value, its channels first.
 
     Args:
-        data: shape `(channels, *space)`, of float32 or float64, on the CPU.
+        data: the sample, shape `(channels, *space)`, of float32 or float64, on the CPU.
         space: the letters of the other dimensions.
-        text: how the value was read: `read as NCHW, sample 0 of 8`.
+        text: the layout and the sample: `read as NCHW, sample 0 of 8`.
     """
 
     data: Tensor
@@ -77,16 +77,17 @@ class Arranged:
 
 
 def look_up(source: Source, key: str | Site, name: str = "") -> Value:
-    """Look up the one value of a site.
+    """Look up the only value of a site.
 
     Args:
         source: a recording, or one of its passes.
         key: the site.
-        name: the argument that the source was given as, where a figure takes several.
+        name: the name of the source's argument, for figures that take several sources.
 
     Raises:
-        NotRecordedError, OverwrittenError: as in a look-up. AmbiguousError: the site has several
-            values; the message says what to give the figure. InputError: it holds no tensor.
+        NotRecordedError, OverwrittenError: as in a look-up.
+        AmbiguousError: the site has several values; the message says what to pass to the figure.
+        InputError: the value holds no tensor.
     """
     check_source(source)
     try:
@@ -104,7 +105,7 @@ def look_up(source: Source, key: str | Site, name: str = "") -> Value:
 
 
 def _one_of_several(source: Source, key: str | Site, name: str, error: AmbiguousError) -> str:
-    """Say what to give a figure in place of a site with several values."""
+    """Return the message that says what to pass in place of a site with several values."""
     code, one = source.one_of_several(key)
     wanted = [f"{name or 'run'}{code} as {name or 'the recording'}"] * bool(code)
     wanted += [f"{one!r} as the site"] * (one != str(key))
@@ -113,14 +114,15 @@ def _one_of_several(source: Source, key: str | Site, name: str, error: Ambiguous
 
 
 def one_pass(source: Source, name: str = "") -> PassRecord:
-    """The pass that is meant: the only one, if it is not named.
+    """Return the source if it is a pass, or the only pass of a recording.
 
     Args:
         source: a recording, or one of its passes.
-        name: the argument that the source was given as, where a figure takes several.
+        name: the name of the source's argument, for figures that take several sources.
 
     Raises:
-        NotRecordedError: the model has not run. InputError: there are several passes.
+        NotRecordedError: the model has not run.
+        InputError: the recording has several passes.
     """
     check_source(source)
     if isinstance(source, PassRecord):
@@ -139,7 +141,7 @@ def one_pass(source: Source, name: str = "") -> PassRecord:
 
 
 def walk(one: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
-    """Every value of a pass under the key that it is looked up with, in the order of firing."""
+    """Yield every value of a pass with its key, in firing order."""
     runs = one.backwards if len(one.backwards) > 1 else []
     for (site, call), key in zip(one.fired(), one.order, strict=True):
         if not (runs and site.is_gradient):
@@ -152,7 +154,7 @@ def walk(one: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
 
 
 def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
-    """The values to draw and those that cannot be: all of a pass, or those of the named sites.
+    """Return the values to draw and those that cannot be drawn: of all sites, or of named ones.
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of a named site.
@@ -175,7 +177,7 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
 
 
 def not_drawn(skipped: list[Skipped]) -> str:
-    """What a figure says about the values that are not in it; empty if all are."""
+    """Say which values a figure leaves out, and why; return an empty text if there are none."""
     if not skipped:
         return ""
     reasons: dict[str, list[str]] = {}
@@ -189,17 +191,17 @@ def not_drawn(skipped: list[Skipped]) -> str:
 
 
 def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> Arranged:
-    """One sample of a value with its channels first.
+    """Take one sample of a value and move its channels first.
 
     Args:
         value: the value.
-        layout: one letter a dimension: N sample, C channel, T or L place in a sequence, D H W.
-        sample: which sample is taken.
-        usual: the layout of a value of as many dimensions, where it differs from the usual one.
+        layout: one letter a dimension: N sample, C channel, T or L position in a sequence, D, H, W.
+        sample: the index of the sample.
+        usual: the figure's own default layout for a value of this many dimensions.
 
     Raises:
-        InputError: the layout does not fit, there is no such sample, or the tensor is empty,
-            sparse, nested or without data.
+        InputError: the layout does not fit, the sample does not exist, or the tensor is empty,
+            sparse, nested or a single number.
     """
     check_sample(sample)
     tensor = drawable(value)
@@ -219,7 +221,7 @@ def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> A
     space = letters.replace("N", "")
     tensor = tensor.movedim(space.index("C"), 0)
     space = space.replace("C", "")
-    while len(space) > 2:  # of a volume, the slice in its middle
+    while len(space) > 2:  # a volume is drawn as its middle slice
         middle = tensor.shape[1] // 2
         text += f", slice {space[0]} = {middle} of {tensor.shape[1]}"
         tensor, space = tensor.select(1, middle), space[1:]
@@ -231,10 +233,10 @@ def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> A
 
 
 def drawable(value: Value) -> Tensor:
-    """The value's tensor, detached, if it is a plain one with data.
+    """Return the value's tensor, detached; refuse one that has no maps, curves or bars to draw.
 
     Raises:
-        InputError: it is empty, sparse, nested, or without data.
+        InputError: the tensor is empty, sparse, nested or a single number.
     """
     tensor = value.tensor.detach()
     if tensor.is_nested or tensor.layout is not torch.strided:
@@ -248,8 +250,8 @@ def drawable(value: Value) -> Tensor:
         raise InputError(f"{value.label} is empty: its shape is {describe.shape(tensor)}.")
     if not tensor.dim():
         raise InputError(
-            f"{value.label} is a single number, {tensor.item()}.\nhl.plots.statistics draws numbers"
-            " over passes."
+            f"{value.label} is a single number, {tensor.item()}.\nUse hl.plots.statistics to draw"
+            " numbers over passes."
         )
     return tensor.dequantize() if tensor.is_quantized else tensor
 
@@ -270,7 +272,7 @@ def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
         )
     if not isinstance(value, Tensor):
         leaf = next(leaf for leaf, part in tree.tensors(value) if part is tensor)
-        # A leaf goes behind the port, and before the call.
+        # The leaf is written after the port and before the call.
         head, sign, call = label.rpartition("#") if re.search(r"#\d+$", label) else (label, "", "")
         head += "" if ":" in head else ":output"
         label = f"{head}{describe.leaf_text(leaf)}{sign}{call}"
@@ -282,13 +284,13 @@ def _read(one: PassRecord, key: str, site: Site, call: int) -> Value | Skipped:
         value = one[site if site.call is not None else replace(site, call=call)]
         return _valued(key, site.module_type, value, "")
     except OverwrittenError:
-        return Skipped(key, "overwritten in place after recording, for want of copy=True")
+        return Skipped(key, "overwritten in place after recording without copy=True")
     except InputError:
         return Skipped(key, "without numbers that can be read")
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether torch can convert its numbers; those of packed 4-bit dtypes, for one, it cannot."""
+    """Return whether torch can convert a tensor's numbers; packed 4-bit dtypes it cannot."""
     if tensor.is_quantized:
         return True
     if tensor.layout is not torch.strided and not tensor.is_nested:
@@ -335,7 +337,7 @@ def _check_layout(value: Value, letters: str) -> None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Real numbers of at least float32, on the CPU; of complex ones the magnitude."""
+    """Convert a tensor to float32 or float64 on the CPU; take the magnitude of complex numbers."""
     tensor = tensor.cpu()
     if tensor.is_complex():
         return tensor.abs()
