@@ -1,11 +1,17 @@
-"""Attachment: what a line has put somewhere, and has to take off when it ends."""
+"""Attachments: what a line has put somewhere, and how it comes off.
+
+Also of a line that nobody holds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hookline.engine.passes.checkpointing import forget_checkpoints
+from hookline.engine.passes.passes import Passes
 from hookline.engine.taps.base import Tap
+from hookline.errors import Place, warn_at
 
 
 class Attachment:
@@ -40,3 +46,27 @@ def surely(step: Callable[[], Any]) -> None:
     except BaseException:
         step()
         raise
+
+
+def take_off(attached: list[Attachment], taps: list[Tap], passes: Passes) -> None:
+    """Take off all hooks of a line. Idempotent."""
+    for attachment in attached:
+        attachment.end()
+    for tap in taps:
+        tap.release()
+    forget_checkpoints(passes)
+
+
+def dropped(
+    name: str, made_at: Place, attached: list[Attachment], taps: list[Tap], passes: Passes
+) -> None:
+    """End a line that nobody holds any more; warn where it was made, if it had hooks."""
+    had_hooks = any(attachment.has_hooks for attachment in attached)
+    take_off(attached, taps, passes)
+    passes.leave()
+    if had_hooks:
+        warn_at(
+            made_at,
+            f"an hl.{name} line was dropped while its hooks were on; they are off now."
+            f"\nUse it in a block, with hl.{name}(...): ..., or keep it and call its remove().",
+        )

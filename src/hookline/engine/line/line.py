@@ -19,9 +19,8 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.compile.in_graph import Callback, SplitCallback
 from hookline.engine.gradients.ports import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
-from hookline.engine.line.attachment import Attachment, surely
+from hookline.engine.line.attachment import Attachment, dropped, surely, take_off
 from hookline.engine.line.compiled import Compiled, refuse_inside
-from hookline.engine.line.ending import dropped, take_off
 from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
