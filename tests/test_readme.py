@@ -47,6 +47,24 @@ def test_the_python_examples_run_in_order_and_print_as_shown(tmp_path):
     assert not left_in(tmp_path)
 
 
+def test_what_the_table_of_verbs_says_to_type_runs(tmp_path):
+    rows = re.findall(r"^\| [^|`]+ \| (`.*`) \|$", README, re.MULTILINE)
+    assert len(rows) >= 15
+    namespace: dict[str, object] = {}
+    with chdir(tmp_path), redirect_stdout(StringIO()):
+        exec(next(code for language, code in BLOCKS if language == "python"), namespace)
+        for code in (code for row in rows for code in re.findall(r"`([^`]+)`", row)):
+            exec(compile(code, code, "exec"), namespace)
+    assert not left_in(tmp_path)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "x", README, flags=re.DOTALL)
+    long = [one for one in re.split(r"(?<=[.:;])\s|\n|\|", prose) if len(one.split()) > 30]
+    assert long == []
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
 @pytest.mark.compiles
 @pytest.mark.processes  # inductor compiles in workers
@@ -101,24 +119,29 @@ class Logarithm(nn.Module):
 
 
 def recipe_for_the_first_nan():
-    (block,) = [code for language, code in BLOCKS if "first NaN" in code]
-    return re.search(r"with hl.record[^\n]*first NaN.*?, None\)\n", block, re.S)[0]
+    """The recipe behind its own model and recording."""
+    text = (ROOT / "docs" / "recipes.md").read_text().partition("first NaN")[2]
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    return code[code.index("def is_finite") :]
 
 
 @pytest.mark.parametrize(
     ("model", "x", "expected"),
     [
-        (Parts(), torch.ones(3, 2), "second, call 0 of pass 0"),
-        (SecondCall(), torch.full((3, 2), 9.0), "log, call 1 of pass 1"),
-        (nn.LSTM(2, 2), torch.ones(3, 2), None),
-        (nn.LSTM(2, 2), torch.full((3, 2), float("nan")), None),
+        (Parts(), torch.ones(3, 2), "second (LSTM), call 0 of pass 0"),
+        (SecondCall(), torch.full((3, 2), 9.0), "log (Logarithm), call 1 of pass 1"),
+        (nn.LSTM(2, 2), torch.ones(3, 2), ""),
+        (nn.LSTM(2, 2), torch.full((3, 2), float("nan")), ""),
     ],
 )
 def test_the_recipe_for_the_first_nan_names_who_makes_it(model, x, expected):
-    twice = recipe_for_the_first_nan().replace("model(x)", "model(x.clone()); model(x.clone())")
-    found = {"hl": hl, "model": model, "x": x}
-    exec(twice, found)
-    assert found["first"] == expected
+    with hl.record(model, ports=("input", "output"), copy=True) as run:
+        model(x.clone())
+        model(x.clone())
+    out = StringIO()
+    with redirect_stdout(out):
+        exec(recipe_for_the_first_nan(), {"hl": hl, "run": run})
+    assert out.getvalue().partition("\n")[0] == expected
 
 
 @pytest.mark.processes
