@@ -297,9 +297,14 @@ def test_a_pass_broken_off_is_over_for_whoever_runs_next(model):
 
 def test_threads_and_tasks_at_once_mix_no_value():
     soak = runpy.run_path(str(Path(__file__).with_name("soak.py")))["Soak"](8_000, seed=0)
-    # What other tests have left is collected before, and not by a thread in the midst of its pass.
+    # Python 3.11 may collect while torch copies a list of hooks, and then let another thread
+    # attach: torch raises "mutated during iteration", also without hookline.
     gc.collect()
-    found = soak.run()
+    gc.disable()
+    try:
+        found = soak.run()
+    finally:
+        gc.enable()
     assert (found["mixed"], found["errors"], found["hooks left"]) == (0, 0, 0), found["first"]
     assert found["passes"] == 8_000
     assert len(found["by kind"]) == 8
