@@ -136,15 +136,15 @@ def test_two_recordings_have_what_differs_on_top(visit, runs):
     page.get_by_role("button", name="Back to the tree").click()
     expect(page).to_have_url(re.compile(r"\?sort=$"))
     page.locator("tbody th a").filter(has_text="head").click()
-    expect(page.get_by_role("note")).to_contain_text("The difference is")
-    expect(page.get_by_role("heading", name="The first less the second")).to_be_visible()
+    expect(page.get_by_role("note")).to_contain_text("The relative difference is")
+    expect(page.get_by_role("heading", name="First minus second")).to_be_visible()
 
 
 def test_a_comparison_says_whose_numbers_and_differences_it_has(visit, runs):
     page = visit(runs / "b", runs / "a")
     expect(page.locator(".subtitle")).to_contain_text("numbers are those of the first")
     legend = page.locator(".legend")
-    expect(legend).to_contain_text("the L2 norm of the first less the second, over that of the")
+    expect(legend).to_contain_text("the L2 norm of the first value minus the second, over the")
     expect(legend.locator("code")).to_have_text(str(runs / "b"))
     assert "Difference" not in visit(runs / "a").locator(".legend").inner_text()
 

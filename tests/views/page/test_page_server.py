@@ -216,7 +216,7 @@ def test_the_difference_of_two_recordings_is_column_and_picture(served, runs):
     assert gaps["first"] == "0"
     assert float(gaps["head"]) > 0
     text = server.get("site?at=again&call=1").text
-    assert "The first less the second" in text
+    assert "First minus second" in text
     assert f"Output in {runs / 'b'}" in text
     assert "equal to the last bit" in server.get("site?at=first").text
 

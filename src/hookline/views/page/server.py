@@ -165,7 +165,7 @@ class Pages:
             for source in (self._shelf.source, self._shelf.other)
             if source is not None and not source.state()
         ]
-        gone = f"{', '.join(missing)} holds no recording now: deleted, or being replaced."
+        gone = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
         return "application/json", json.dumps({"state": state, "gone": gone if missing else ""})
 
     def problem(self, error: Exception) -> tuple[int, str]:
@@ -173,7 +173,7 @@ class Pages:
         if isinstance(error, FolderError):
             status, title = 503, "This recording cannot be shown"
             lines = str(error).splitlines()
-            lines.append("This page follows: it shows the recording as soon as it can be read.")
+            lines.append("This page shows the recording as soon as it can be read.")
         elif isinstance(error, HooklineError):
             status, title, lines = 404, "There is nothing to show", str(error).splitlines()
         else:

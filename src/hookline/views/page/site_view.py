@@ -205,8 +205,8 @@ def _gap(
         text = "They are equal to the last bit."
     else:
         text = (
-            f"The difference is {measure(known.relative)} of the size of the second"
-            f" (L2 norms); 1 - cosine is {measure(known.cosine)}."
+            f"The relative difference is {measure(known.relative)} (L2 norm, over that of the"
+            f" second); 1 - cosine is {measure(known.cosine)}."
         )
     try:
         a, b = shown.tensor(seen), shown.tensor(there, of_other=True)

@@ -224,14 +224,14 @@ def notices_of(shown: PageState) -> list[Notice]:
         notices.append((f"Only in {shown.names[1]}: {values} ({names}).", ""))
     if shown.recording.lost:
         lost = shown.recording.lost
-        notices.append((f"Not saved when it was written: {lost[0]}{', …' * (len(lost) > 1)}", ""))
+        notices.append((f"Not saved in the folder: {lost[0]}{', …' * (len(lost) > 1)}", ""))
     return notices
 
 
 def failed_passes(recording: Recording) -> list[Notice]:
     """List a notice for each pass in which the model raised."""
     return [
-        (f"Pass {one.number} ended with an exception: only what ran before it is here.", "")
+        (f"Pass {one.number} ended with an exception: only the values before it are here.", "")
         for one in recording.passes
         if one.failed
     ]
@@ -244,7 +244,7 @@ def notices_of_rows(rows: Sequence[Row]) -> list[Notice]:
     broken = sorted((one.order, label) for one, label in seen if one.non_finite)
     if broken:
         values = plural(len(broken), "value holds", "values hold")
-        text = f"{values} NaN or infinity; the first, as they ran, is"
+        text = f"{values} NaN or infinity; the first in firing order is"
         notices.append((text, broken[0][1]))
     n_overwritten = sum(one.is_overwritten for one, _ in seen)
     if n_overwritten:

@@ -1,13 +1,13 @@
 "use strict";
 
-// What every page does: light and dark, following the recording, a value's own page. Beside it, the
-// few names that both parts of the script share.
+// The script of every page: light and dark, following the recording, a value's own page. It also
+// defines the names that both parts of the script share.
 
 const byId = (id) => document.getElementById(id);
 
 const kept = (name) => { try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; } };
 const keep = (name, text) => { try { sessionStorage.setItem(name, text); } catch { /* a file has no store */ } };
-const state = document.body.dataset.state; // of a page from a server
+const state = document.body.dataset.state; // only a served page has one
 
 (() => {
   // -- light and dark ------------------------------------------------------------------------
@@ -26,7 +26,7 @@ const state = document.body.dataset.state; // of a page from a server
   system.addEventListener("change", showTheme);
   showTheme();
 
-  // -- what is followed: the recording may be replaced, deleted, or come to be -----------------
+  // -- following: the recording may be replaced, deleted, or written for the first time ---------
 
   const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
@@ -41,7 +41,7 @@ const state = document.body.dataset.state; // of a page from a server
         return say("hookline view has ended. Start it again to go on.");
       }
       if (now.state && now.state !== state) return location.reload();
-      say(now.state || !state ? "" : `${now.gone} What is here was read before; this page follows if it comes back.`);
+      say(now.state || !state ? "" : `${now.gone} The page shows an earlier state and updates when the recording is back.`);
     }
   }
 
@@ -54,14 +54,14 @@ const state = document.body.dataset.state; // of a page from a server
 
   // -- a site's own page ---------------------------------------------------------------------
 
-  // Back to the table as it was left, sorted and searched.
+  // Keep the table's sorting and search in the link back to it.
   const up = byId("up");
   if (up) up.href = `./${kept("hookline-table")}${up.hash}`;
   for (const place of document.querySelectorAll("[data-later]")) {
     fetch(place.dataset.later)
       .then((answer) => answer.text())
-      .then((html) => { place.innerHTML = html; }) // from our own templates, which escape every name
-      .catch(() => { place.querySelector(".waiting").textContent = "It could not be measured: the server has ended."; });
+      .then((html) => { place.innerHTML = html; }) // safe: the server's templates escape every name
+      .catch(() => { place.querySelector(".waiting").textContent = "The value could not be measured: the server has ended."; });
   }
   for (const input of document.querySelectorAll(".step input[type=number]")) {
     input.addEventListener("change", () => input.form.requestSubmit());

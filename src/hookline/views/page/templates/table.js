@@ -1,4 +1,4 @@
-// The table of all values: sort, search, fold, measure, compare, and in one file each value.
+// The table of all values: sorting, search, folding, measuring, and the values of a single file.
 
 (() => {
   if (!byId("modules")) return;
@@ -33,7 +33,7 @@
   let query = (address.get("q") ?? "").toLowerCase();
   byId("search").value = address.get("q") ?? "";
 
-  let most = STEP; // lines that are laid out: thousands at once would take seconds
+  let most = STEP; // the rows that are laid out: thousands at once would take seconds
 
   function foldOf(line) { return line.element.querySelector(".fold"); }
 
@@ -43,7 +43,7 @@
     render();
   }, { root: table.closest(".scroller"), rootMargin: "1500px" }).observe(byId("more"));
 
-  // On a phone the sorted column stays beside the first one, which is as wide as its names.
+  // On a phone, the sorted column stays visible beside the first one.
   const scroller = table.closest(".scroller");
   const showEdge = () => scroller.parentElement.classList.toggle("more", scroller.scrollLeft + scroller.clientWidth < scroller.scrollWidth - 1);
   const sizes = new ResizeObserver(() => {
@@ -53,19 +53,19 @@
   for (const one of [heads[0], table, scroller]) sizes.observe(one);
   scroller.addEventListener("scroll", showEdge, { passive: true });
 
-  // -- which lines show, and in which order --------------------------------------------------
+  // -- the visible rows and their order ------------------------------------------------------
 
   function compare(a, b) {
     const [x, y] = [a.keys[sort.column], b.keys[sort.column]];
     if (x === y) return a.number - b.number;
-    // Lines that have nothing here come last, whichever way the column is sorted.
+    // Rows with an empty cell come last in both directions.
     if (x === null || x === "") return 1;
     if (y === null || y === "") return -1;
     const order = typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y;
     return sort.descending ? -order : order;
   }
 
-  // How well a line answers a search: by its whole name 0, its path 1, its type 2, not at all 3.
+  // The rank of a row in a search: match of the whole name 0, of the path 1, of the type 2, none 3.
   function rankOf({ label, path, type }) {
     if (label.toLowerCase() === query) return 0;
     return path.includes(query) ? 1 : type.includes(query) ? 2 : 3;
@@ -81,12 +81,12 @@
   function render() {
     const underCollapsed = new Set();
     for (const { number, parent } of lines) {
-      // A parent comes before what it holds, so one pass over the lines is enough.
+      // A parent comes before its descendants, so one pass over the rows is enough.
       if (parent !== null && (collapsed.has(parent) || underCollapsed.has(parent))) underCollapsed.add(number);
     }
     const ordered = sort ? [...lines].sort(compare) : query ? [...lines].sort(byRank) : lines;
     if (ordered.some((line, place) => body.rows[place] !== line.element)) {
-      const focused = document.activeElement; // which is lost when its line is moved
+      const focused = document.activeElement; // moving its row would lose the focus
       body.append(...ordered.map((line) => line.element));
       if (body.contains(focused)) focused.focus({ preventScroll: true });
     }
@@ -119,7 +119,7 @@
     }
   }
 
-  // What is sorted and searched stands in the address: it can be sent on, and outlasts a reload.
+  // The address keeps the sorting and the search, so they can be shared and survive a reload.
   function note() {
     if (state === undefined) return;
     const parameters = new URLSearchParams();
@@ -136,7 +136,7 @@
 
   heads.forEach((head, column) => {
     head.querySelector("button").addEventListener("click", () => {
-      const first = data.numbers[column]; // of numbers, the largest are looked for first
+      const first = data.numbers[column]; // numbers are sorted with the largest first
       if (!sort || sort.column !== column) sort = { column, descending: first };
       else if (sort.descending === first) sort = { column, descending: !first };
       else sort = null;
@@ -146,7 +146,7 @@
   byId("unsort").addEventListener("click", () => {
     sort = null;
     render();
-    byId("search").focus(); // the button is gone: keep the keyboard's place
+    byId("search").focus(); // the button disappears, so the focus must go elsewhere
   });
 
   // -- searching and folding -----------------------------------------------------------------
@@ -179,11 +179,11 @@
     render();
   }
 
-  // -- by keyboard: up and down from line to line, left and right to fold ---------------------
+  // -- keyboard: up and down from row to row, left and right to fold --------------------------
 
   const focusable = (row) => row.querySelector("th a, th button");
 
-  // The line of a value that was left; it may lie further down than lines are laid out.
+  // The row of the value that was open; it may be below the rows that are laid out.
   function focusOn(line) {
     while (line.element.hidden && !byId("more").hidden) {
       most += STEP;
@@ -192,7 +192,7 @@
     focusable(line.element)?.focus();
   }
 
-  // Where nothing has the focus, as on a page just opened, arrows begin at the first line.
+  // If nothing has the focus, as on a page just opened, arrows begin at the first row.
   document.addEventListener("keydown", (event) => {
     const isArrow = event.key === "ArrowUp" || event.key === "ArrowDown";
     if (!isArrow || event.target !== document.body || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -208,7 +208,7 @@
     if (event.key === "ArrowUp" || event.key === "ArrowDown") {
       const shown = [...body.rows].filter((one) => !one.hidden && focusable(one));
       const next = shown[shown.indexOf(row) + (event.key === "ArrowDown" ? 1 : -1)];
-      if (next) focusable(next).focus(); // which scrolls it into view
+      if (next) focusable(next).focus(); // focus() also scrolls it into view
     } else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const line = lines.find((one) => one.element === row);
       if (!foldOf(line) || sort || query) return;
@@ -234,7 +234,7 @@
     byId("search").focus();
   });
 
-  // -- numbers that are measured while the page is looked at ----------------------------------
+  // -- statistics that are measured while the page is open ------------------------------------
 
   const left = () => lines.filter((line) => line.waits).length;
   let measuring = false;
@@ -247,9 +247,9 @@
       try {
         answer = await (await fetch(`measure?from=${at}&state=${encodeURIComponent(state)}`)).json();
       } catch {
-        break; // the follower says why
+        break; // the code that follows the recording says why
       }
-      if (!answer.lines) break; // another recording: the page is about to follow
+      if (!answer.lines) break; // another recording: the page is about to reload
       at = answer.next;
       for (const found of answer.lines) take(found);
       showNotices(answer.notices);
@@ -319,7 +319,7 @@
     if (data.start && left()) measure();
   }
 
-  // -- a site's page in one file: what the address names after "#" ----------------------------
+  // -- a value's page in a single file, named after "#" in the address ------------------------
 
   const dialog = byId("site");
   let opened = null;
