@@ -239,9 +239,6 @@ def opens_with_a_relative(doc: str) -> bool:
     return doc.split(maxsplit=1)[0].strip(",.:") in FREE_RELATIVES
 
 
-@pytest.mark.xfail(
-    strict=True, reason="docstrings of the engine, hl.attach and hl.doctor do not yet"
-)
 def test_docstrings_open_with_a_verb_or_a_noun():
     found = [doc for path in FILES for doc in docstrings(path.read_text())]
     share = sum(map(opens_with_a_relative, found)) / len(found)

@@ -90,7 +90,7 @@ class Marks:
         return [module for module in self._marked.values() if renew(module)]
 
     def is_stale(self, module: nn.Module) -> bool:
-        """Whether a module's mark stood for a forward that its class has no longer; renew it."""
+        """Renew the mark of a module whose class got another forward; tell whether it had to."""
         return id(module) in self._marked and renew(module)
 
     def discard(self, number: int) -> None:

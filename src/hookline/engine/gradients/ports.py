@@ -52,7 +52,7 @@ class GradOutputTap(GradientTap):
         return self.look(module, output, id(sys._getframe(1)))
 
     def look(self, module: nn.Module, output: Any, key: int) -> Any:
-        """What `fire` does, of the call that the key says."""
+        """Do the work of `fire` for the call with this key."""
         call = self._call(module)
         if call is None:
             return None
@@ -71,8 +71,10 @@ class GradOutputTap(GradientTap):
 
 
 def _is_made_anew(module: nn.Module, value: Any) -> bool:
-    """Whether a module returned several tensors from code that was compiled by itself, and some of
-    them share memory: those are views that were made outside of that code."""
+    """Tell whether a module compiled by itself returned several tensors that share memory.
+
+    Those are views that were made outside of the compiled code.
+    """
     if isinstance(value, Tensor):
         return False
     nodes = [(one._is_view(), one.grad_fn) for one in tree.distinct(value) if one.grad_fn]
@@ -125,7 +127,7 @@ def all_at(module: nn.Module, port: str) -> list[GradientTap]:
 
 
 class BorderTap(Tap):
-    """Where the root begins and ends: what comes back through one pass is apart from all else."""
+    """A tap at the borders of the root: it tells the gradients of one pass from all others."""
 
     __slots__ = ()
 
@@ -286,7 +288,7 @@ class ParameterTap(GradientTap):
         return current
 
     def why_silent(self) -> str | None:
-        """Why no gradient arrived."""
+        """Say why no gradient arrived."""
         if self._is_elsewhere:
             return f"its gradient flowed back {ELSEWHERE}"
         if self.off:

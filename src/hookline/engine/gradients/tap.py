@@ -1,4 +1,4 @@
-"""What all taps on gradients share.
+"""The base of all taps on gradients.
 
 Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
 inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
@@ -103,7 +103,7 @@ Outside = tuple[tuple[int, Tensor, str], ...]
 
 
 class GradientCallback:
-    """What a verb does with the gradients at one site. The base does nothing."""
+    """A verb's callback for the gradients at one site. The base does nothing."""
 
     __slots__ = ()
     # Whether the model trains on other numbers when this is not called any more.
@@ -128,7 +128,7 @@ class GradientCallback:
 
 
 class GradientTap(Tap):
-    """What the taps on gradients share.
+    """The base of the taps on gradients.
 
     Attributes:
         placed: how many values it waits or waited for.
@@ -531,12 +531,12 @@ class GradientTap(Tap):
 
     @property
     def is_excused(self) -> bool:
-        """Whether nothing was to come: only looked for, and optional or not needed."""
+        """Tell whether no gradient was due: the site is optional, or nothing there requires one."""
         needless = self.needless > 0 and not self.placed
         return not self.on.changes and (self.on.optional or needless)
 
     def why_silent(self) -> str | None:
-        """Why no gradient arrived."""
+        """Say why no gradient arrived."""
         if self.off and not (self.placed or self.needless):
             return "it ran under torch.no_grad() or inference_mode(); run it with gradients enabled"
         if self.n_lost:

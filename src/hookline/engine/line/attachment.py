@@ -21,7 +21,7 @@ class Attachment:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether any is in place."""
+        """Tell whether any hook is in place."""
         return False
 
     def end(self) -> None:
@@ -31,11 +31,11 @@ class Attachment:
         """Take off those of some taps. Idempotent."""
 
     def note(self) -> str | None:
-        """What a person should know of them at the end."""
+        """Return a note for the report at the end; None without one."""
         return None
 
     def why_silent(self) -> str | None:
-        """Why a tap may not have fired that is in this place; None where that is told elsewhere."""
+        """Say why a tap of this attachment may not have fired; None where others say so."""
         return None
 
 

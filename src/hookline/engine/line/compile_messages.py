@@ -1,4 +1,4 @@
-"""What no graph can hold, and what to do: added to the errors of torch.compile, or raised."""
+"""Messages about hooks that a graph cannot hold: added to errors of torch.compile, or raised."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stale_forward(module: nn.Module) -> str:
 
 
 def note_on(error: BaseException, site: Site | None) -> str | None:
-    """What an error has to do with hooks, and what to do; None if nothing.
+    """Explain how an error of torch.compile is related to hooks, and the fix; None if unrelated.
 
     Args:
         error: what was raised where code was compiled, or ran.

@@ -1,4 +1,4 @@
-"""What it takes for torch.compile to honour a line.
+"""Have torch.compile honour a line.
 
 Compiled code is reused as long as its guards hold, and by default they look at no hook that comes
 where none was. So each hooked module carries a mark that code compiled before is guarded against
@@ -116,17 +116,17 @@ class _Border:
 
     @property
     def is_crossed(self) -> bool:
-        """Whether a compiled module runs in this thread."""
+        """Tell whether a compiled module runs in this thread."""
         return bool(self._here.calls)
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether the line has to do with a compiled module."""
+        """Tell whether a compiled module concerns the line."""
         if self._members is None and self._root is not None:
             self._members, _ = compiled_within(self._root)
         return self._holds_root(module) or id(module) in (self._members or ())
 
     def _holds_root(self, module: nn.Module) -> bool:
-        """Whether a pass is a run of this compiled module: the model, or what it is a part of."""
+        """Tell whether a pass is a run of this compiled module: the model or one around it."""
         if module is self._root:
             return True
         is_around = self._around_root.get(module)
@@ -173,7 +173,7 @@ class _Border:
 
 @final
 class Compiled(Attachment):
-    """What one line needs of torch.compile, from when dynamo is there until the line ends.
+    """One line's state in torch.compile, from when dynamo is loaded until the line ends.
 
     Args:
         passes: the line's, begun and ended at the border of the compiled model.

@@ -62,8 +62,10 @@ class CallHooks:
         self._taps, self._entries = [], []
 
     def _without_closers(self) -> list[Entry]:
-        """What can go at once. In a call under way, a hook that undoes what another did stays
-        until that call ends."""
+        """Return the entries that can go at once.
+
+        In a call under way, a hook that undoes another's work stays until that call ends.
+        """
         off = self._entries
         for tap in self._taps:
             hook = tap.closer()

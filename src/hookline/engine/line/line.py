@@ -46,7 +46,7 @@ Bound = Callback | SplitCallback | Tap | GradientCallback
 @final
 @dataclass(slots=True)
 class LineOptions:
-    """What a line says when it ends.
+    """The settings of a line's messages at its end.
 
     Args:
         quiet: no warnings: the verb says itself what is wrong.
@@ -341,7 +341,7 @@ class Line:
         return str(self.report()).partition("\n")[0]
 
     def report(self) -> Report:
-        """What was matched and attached, how often each site fired, and why some never did."""
+        """Report the sites that were attached, how often each fired, and why some never did."""
         return self._make_report(ended=False) if self._last is None else self._last
 
     def _make_report(self, *, ended: bool) -> Report:
@@ -373,7 +373,7 @@ class Line:
         }
 
     def _gathered(self) -> str | None:
-        """What to say where several runs of modules are one pass, and passes matter."""
+        """Write the warning where several runs of modules are one pass, and passes matter."""
         if self.passes.beside < self.passes.started:
             return None
         keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)

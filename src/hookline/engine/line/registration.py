@@ -56,7 +56,7 @@ class Registrations(Attachment):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether any is in place."""
+        """Tell whether any hook is in place."""
         return any(entry is not _TAKEN_OFF for entry in self._placed)
 
     def place(
@@ -295,7 +295,7 @@ def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
 
 
 def _is_walked_over(hooks: HookDict) -> bool:
-    """Whether torch calls the hooks in this dictionary just now, out of the dictionary itself."""
+    """Tell whether torch is just walking over this dictionary itself to call its hooks."""
     if not walked_over:
         return False
     owners = [getattr(getattr(h, "hook", h), "__self__", None) for h in list(hooks.values())]

@@ -1,1 +1,1 @@
-"""What fired, and why a site was silent."""
+"""Reports: the sites that fired, and why others did not."""

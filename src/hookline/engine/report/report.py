@@ -1,4 +1,4 @@
-"""What a line matched and attached, how often it fired, and why some of it never did."""
+"""The report of a line: the sites it attached to, how often each fired, and why some never did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 @final
 @dataclass(frozen=True)
 class Report:
-    """What a line did. Print it, or read its attributes.
+    """The report of a line. Print it, or read its attributes.
 
     Args:
         name: the verb that made the line.
@@ -60,7 +60,7 @@ class Report:
         )
 
     def warning(self) -> str | None:
-        """What a person should be told at the end of the line; None if all went as asked."""
+        """Return the warning for the end of the line; None if all went as asked."""
         if not self.why:  # all have fired, as mostly
             return None
         silent = [site for site in self.silent if site not in self.excused]
@@ -124,11 +124,11 @@ class Report:
 
     @property
     def n_fired(self) -> int:
-        """How many of the sites fired."""
+        """The number of sites that fired."""
         return sum(count > 0 for _, count in self.fired)
 
     def remarks(self) -> list[str]:
-        """What there is to say of each site: that it was removed, or why it never fired."""
+        """List a remark for each site: that it was removed, or why it never fired."""
         removed = frozenset(self.removed)
         return [
             "removed" if place in removed else "" if count else self.why.get(site, "")

@@ -1,4 +1,4 @@
-"""Why a site was silent, as far as can be told from outside the model's code.
+"""Explain why a site was silent, as far as hooks can tell.
 
 Each cause has a function of its own, which gives None where it is not the cause. The first that
 answers is told. hl.doctor asks some of them, too, beside those that take a run of the model.
@@ -77,7 +77,7 @@ def explain(silent: Silent) -> str:
 
 
 def never_called(node: ModuleNode) -> Why | None:
-    """Why no hook on a module is ever called, whatever the model is given."""
+    """Say why no hook on a module is ever called, whatever the model is given."""
     if is_scripted(node.module):
         return Why(
             "a ScriptModule: torch takes hooks on it and never calls them",
@@ -153,7 +153,7 @@ _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
 
 
 def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
-    """Whether the model holds another parameter by now where this one was."""
+    """Tell whether the model holds another parameter by now where this one was."""
     *holders, name = node.path.split(".")
     module: nn.Module | None = unwrap(root)
     for holder in holders:
@@ -167,7 +167,7 @@ def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
 
 
 def gathered(name: str, model_type: str, nodes: list[ModuleNode]) -> str | None:
-    """What to say where the model itself was never called, and modules in it ran several times."""
+    """Write the warning where the model itself was never called, but its modules were."""
     tops: dict[str, None] = {}
     for node in nodes:
         top = node

@@ -32,7 +32,7 @@ from hookline.engine.torch_private.hooks import discard_hooks_of
 
 
 class Order(IntEnum):
-    """Where a hook stands among the others on its module; foreign hooks count as HOOK.
+    """The order of hooks on a module; foreign hooks count as HOOK.
 
     Those that only ask for a value's gradient come after the ones that may still change the value;
     in backward they are called as they stand here: edits, hooks, what reads after them, recorders.
@@ -58,7 +58,7 @@ GRADIENT_ORDERS = {
 
 
 class HookSpec(NamedTuple):
-    """Where a method of a tap is registered on its module.
+    """The registration of a tap's method on its module.
 
     Attributes:
         kind: torch's kind of hook: "forward_pre" or "forward".
@@ -81,7 +81,7 @@ walked_over: list[Tap] = []
 
 
 class Tap:
-    """What every tap shares: whose it is, whether it may fire now, how often it did.
+    """The base of all taps: it knows its line, whether it may fire now, and how often it fired.
 
     Args:
         site: where it is.
@@ -135,7 +135,7 @@ class Tap:
         return GraphCapture(self.site.call)
 
     def _after(self) -> Callback:
-        """What is done with what compiled code has kept."""
+        """Return the callback for values that compiled code has kept."""
         if self.halves is None:
             return self.see
         after, call = self.halves.after, self.site.call
@@ -151,7 +151,7 @@ class Tap:
             self.prepare()
 
     def trace(self, value: Any) -> Any:
-        """What `fire` does inside compiled code."""
+        """Do the work of `fire` inside compiled code."""
         self.is_traced()
         return None if self.active is None else self.active.meet(value)
 
@@ -203,7 +203,7 @@ class Tap:
 
     @property
     def is_removed(self) -> bool:
-        """Whether a handle has taken it off, while its line went on."""
+        """Tell whether a handle has removed this tap while its line went on."""
         return self.passes is _REMOVED
 
     def retire(self) -> None:
@@ -221,7 +221,7 @@ class Tap:
 
     @property
     def is_excused(self) -> bool:
-        """Whether it is no mistake that this tap has not fired: nothing was to come."""
+        """Tell whether this tap need not fire: nothing was due."""
         return False
 
     def release(self) -> None:
@@ -236,7 +236,7 @@ class Tap:
         then()
 
     def why_silent(self) -> str | None:
-        """Why this tap has not fired, as far as it can tell itself."""
+        """Say why this tap has not fired, as far as it can tell itself."""
         if self.site.call is not None and self.ran:
             runs = "once" if self.ran == 1 else f"{self.ran} times"
             return f"the module ran {runs} in a pass, so call #{self.site.call} never came"
@@ -244,7 +244,7 @@ class Tap:
 
 
 def no_callback(*values: Any) -> None:
-    """What taps that see no single value are made with, and what a removed one calls."""
+    """Do nothing: the callback of taps without a single value, and of removed taps."""
 
 
 def _at_leaf(see: Callback, site: Site) -> Callback:
@@ -335,5 +335,5 @@ def _discard(module: nn.Module, owner: object) -> None:
 
 
 def is_inert(owner: object) -> bool:
-    """Whether it is a tap that came along with a copy of a hooked model."""
+    """Tell whether this is a tap that came along with a copy of a hooked model."""
     return isinstance(owner, Tap | RootTap) and owner.passes is _INERT

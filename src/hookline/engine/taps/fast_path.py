@@ -61,7 +61,7 @@ def layer_above(node: ModuleNode | None) -> ModuleNode | None:
 
 
 def fast_path_warning(name: str, taps: list[FusedTap]) -> str | None:
-    """What a person should know of the fast paths that a line turned off."""
+    """Write the warning about fast paths that a line turned off."""
     paths = [str(tap.site) or "the model" for tap in taps if tap.ran]
     if not paths:
         return None

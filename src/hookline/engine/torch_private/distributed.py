@@ -57,7 +57,7 @@ def _is_sum(placements: Any) -> bool:
 
 
 class Layout(NamedTuple):
-    """How the parts of a DTensor lie."""
+    """The placement of a DTensor's parts."""
 
     kind: Any
     mesh: Any

@@ -78,7 +78,7 @@ class _Call:
 
 
 class _RawBackwardTap(GradientTap):
-    """What both kinds share: calling the user's function, and checking what it returns."""
+    """The base of both kinds: it calls the user's function and checks what it returns."""
 
     __slots__ = ("function", "is_everywhere")
 
@@ -131,7 +131,7 @@ class _RawBackwardTap(GradientTap):
         return _Call((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
 
     def _ask(self, call: _Call, old: Any, *rest: Any) -> Any:
-        """What the user's function makes of the gradients; None if they stay as they are."""
+        """Call the user's function with the gradients; return None if they stay as they are."""
         module = call.module()
         if self.passes.closed or module is None:
             return None
@@ -163,7 +163,7 @@ class BackwardPreTap(_RawBackwardTap):
         return self.join_at(module, output, id(sys._getframe(1)))
 
     def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """What `join` does, of the call that the key says."""
+        """Do the work of `join` for the call with this key."""
         current = self._pass_of(module)
         if current is None or not torch.is_grad_enabled():
             return None
@@ -237,7 +237,7 @@ class BackwardTap(_RawBackwardTap):
     def enter_at(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        """What `enter` does, seen from the frame that calls the hooks."""
+        """Do the work of `enter`, from the frame that calls the hooks."""
         current = self._pass_of(module)
         if current is None:
             return None
@@ -271,7 +271,7 @@ class BackwardTap(_RawBackwardTap):
         return self.join_at(module, output, id(sys._getframe(1)))
 
     def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """What `join` does, of the call that the key says."""
+        """Do the work of `join` for the call with this key."""
         call = self._open_call()
         if call is None or not torch.is_grad_enabled():
             return None
@@ -295,7 +295,7 @@ class BackwardTap(_RawBackwardTap):
         return self.read_at(module, output, id(sys._getframe(1)))
 
     def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
-        """What `read` does, of the call that the key says."""
+        """Do the work of `read` for the call with this key."""
         call = self._open_call()
         current = self.lane.running
         if call is None or current is None or not torch.is_grad_enabled():
@@ -342,7 +342,7 @@ class BackwardTap(_RawBackwardTap):
         self.close_at(output, sys._getframe(1))
 
     def close_at(self, output: Any, frame: FrameType) -> None:
-        """What `close` does, seen from the frame that calls the hooks."""
+        """Do the work of `close`, from the frame that calls the hooks."""
         current = self.lane.running
         opened = None if current is None else current.opened.get(self)
         ours = id(call_frame(frame))

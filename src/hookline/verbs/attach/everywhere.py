@@ -76,7 +76,7 @@ class GlobalHooks(Attachment):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether any is in place."""
+        """Tell whether any hook is in place."""
         return bool(self.groups)
 
     def end(self) -> None:
@@ -249,8 +249,10 @@ class _Dispatcher:
 def _on_output(
     module: nn.Module, args: Any, kwargs: Any, key: int
 ) -> Iterator[Callable[[Any], Any]]:
-    """What sees an output, of all lines, in torch's order: forward hooks, then those that backward
-    hooks need; of these, the hooks before backward come before those that read what they left."""
+    """List the hooks of all lines on an output, in torch's order.
+
+    Forward hooks come first, then those that backward hooks need: of backward_pre before backward.
+    """
     found: dict[str, list[_GlobalHook]] = {kind: [] for kind in _AFTER}
     for line in DISPATCHER.here():
         for one in tuple(line.taps):

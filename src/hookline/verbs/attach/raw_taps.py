@@ -58,7 +58,7 @@ class EventTap(Tap):
         self.function = no_callback
 
     def why_silent(self) -> str:
-        """What did not happen."""
+        """Say what did not happen."""
         if self.is_elsewhere:
             return f"it happened {ELSEWHERE}"
         return _NEVER.get(self.site.port.partition(" ")[0], "nothing of the kind happened")

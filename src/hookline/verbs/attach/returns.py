@@ -1,4 +1,4 @@
-"""What a raw hook may return.
+"""Checks of the values that raw hooks return.
 
 torch takes any return but None for the new value: a stray `True` becomes the layer's output, and a
 pre-hook's list becomes one argument.
@@ -64,7 +64,7 @@ def _check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
 
 
 def check_gradient(result: Any, grad: Tensor, where: str) -> Tensor:
-    """What a hook made of a gradient, if it can take its place.
+    """Check that a hook's gradient can take the place of the one it got.
 
     Raises:
         StructureError: it is no tensor of the same shape, dtype and device.
@@ -79,7 +79,7 @@ def check_gradient(result: Any, grad: Tensor, where: str) -> Tensor:
 
 
 def check_backward(result: Any, old: Any) -> Any:
-    """What a backward hook made of a module's gradients, in their form; one alone is wrapped.
+    """Check a backward hook's gradients, and give them the form of the module's; wrap a single one.
 
     Raises:
         StructureError: it is not of their structure, shapes, dtypes and devices.
@@ -111,7 +111,7 @@ def check_nothing(who: str, instead: str) -> Callable[[Any, tuple[Any, ...]], An
 
 
 def check_step(result: Any, values: tuple[Any, ...]) -> Any:
-    """What a hook before an optimizer's step made of the step's arguments."""
+    """Check the arguments that a hook before an optimizer's step returns."""
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise StructureError(
             f"line.step_pre returned {_show(result)}.\nReturn (args, kwargs) for the step, a tuple"
@@ -121,7 +121,7 @@ def check_step(result: Any, values: tuple[Any, ...]) -> Any:
 
 
 def check_optimizer_state(result: Any, values: tuple[Any, ...]) -> Any:
-    """What a hook made of an optimizer's state dict."""
+    """Check the state dict that a hook on an optimizer returns."""
     if not isinstance(result, dict):
         raise StructureError(
             f"the hook on the optimizer's state dict returned {_show(result)}."

@@ -120,7 +120,7 @@ class SavedTap(Tap):
         self._closed = then
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is kept in place of a tensor, and what it has to become again."""
+        """Return what is kept in place of a tensor, and the form that it is given back in."""
         if self.is_removed:  # in the midst of a call
             return tensor.detach(), None
         self.fired += 1

@@ -1,4 +1,4 @@
-"""Why a selected site does not fire, and what to do about it.
+"""Find out why a selected site does not fire, and what to do about it.
 
 Each cause has a function of its own, which gives None where it is not the cause; the first that
 answers is told. Nothing here runs a model.
@@ -50,7 +50,7 @@ class Facts:
 
 
 def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Finding:
-    """What is to be said about one site."""
+    """Return the finding about one site."""
     always = _before_any_run(site, node)
     if always is not None:
         return Finding(site, 0, *always)
@@ -192,7 +192,7 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _is_called(node: ModuleNode) -> bool:
-    """Whether it is a module that can be called, and no mere holder of others."""
+    """Tell whether a module can be called, unlike a container such as `ModuleList`."""
     return type(node.module).forward is not nn.Module.forward
 
 
@@ -246,7 +246,7 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
 
 
 def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
-    """What flowed there can have no gradient."""
+    """Say why the value at a site can have no gradient."""
     seen = _seen(site, facts)
     if seen is None or seen.is_compiled:
         return None
@@ -319,7 +319,7 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _to_mind(site: Site, run: Run) -> Why | None:
-    """What a person is to mind at a site that fires."""
+    """Return what to mind at a site that fires."""
     if site.is_gradient or (site.path, site.port) not in run.overwritten:
         return None
     return Why(

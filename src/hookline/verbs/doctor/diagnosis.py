@@ -14,7 +14,7 @@ from hookline.engine import Site, as_written
 @final
 @dataclass(frozen=True)
 class Finding:
-    """Whether one selected site fires, and if not, why.
+    """The verdict on one selected site: whether it fires, and if not, why.
 
     Args:
         site: the site.
@@ -57,7 +57,7 @@ class Note:
 @final
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `hl.doctor` found. Print it, or read `sites`, `notes`, `failure` and `ok`.
+    """The result of `hl.doctor`. Print it, or read `sites`, `notes`, `failure` and `ok`.
 
     Args:
         model_type: the class of the model.
@@ -77,7 +77,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether the run went through and every selected site fires."""
+        """Tell whether the run went through and every selected site fires."""
         return self.failure is None and all(finding.calls for finding in self.sites)
 
     def __getitem__(self, site: str | Site) -> Finding:

@@ -1,4 +1,4 @@
-"""Whether the selected sites fire in the present regime, and why not.
+"""Tell whether the selected sites fire in the present regime, and why not.
 
 It runs the model as it is, not in eval mode and not under no_grad: what a person wants to know is
 what their own run will do.
@@ -99,7 +99,7 @@ def doctor(
 def _places(
     line: Line, selector: Selector, ports: tuple[str, ...]
 ) -> tuple[list[Place], list[Finding]]:
-    """What is selected; and of what is named, the holders, which no verb would select."""
+    """List the selected sites, and named containers, which no verb would select."""
     parts = selector if isinstance(selector, list | tuple) and selector else [selector]
     places: list[Place] = []
     holders: list[Finding] = []

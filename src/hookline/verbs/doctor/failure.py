@@ -1,4 +1,4 @@
-"""What a model's own error means for the person who hooks it."""
+"""Explain a model's own error to the person who hooks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model does by itself, with nothing attached: which forwards ran, and who called them.
+"""Observe a model with nothing attached: which forwards ran, and who called them.
 
 Hooks only see what goes through a module's `__call__`. Python's own profiling function sees every
 call, a direct `.forward` included, changes nothing in the model, and unlike a hook leaves torch's
@@ -48,7 +48,7 @@ class Use(NamedTuple):
 @final
 @dataclass
 class Look:
-    """What was seen in one run; modules are keyed by id.
+    """The observations of one run; modules are keyed by id.
 
     Args:
         called: those that went through `__call__`.

@@ -42,7 +42,7 @@ REENTRANT = "CheckpointFunctionBackward"
 @final
 @dataclass
 class Seen:
-    """What flowed at one place, at its first call, and what became of it.
+    """The value at one place, at its first call, and what became of it.
 
     Args:
         form: its structure.
@@ -67,7 +67,7 @@ class Seen:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether a tensor of it was written to since."""
+        """Tell whether one of its tensors was written to since."""
         return any(counter._version != before for counter, before in self.watched)
 
     def note(self, value: Any, *, is_compiled: bool) -> None:
@@ -92,7 +92,7 @@ class Seen:
 
 @final
 class _Nothing(GradientCallback):
-    """What is done with a gradient: it is counted by the tap, no more."""
+    """A callback that does nothing with a gradient: the tap counts it."""
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """A gradient is there."""
@@ -101,7 +101,7 @@ class _Nothing(GradientCallback):
 @final
 @dataclass
 class Run:
-    """What one hooked run showed.
+    """The results of one hooked run.
 
     Args:
         fired: how often each site fired.
@@ -208,7 +208,7 @@ def _ours_behind(error: BaseException | None) -> HooklineError | None:
 
 
 def halves(error: HooklineError) -> tuple[str, str]:
-    """What is wrong, and what to do: the first two lines, as dynamo adds more below."""
+    """Split an error into the fault and the fix: its first two lines, as dynamo adds more below."""
     what, remedy, *_ = [*str(error).split("\n"), ""]
     return what, remedy
 
