@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
+from contextlib import chdir
 from html import unescape
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from playwright.sync_api import sync_playwright
+from typer.testing import CliRunner
 
+import hookline as hl
+from hookline.cli.app import app
 from test_public_names import NAMES, SURFACES
 
 ROOT = Path(__file__).parent.parent
@@ -181,6 +187,38 @@ def test_pages_outside_the_navigation_and_missing_are_named(check, tmp_path):
     ]
 
 
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
+
+
+def test_every_recipe_is_short_and_in_the_index():
+    index, _, rest = RECIPES.partition("## The models used here")
+    recipes, _, programs = rest.partition("## Whole programs")
+    listed = set(re.findall(r"\]\(#(.*?)\)", index))
+    for title in re.findall(r"^### (.*)$", recipes.partition("## The scripts")[0] + programs, re.M):
+        assert slug(title) in listed, title
+    for recipe in re.split(r"^### ", recipes, flags=re.M)[1:]:
+        code = re.findall(r"```(?:python|bash)\n(.*?)```", recipe, re.DOTALL)
+        lines = [line for line in code[-1].splitlines() if line.strip()]
+        assert len(lines) <= 8, recipe.splitlines()[0]
+        assert len(lines) >= 3 or "```bash" in recipe or "hl." in code[-1], recipe.splitlines()[0]
+
+
+def test_every_script_has_a_recipe():
+    for script in (ROOT / "examples").glob("*.py"):
+        assert f"(../examples/{script.name})" in RECIPES, script.name
+
+
+def test_features_of_a_folder_come_from_the_recipes_command(tmp_path):
+    (command,) = re.findall(r"^hookline inspect torchvision:resnet50 photos .*$", RECIPES, re.M)
+    (tmp_path / "photos").mkdir()
+    for k in range(2):
+        Image.new("RGB", (300, 260), (40 * k, 90, 120)).save(tmp_path / "photos" / f"{k}.png")
+    with chdir(tmp_path):
+        result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--weights", "none"])
+        assert result.exit_code == 0, result.output
+        assert hl.open("runs/photos")["avgpool"].shape == (2, 2048, 1, 1)
+
+
 TASKS = {
     "record the output of every convolution": "hl.record(",
     "gradients of intermediate tensors": "hl.record(",
@@ -189,6 +227,9 @@ TASKS = {
     "patch an activation from one run into another": "hl.edits.replace(",
     "steer GPT-2 while it generates": "hl.edit(",
     "print each module as it runs": "hl.watch(",
+    "logit lens": "hl.record(",
+    "record in a Hugging Face Trainer": "hl.record(",
+    "load my own checkpoint": "load_model(",
     "find the first NaN": "hl.record(",
     "which units are dead": "hl.record(",
     "why does my hook not fire": "hl.doctor(",
@@ -228,15 +269,20 @@ def test_llms_txt_leads_a_task_to_its_verb(site, task):
     assert TASKS[task] in text, (entries[best][:2], text[:300])
 
 
-def section(text, anchor):
-    """The part of a page from the heading with this anchor to the next one."""
+def slug(title):
+    """The anchor of a heading."""
     from markdown.extensions.toc import slugify
 
+    return slugify(re.sub(r"[`*]", "", title), "-")
+
+
+def section(text, anchor):
+    """The part of a page from the heading with this anchor to the next one."""
     bare = re.sub(r"^```.*?^```$", lambda code: " " * len(code[0]), text, flags=re.M | re.DOTALL)
     headings = list(re.finditer(r"^#+ (.*)$", bare, re.M))
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
     for heading, end in zip(headings, ends, strict=True):
-        if slugify(re.sub(r"[`*]", "", heading[1]), "-") == anchor:
+        if slug(heading[1]) == anchor:
             return text[heading.end() : end]
     raise AssertionError(f"no heading for {anchor}")
 
