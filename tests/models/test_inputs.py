@@ -17,7 +17,7 @@ def test_the_demo_has_an_input_of_its_own(digits):
 
 
 def test_the_demos_input_is_the_demos_alone(linear, said):
-    with pytest.raises(InputError, match="'demo' is the input of demo:digits alone") as raised:
+    with pytest.raises(InputError, match="'demo' is an input of demo:digits only") as raised:
         load_input("demo", linear)
     said(raised)
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_not_there_is_an_error_with_close_matches(digits, minilm,
 def test_what_ends_like_a_file_is_a_file_for_a_text_model_too(minilm, tmp_path, said):
     with pytest.raises(InputError, match="does not exist") as raised:
         load_input(str(tmp_path / "tokens.npy"), minilm)
-    assert "a text with a space in it is text" in said(raised)
+    assert "give a text with a space in it" in said(raised)
 
 
 def test_an_unknown_suffix_is_an_error_that_lists_the_known_ones(digits, tmp_path, said):

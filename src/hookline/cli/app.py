@@ -88,7 +88,7 @@ def demo(out_folder: Annotated[Path, typer.Option("--out", help="the folder to w
     out.print(renderable(summary_parts(found.summary)))
     out.print(
         f"\nA small convolutional network, trained on scikit-learn's digits"
-        f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), saw eight of them."
+        f" ({facts['accuracy']:.1%} right on {facts['n_test']} held-out ones), ran on eight digits."
     )
     _say_where(found)
     out.print(

@@ -121,9 +121,9 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
             ) from error
         if not options["local_files_only"]:
             raise ModelError(
-                f"{name}: the hub does not know this model, or it is not open to you: "
-                f"{first_line(error)}.\nLook the name up on the hub; where the model is gated, log "
-                "in first with `hf auth login`."
+                f"{name}: the hub does not know this model, or you may not read it: "
+                f"{first_line(error)}.\nLook the name up on the hub. If the model is gated, log in "
+                "first with `hf auth login`."
             ) from error
         raise ModelError(
             f"{name}: a folder of that name does not exist, the hub cannot be reached, and the "
@@ -134,7 +134,7 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{name} is made by code in its own repository, which hookline never runs.\n"
-                "Where you trust it, build it in a file of yours: path/to/file.py:FACTORY."
+                "If you trust it, build it in a file of your own: path/to/file.py:FACTORY."
             ) from error
         raise ModelError(
             f"{name}: this release of transformers does not know its model_type: "

@@ -148,10 +148,10 @@ def _not_there(spec: str, loaded: LoadedModel) -> InputError:
         found = ", ".join(str(path.parent / name) for name in close)
         return InputError(f"the file {shown} does not exist.\nDid you mean {found}?")
     if spec == "demo":
-        return InputError("'demo' is the input of demo:digits alone.\nGive a file or random:SHAPE.")
+        return InputError("'demo' is an input of demo:digits only.\nGive a file or random:SHAPE.")
     if loaded.tokenize is not None:
         return InputError(
-            f"the file {shown} does not exist.\nCheck the path; a text with a space in it is text."
+            f"the file {shown} does not exist.\nCheck the path, or give a text with a space in it."
         )
     takes = "a picture, a folder of pictures, " if loaded.preprocess else ""
     return InputError(

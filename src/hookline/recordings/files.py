@@ -104,8 +104,8 @@ class Stored:
         except OverwrittenError:
             raise OverwrittenError(
                 f"{self._site} was changed in place after it was looked up."
-                f"\nChange a copy, run[{str(self._site)!r}].clone(); run.release() reads all values"
-                " from the folder again."
+                f"\nChange a copy, run[{str(self._site)!r}].clone(). Call run.release() to read all"
+                " values from the folder again."
             ) from None
 
     def outline(self) -> Any:

@@ -108,7 +108,7 @@ def write(folder: str | os.PathLike[str], contents: Contents) -> Path:
     except (OSError, ValueError, RecursionError) as error:
         raise FolderError(
             f"cannot write the recording {target}: {first_line(error)}."
-            "\nNothing was left behind; choose a folder on a disk with room that you may write to."
+            "\nNothing was left behind. Choose a writable folder, on a disk with free space."
         ) from error
     return target
 

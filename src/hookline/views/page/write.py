@@ -145,7 +145,7 @@ def _replace(target: Path, text: str) -> Path:
     except OSError as error:
         raise FolderError(
             f"cannot write the page {target}: {error.strerror or error}."
-            "\nNothing was left behind; name a file in a folder that you may write to,"
-            " on a disk with room."
+            "\nNothing was left behind. Name a file in a writable folder, on a disk with free"
+            " space."
         ) from error
     return target

@@ -332,7 +332,7 @@ def _check_layout(value: Value, letters: str) -> None:
         raise InputError(
             f"{value.label} {asked}: its shape is {describe.shape(value.tensor)}."
             f"\nGive layout= with one letter for each of its {n_dims} dimensions, C among them:"
-            " N sample, C channel, T or L place in a sequence, D H W."
+            " N sample, C channel, T or L position in a sequence, D, H, W."
         )
 
 
