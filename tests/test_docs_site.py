@@ -208,6 +208,7 @@ def test_every_script_has_a_recipe():
         assert f"(../examples/{script.name})" in RECIPES, script.name
 
 
+@pytest.mark.slow
 def test_features_of_a_folder_come_from_the_recipes_command(tmp_path):
     (command,) = re.findall(r"^hookline inspect torchvision:resnet50 photos .*$", RECIPES, re.M)
     (tmp_path / "photos").mkdir()
@@ -217,6 +218,42 @@ def test_features_of_a_folder_come_from_the_recipes_command(tmp_path):
         result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--weights", "none"])
         assert result.exit_code == 0, result.output
         assert hl.open("runs/photos")["avgpool"].shape == (2, 2048, 1, 1)
+
+
+@pytest.fixture
+def make_site(monkeypatch):
+    """The module that builds the site."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import build
+
+    yield build
+    for name in ("build", "check", "llms"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("[gone](gone.md)", "gone.md"),
+        ("[gone](index.md#gone)", "anchor"),
+        ("::: hookline.nothing", "nothing"),
+        ("Fine: [here](#here)\n\n## Here", None),
+    ],
+)
+def test_the_generator_is_strict(make_site, tmp_path, page, said):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Title\n\n{page}\n")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"site_name: x\nnav: [index.md]\nplugins:\n  - mkdocstrings:\n      handlers:\n"
+        f"        python:\n          paths: ['{ROOT / 'src'}']\n"
+    )
+    if said is None:
+        make_site.generate(tmp_path)
+    else:
+        with pytest.raises(make_site.BuildError, match=rf"(?s)^(?!.*Traceback).*{said}"):
+            make_site.generate(tmp_path)
 
 
 TASKS = {

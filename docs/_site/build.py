@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import os
 import posixpath
 import re
 import shutil
@@ -34,6 +33,7 @@ import hookline.models
 ROOT = Path(__file__).parent.parent.parent
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 ENTRY = re.compile(r"^::: (hookline\S*)$", re.MULTILINE)
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
@@ -189,13 +189,14 @@ def generate(work: Path) -> None:
     done = subprocess.run(
         [*command, "--config-file", "mkdocs.yml"],
         cwd=work,
-        env={**os.environ, "NO_COLOR": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise BuildError(done.stdout + done.stderr)
+        said = COLOUR.sub("", done.stdout + done.stderr)
+        faults, _, crash = said.partition("Traceback (most recent call last):")
+        raise BuildError("\n".join([faults.rstrip(), *crash.rstrip().splitlines()[-1:]]))
 
 
 def open_without_server(site: Path) -> None:
