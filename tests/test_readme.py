@@ -124,7 +124,7 @@ class Logarithm(nn.Module):
 
 def recipe_for_the_first_nan():
     """The recipe behind its own model and recording."""
-    text = (ROOT / "docs" / "recipes.md").read_text().partition("first NaN")[2]
+    text = (ROOT / "docs" / "recipes.md").read_text().partition("\n### Where does the first NaN")[2]
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     return code[code.index("def is_finite") :]
 
