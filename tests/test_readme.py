@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from markdown.extensions.toc import slugify
 from torch import nn
 from typer.testing import CliRunner
 
@@ -171,10 +172,21 @@ def test_the_make_targets_exist():
     assert {"demo", "test", "check", "bench", "clean"} <= set(targets)
 
 
+def anchors(page):
+    """The anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.DOTALL)
+    return {
+        slugify(re.sub(r"[`*]", "", title), "-") for title in re.findall(r"^#+ (.*)$", text, re.M)
+    }
+
+
 def test_every_link_leads_somewhere():
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
-        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / link).exists(), f"{path.name}: {link}"
+        for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^)#:]*)\)", path.read_text()):
+            target = path.parent / link if link else path
+            assert target.exists(), f"{path.name}: {link}"
+            if anchor:
+                assert anchor in anchors(target), f"{path.name}: {link}#{anchor}"
 
 
 def test_the_tests_that_the_traps_name_exist():
