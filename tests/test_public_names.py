@@ -153,8 +153,8 @@ SURFACES = {
         *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order",
     ]),
     "Report": (lambda: recorded().report(), [
-        "beside", "elsewhere", "ended", "excused", "fired", "model_type", "n_fired", "name",
-        "notes", "passes", "remarks", "removed", "silent", "warning", "why",
+        "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
+        "outside_root", "passes", "remarks", "removed", "silent", "warning", "why",
     ]),
     "Selection": (lambda: hl.select(nn.Linear(2, 2)), ["sites"]),
     "Site": (lambda: hl.Site(""), [

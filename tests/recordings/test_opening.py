@@ -116,7 +116,7 @@ def test_flipped_bytes_anywhere_give_right_values_or_an_error(whole, which, chan
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_flip_in_each_stretch_of_each_file_is_an_error(whole, which):
+def test_a_flip_in_each_region_of_each_file_is_an_error(whole, which):
     """Of a small folder no byte is unguarded, but for those that nobody reads."""
     folder = list(whole)[which]
     for path in files_of(folder):
@@ -212,7 +212,7 @@ def changed(folder, **changes):
 
 RANKS = [
     [], {}, None, 3, "rank0", ["rank0"], {"..": ""}, {".": ""}, {"rank0/../..": ""},
-    {"elsewhere": ""}, {"rank9": ""}, {"rank0": "0" * 16}, {"rank0": None},
+    {"other_contexts": ""}, {"rank9": ""}, {"rank0": "0" * 16}, {"rank0": None},
 ]  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_records_come_from_the_first_run_each_once(way):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "gradients", note="a parameter that several reentrant stretches"
+@pytest.mark.cell("checkpointing", "gradients", note="a parameter that several reentrant regions"
                   " share gets its gradient in parts")  # fmt: skip
 def test_gradients_are_those_without_checkpointing_each_once(way):
     options = {"ports": ("grad_output", "grad_input"), "selector": "**"}
@@ -324,7 +324,7 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_value_of_any_kind_can_be_changed_in_a_stretch(kind):
+def test_a_value_of_any_kind_can_be_changed_in_a_region(kind):
     class Gives(nn.Module):
         def forward(self, x):
             return x * 2, KINDS[kind]()

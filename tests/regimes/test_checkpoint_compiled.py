@@ -67,7 +67,7 @@ def close(one, other):
 @pytest.mark.trap(12)
 @backends
 @pytest.mark.cell("checkpointing, compiled", "record", "gradients", "edit", "edit gradients")
-def test_compiled_stretches_are_recorded_and_edited_as_in_eager(backend):
+def test_compiled_regions_are_recorded_and_edited_as_in_eager(backend):
     config = torch._dynamo.config
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     plain, model = Net(), Net(False)
@@ -92,7 +92,7 @@ def test_compiled_stretches_are_recorded_and_edited_as_in_eager(backend):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_stretches_of_compiled_parts_record_once_and_edit_twice(reentrant):
+def test_regions_of_compiled_parts_record_once_and_edit_twice(reentrant):
     plain, model, found = Net(), Net(reentrant), []
     model.blocks[0].compile(fullgraph=True, backend="aot_eager")
     for one in (plain, model):
@@ -156,7 +156,7 @@ def residuals(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_enters_a_compiled_stretch_has_its_whole_gradient(reentrant):
+def test_what_enters_a_compiled_region_has_its_whole_gradient(reentrant):
     found = []
     for model in (residuals(None), residuals(reentrant)):
         with hl.record(model, ["block.*", "inner.*"], ports=("grad_input", "grad_output")) as run:
@@ -171,7 +171,7 @@ def test_what_enters_a_compiled_stretch_has_its_whole_gradient(reentrant):
 
 @pytest.mark.parametrize("path", ["block", "inner"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_an_edit_of_what_enters_a_compiled_stretch_is_of_all(reentrant, path):
+def test_an_edit_of_what_enters_a_compiled_region_is_of_all(reentrant, path):
     plain, model = residuals(None), residuals(reentrant)
     site = f"{path}.0:grad_input"
     if reentrant:

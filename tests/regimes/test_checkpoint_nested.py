@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-# Torch says it of each reentrant stretch that the first run of another one holds.
+# Torch says it of each reentrant region that the first run of another one holds.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 PORTS = ("grad_input", "grad_output")
 
@@ -29,9 +29,9 @@ def checkpointed(function, value, is_reentrant):
 
 
 class Net(nn.Module):
-    """Runs its layers as told: a number is a layer, a triple is a stretch.
+    """Runs its layers as told: a number is a layer, a triple is a region.
 
-    A stretch is (whether it is reentrant, whether its input is added, what is in it).
+    A region is (whether it is reentrant, whether its input is added, what is in it).
     """
 
     def __init__(self, parts, way) -> None:

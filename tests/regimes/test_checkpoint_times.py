@@ -153,7 +153,7 @@ def test_a_checkpointed_root_is_one_pass(reentrant):
 
 
 @both
-def test_two_runs_of_the_root_in_one_stretch_are_two_passes(reentrant):
+def test_two_runs_of_the_root_in_one_region_are_two_passes(reentrant):
     class Same(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -245,7 +245,7 @@ def test_nothing_is_left_of_a_line_or_a_stopped_second_run(reentrant):
 
 
 @both
-def test_a_forward_that_raises_in_a_stretch_leaves_no_state(reentrant):
+def test_a_forward_that_raises_in_a_region_leaves_no_state(reentrant):
     model = Net(reentrant)
 
     def fail(module, args, output):

@@ -150,7 +150,7 @@ def test_dynamos_settings_are_put_back_whichever_line_ends_first():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradients_of_compiled_parts_in_a_stretch_are_recorded(reentrant):
+def test_gradients_of_compiled_parts_in_a_region_are_recorded(reentrant):
     class Saving(nn.Module):
         def __init__(self):
             super().__init__()

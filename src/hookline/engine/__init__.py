@@ -24,7 +24,7 @@ from hookline.engine.line.line import Bound as Bound
 from hookline.engine.line.line import Line as Line
 from hookline.engine.memory.read_only import call_read_only as call_read_only
 from hookline.engine.memory.unversioned import LINE as LINE
-from hookline.engine.memory.unversioned import Untold as Untold
+from hookline.engine.memory.unversioned import Unversioned as Unversioned
 from hookline.engine.memory.unversioned import is_freed as is_freed
 from hookline.engine.memory.unversioned import makes_new_memory as makes_new_memory
 from hookline.engine.passes.checkpointing import same_draws as same_draws
@@ -100,7 +100,7 @@ __all__ = [
     "Site",
     "SplitCallback",
     "Tap",
-    "Untold",
+    "Unversioned",
     "as_written",
     "aside",
     "at_end_of_backward",

@@ -165,7 +165,7 @@ def write_contents(folder: Path, contents: Contents) -> str:
         ],
         "modules": [list(row) for row in contents.modules],
         "report": {
-            "name": report.name, "passes": report.passes, "elsewhere": report.elsewhere,
+            "name": report.name, "passes": report.passes, "other_contexts": report.other_contexts,
             "fired": [count for _, count in report.fired],
             "why": {str(site): text for site, text in report.why.items()},
             "excused": [str(site) for site in report.excused],
@@ -203,7 +203,7 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
         name=str(kept["name"]),
         model_type=str(manifest["model"]),
         passes=int(kept["passes"]),
-        elsewhere=int(kept["elsewhere"]),
+        other_contexts=int(kept["other_contexts"]),
         ended=True,
         fired=tuple(zip(sites, map(int, kept["fired"]), strict=True)),
         why={_named(text, by_text): str(why) for text, why in kept["why"].items()},

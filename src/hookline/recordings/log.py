@@ -19,7 +19,7 @@ from hookline.engine import (
     Pass,
     Report,
     Site,
-    Untold,
+    Unversioned,
     every_tensor,
     innermost,
     is_freed,
@@ -48,7 +48,7 @@ class Log:
         report: the recording's method that says why a site did not fire. Only a weak reference to
             it is held.
         keeps_graph: whether values were recorded with their graph.
-        untold: detects memory that changes without a new version; None skips that check.
+        unversioned: detects memory that changes without a new version; None skips that check.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Log:
         report: Callable[[], Report],
         *,
         keeps_graph: bool = False,
-        untold: Untold | None = None,
+        unversioned: Unversioned | None = None,
     ) -> None:
         self.sites = sites
         self.passes: list[Pass] = []
         # A strong reference would form a cycle, and every value would live until gc runs.
         self._report = weakref.WeakMethod(report)
         self.keeps_graph = keeps_graph
-        self.untold = untold
+        self.unversioned = unversioned
         self._sorted: dict[int, tuple[int, dict[int, list[Noted]]]] = {}
 
     @functools.cached_property
@@ -289,8 +289,8 @@ class Log:
         if any(map(is_freed, tensors)):
             return "has no numbers any more: its memory was freed after it was recorded"
         # A value with a copy beside it is compared with the copy.
-        untold = None if isinstance(was, Beside) else self.untold
-        may_change = untold is not None and untold.has_now(tensors, len(self.passes))
+        unversioned = None if isinstance(was, Beside) else self.unversioned
+        may_change = unversioned is not None and unversioned.has_now(tensors, len(self.passes))
         if not is_as_stamped(tensors, was):
             return (
                 "was overwritten in place after it was recorded (by an in-place operation such as"

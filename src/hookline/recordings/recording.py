@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import plural
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, Untold, hides, is_transformed
+from hookline.engine import TIMEOUT_S, Pass, Report, Site, Unversioned, hides, is_transformed
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.entries import Contents, Entry
@@ -69,14 +69,14 @@ class Recording(Lookups):
         modules: tuple[tuple[str, str], ...] = (),
         *,
         keeps_graph: bool = False,
-        untold: Untold | None = None,
+        unversioned: Unversioned | None = None,
     ) -> None:
         self.sites = sites
         self.modules = modules
         self.lost: list[str] = []
         self.ranks: tuple[Recording, ...] = ()
         self._report: Callable[[], Report] | Report = report
-        self._log = Log(sites, self.report, keeps_graph=keeps_graph, untold=untold)
+        self._log = Log(sites, self.report, keeps_graph=keeps_graph, unversioned=unversioned)
         self._is_transformed = False
 
     # -- callbacks of the line ------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Recording(Lookups):
         if current.is_transformed:
             current.note = partial(note_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
-        if self._log.untold is not None and self._log.untold.begin_pass(current):
+        if self._log.unversioned is not None and self._log.unversioned.begin_pass(current):
             current.note = partial(note_copied, current.note)
 
     def finish(self, report: Report) -> None:

@@ -235,14 +235,14 @@ class _Gauge:
         return self._enter(row) if site.port == "input" else self._leave(row)
 
     def _enter(self, row: Row) -> Any:
-        def see(current: Pass, value: Any) -> None:
+        def callback(current: Pass, value: Any) -> None:
             row.input = row.input or describe.shape_or_structure(value)
             current.log.append((row, self._counter.get_total_flops()))
 
-        return see
+        return callback
 
     def _leave(self, row: Row) -> Any:
-        def see(current: Pass, value: Any) -> None:
+        def callback(current: Pass, value: Any) -> None:
             stack = current.log
             while stack and stack[-1][0] is not row:
                 stack.pop()  # a module that raised, and whose caller went on
@@ -257,7 +257,7 @@ class _Gauge:
             if first is not None and not row.dtype:
                 row.dtype = str(first[1].dtype).removeprefix("torch.")
 
-        return see
+        return callback
 
 
 def _describe(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:

@@ -175,8 +175,10 @@ def test_on_inputs_everywhere_first_then_hooks_edits_recorders(case):
                     other.backward("inner", note("second"))
                     other.backward("inner", note("first"), prepend=True)
                 elif name == "edit":
-                    see, site = note("edit"), "inner:grad_input"
-                    stack.enter_context(hl.edit(model, site, lambda g, see=see: see(g) or g))
+                    callback, site = note("edit"), "inner:grad_input"
+                    stack.enter_context(
+                        hl.edit(model, site, lambda g, callback=callback: callback(g) or g)
+                    )
                 else:
                     keep = lambda g, log=log: log.append("record") or g  # noqa: E731
                     stack.enter_context(hl.record(model, "inner:grad_input", keep=keep))

@@ -11,18 +11,24 @@ from torch import nn
 
 import hookline as hl
 from hookline.engine.memory import unversioned
-from hookline.engine.memory.unversioned import LINE, Untold, addresses, is_freed, makes_new_memory
+from hookline.engine.memory.unversioned import (
+    LINE,
+    Unversioned,
+    addresses,
+    is_freed,
+    makes_new_memory,
+)
 
 
 class Current:
-    untold = None
+    unversioned = None
 
 
 def has(model, tensor):
-    return Untold(model, len(list(model.modules()))).has(Current(), tensor)
+    return Unversioned(model, len(list(model.modules()))).has(Current(), tensor)
 
 
-def test_parameters_buffers_their_views_are_untold_others_not():
+def test_parameters_and_buffers_are_unversioned_others_not():
     model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40))
     for tensor in (*model.parameters(), *model.buffers()):
         assert has(model, tensor)
@@ -43,11 +49,11 @@ def test_parameters_buffers_their_views_are_untold_others_not():
 )
 def test_parameters_moved_since_the_last_pass_are_found(move):
     model = nn.Linear(40, 40)
-    untold = Untold(model, 1)
+    known = Unversioned(model, 1)
     kept = [model.weight, model.bias]  # so that no new one can lie where they did
-    assert untold.has(Current(), model.bias.detach())
+    assert known.has(Current(), model.bias.detach())
     move(model)
-    assert untold.has(Current(), model.bias.detach())
+    assert known.has(Current(), model.bias.detach())
     assert len(kept) == 2
 
 
@@ -81,13 +87,13 @@ def test_what_moved_without_a_witness_is_refused_at_the_look_up():
 
 def test_a_model_is_not_held_by_what_is_known_of_its_memory():
     model = nn.Linear(4, 4)
-    untold = Untold(model, 1)
-    assert untold.has(Current(), model.weight)
+    known = Unversioned(model, 1)
+    assert known.has(Current(), model.weight)
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    assert not untold.has(Current(), torch.zeros(40))
+    assert not known.has(Current(), torch.zeros(40))
     assert not any(one is None for one, _ in unversioned._memories.items())
 
 
@@ -152,7 +158,7 @@ def test_what_a_module_hands_on_is_refused_once_changed():
     with torch.no_grad(), hl.record(model) as run:
         output = model(torch.ones(4))
         assert run["1"].data_ptr() == run["0"].data_ptr() == output.data_ptr()
-        assert run.passes[0]._pass.untold is None  # nobody had to know the model's memory
+        assert run.passes[0]._pass.unversioned is None  # nobody had to know the model's memory
         output.zero_()
     assert len(run.sites) == 5
     for site in run.sites:
@@ -187,4 +193,4 @@ def test_modules_that_are_equal_and_have_no_hash_are_told_apart():
 
 
 def has_unhashed(model, tensor):
-    return Untold(model, 3).has(Current(), tensor.detach())
+    return Unversioned(model, 3).has(Current(), tensor.detach())

@@ -269,7 +269,7 @@ def test_runs_elsewhere_are_counted_as_runs(net, image):
         net(image)
         for _ in range(2):
             pool.submit(net, image).result()
-    assert run.report().elsewhere == 2
+    assert run.report().other_contexts == 2
 
 
 class EndsTheLine:

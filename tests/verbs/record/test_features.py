@@ -21,7 +21,7 @@ class Counter:
             for path, module in net.named_modules()
         ]
 
-    def take_off(self):
+    def remove(self):
         for handle in self.handles:
             handle.remove()
 
@@ -30,7 +30,7 @@ class Counter:
 def test_the_forward_stops_when_the_last_wanted_site_has_fired(net, image, order):
     counter = Counter(net)
     feats = hl.features(net, image, order)
-    counter.take_off()
+    counter.remove()
     assert "layer1.1.relu" in counter.ran
     assert not any(path.startswith(("layer2", "fc")) for path in counter.ran)
     assert torch.equal(feats["stem"], net.stem(image))
@@ -233,7 +233,7 @@ def test_a_loaders_batches_are_run_one_after_the_other(net):
     images = torch.randn(5, 3, 8, 8)
     counter = Counter(net)
     feats = hl.features(net, DataLoader(images, batch_size=2), ["stem", "layer1"])
-    counter.take_off()
+    counter.remove()
     assert "layer2" not in counter.ran
     assert counter.ran.count("stem") == len(feats.passes) == 3
     for number, batch in enumerate(images.split(2)):

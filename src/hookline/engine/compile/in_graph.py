@@ -30,7 +30,7 @@ class SplitCallback(NamedTuple):
         after: the other half, on what was kept.
     """
 
-    see: Callback
+    callback: Callback
     inside: Callable[[Any], Any]
     after: Callback
 
@@ -56,7 +56,7 @@ class GraphCapture:
         self.caught: tuple[Any, ...] | None = None
         self.n_before = 0
 
-    def meet(self, value: Any) -> Any:
+    def capture(self, value: Any) -> Any:
         """A value flows by, in a graph: keep a copy."""
         self.add(snapshot(value))
 
@@ -92,7 +92,7 @@ class GraphReduce(GraphCapture):
         super().__init__(call)
         self.inside = inside
 
-    def meet(self, value: Any) -> Any:
+    def capture(self, value: Any) -> Any:
         """A value flows by: keep what the function makes of it."""
         self.add(self.inside(value))
 
@@ -111,7 +111,7 @@ class GraphEdit(GraphCapture):
         super().__init__(call)
         self.alter = alter
 
-    def meet(self, value: Any) -> Any:
+    def capture(self, value: Any) -> Any:
         """A value flows by: change it, if this is a call that is meant."""
         is_meant = self.is_meant()
         self.add(is_meant)

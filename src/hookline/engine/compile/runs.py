@@ -22,9 +22,9 @@ class CompiledRun:
     """One run of compiled code, in a pass: what comes back from its graph later belongs to that.
 
     Args:
-        current: the pass. It keeps the run, and is not kept by it. Of a checkpointed stretch that
+        current: the pass. It keeps the run, and is not kept by it. Of a checkpointed region that
             is computed again it is that of the first run, if gradients flow in the second only.
-        is_again: whether a stretch is computed again.
+        is_again: whether a region is computed again.
 
     Attributes:
         number: the run's.
@@ -180,15 +180,15 @@ class CurrentRun:
         return before
 
     def _begin(self, current: Pass) -> None:
-        again = current.again
+        again = current.recomputation
         first = current if again is None else again.pass_of_gradients()
         self._run = run = CompiledRun(first, is_again=again is not None)
         for tap in self._of_one_call:
             tap.before_run(current)
         if self._has_gradients:
             number = run.as_tensor()
-            stretch = current.stretch
-            self.switch.number = number if stretch is None else stretch.run_number(number)
+            region = current.region
+            self.switch.number = number if region is None else region.run_number(number)
 
     def _settle(self, *, is_over: bool = False) -> None:
         """See what compiled code has left so far. What it leaves from then on is another run's."""

@@ -56,7 +56,7 @@ class GradOutputTap(GradientTap):
         call = self._call(module)
         if call is None:
             return None
-        region = call.current.stretch
+        region = call.current.region
         if region is None and type(output) is Tensor and output.grad_fn is not None:
             self.wait(call, output)
             return None
@@ -108,7 +108,7 @@ class GradInputTap(GradientTap):
         call = self._call(module, module_backward.inputs_of(id(sys._getframe(1))))
         if call is None:
             return None
-        with aside(call.current.stretch):
+        with aside(call.current.region):
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
             args, kwargs = new or (args, kwargs)
             try:
@@ -145,7 +145,7 @@ class BorderTap(Tap):
         current = self._pass_of(module)
         if current is None:
             return None
-        with aside(current.stretch):
+        with aside(current.region):
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
         if new is None:
             return None
@@ -158,7 +158,7 @@ class BorderTap(Tap):
         return new
 
     def _again(self, current: Pass) -> Pass | None:
-        return current if current.again.has_gradients else None
+        return current if current.recomputation.has_gradients else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook on the root, always called."""

@@ -91,7 +91,7 @@ class Call(NamedTuple):
     @property
     def first(self) -> Pass:
         """The pass that its gradients belong to."""
-        again = self.current.again
+        again = self.current.recomputation
         return self.current if again is None else again.pass_of_gradients()
 
 
@@ -227,7 +227,9 @@ class GradientTap(Tap):
             pending = run.pending[self, call] = PendingGradient(n_before + call)
             if form is not None:
                 pending.form = outline(form, slots)
-            if current.again is not None and current.again.waits_since_first(self, pending.call):
+            if current.recomputation is not None and current.recomputation.waits_since_first(
+                self, pending.call
+            ):
                 run.pending[self, call] = NO_GRADIENT
             elif not is_on:
                 self._collect_off(current, pending, outside)
@@ -237,8 +239,8 @@ class GradientTap(Tap):
     def _collect_on(
         self, current: Pass, pending: PendingGradient, slots: tuple[int, ...], outside: Outside
     ) -> None:
-        is_again = current.again is not None
-        if not is_again or current.again.has_gradients:
+        is_again = current.recomputation is not None
+        if not is_again or current.recomputation.has_gradients:
             self._wait_outside(current, pending, outside)
         if is_again:
             return
@@ -252,7 +254,7 @@ class GradientTap(Tap):
         """Gradients were off. What came into a reentrant checkpoint from outside has its hooks now,
         as in `wait`; a change of it inside of the graph would be of the checkpoint's share alone.
         """
-        if current.again is not None and not current.stretch.is_reentrant:
+        if current.recomputation is not None and not current.region.is_reentrant:
             return
         found = [tensor for _, tensor, _ in outside]
         if not self._comes_later(current) or not self._is_from_outside(
@@ -268,7 +270,9 @@ class GradientTap(Tap):
         """Wait for the gradients of what a graph got from outside: those have come to be there."""
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
-        first = current if current.again is None else current.again.pass_of_gradients()
+        first = (
+            current if current.recomputation is None else current.recomputation.pass_of_gradients()
+        )
         for slot, tensor, number in outside:
             # Who wrote last is known, not when: it may be code that ran before.
             if not number or is_written_by_compiled(tensor):
@@ -375,16 +379,18 @@ class GradientTap(Tap):
             found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
             if not self._is_from_outside(current, call.number, found):
                 return
-        if current.again is not None and current.again.waits_since_first(self, call.number):
+        if current.recomputation is not None and current.recomputation.waits_since_first(
+            self, call.number
+        ):
             return
         pending = PendingGradient(call.number)
         slots = self._hook_all(call, pending, value)
         if not isinstance(value, Tensor):
             pending.form = outlines.outline(value, lambda tensor: slots.get(id(tensor)))
         if slots:
-            self.placed += is_on and current.again is None
+            self.placed += is_on and current.recomputation is None
         else:
-            self.placed -= current.again is not None
+            self.placed -= current.recomputation is not None
             self.count_needless(value)
             self.on.missing(call.first, pending)
 
@@ -421,11 +427,11 @@ class GradientTap(Tap):
 
     def _comes_later(self, current: Pass) -> bool:
         """Tell whether gradients that are off come when a checkpointed region is computed again."""
-        region = current.stretch
+        region = current.region
         if region is None or not region.is_reentrant:
             self.off += 1
             return False
-        self.placed += current.again is None
+        self.placed += current.recomputation is None
         if self.on.changes:
             region.at_late.add(self._late)
         return True
@@ -437,11 +443,11 @@ class GradientTap(Tap):
         """
         if not found or any(tensor.grad_fn is None for tensor in found):
             return False
-        current.stretch.waiting.add((self, call))
+        current.region.waiting.add((self, call))
         return True
 
     def _again(self, current: Pass) -> Pass | None:
-        return current if current.again.has_gradients else None
+        return current if current.recomputation.has_gradients else None
 
     def count_needless(self, value: Any) -> None:
         """A value flowed that needs no gradient, as far as can be seen.
@@ -468,7 +474,7 @@ class GradientTap(Tap):
 
     def note_view(self, current: Pass, view: HookedView) -> None:
         """Have it settled when the pass ends, and at the border if it shows what came in there."""
-        lasts = current.roots or current.again is not None or current.opened.get(self)
+        lasts = current.roots or current.recomputation is not None or current.opened.get(self)
         if lasts:  # the base is held until then, or the write could not be found
             current.at_end.append(partial(_settle, view, view.base()))
         for base, views in current.opened.get(ROOT_INPUTS, ()):

@@ -48,7 +48,7 @@ def surely(step: Callable[[], Any]) -> None:
         raise
 
 
-def take_off(attached: list[Attachment], taps: list[Tap], passes: Passes) -> None:
+def remove_all(attached: list[Attachment], taps: list[Tap], passes: Passes) -> None:
     """Take off all hooks of a line. Idempotent."""
     for attachment in attached:
         attachment.end()
@@ -62,7 +62,7 @@ def dropped(
 ) -> None:
     """End a line that nobody holds any more; warn where it was made, if it had hooks."""
     had_hooks = any(attachment.has_hooks for attachment in attached)
-    take_off(attached, taps, passes)
+    remove_all(attached, taps, passes)
     passes.leave()
     if had_hooks:
         warn_at(

@@ -23,16 +23,16 @@ class CallHooks:
     """The hooks that one call on a line registered; the line holds it.
 
     Args:
-        placements: those of the line.
+        registrations: those of the line.
         attached: all that the line has attached.
     """
 
     __slots__ = (
-        "__weakref__", "_attached", "_entries", "_placements", "_taps", "is_on", "sites",
+        "__weakref__", "_attached", "_entries", "_registrations", "_taps", "is_on", "sites",
     )  # fmt: skip
 
-    def __init__(self, placements: Registrations, attached: list[Attachment]) -> None:
-        self._placements = placements
+    def __init__(self, registrations: Registrations, attached: list[Attachment]) -> None:
+        self._registrations = registrations
         self._attached = attached
         self._taps: list[Tap] = []
         self._entries: list[Entry] = []
@@ -45,17 +45,17 @@ class CallHooks:
         self.sites += [tap.site for tap in taps]
         self.is_on = True
 
-    def take_off(self) -> None:
+    def remove(self) -> None:
         """Take off these hooks, also when interrupted meanwhile. Idempotent."""
-        surely(self._take_off)
+        surely(self._remove)
 
-    def _take_off(self) -> None:
+    def _remove(self) -> None:
         if not self.is_on:
             return
         # First: whatever hook of a tap is still in place from here on does nothing.
         for tap in self._taps:
             tap.retire()
-        self._placements.take_off_these(self._without_closers())
+        self._registrations.remove_these(self._without_closers())
         for attachment in self._attached:
             attachment.drop(self._taps)
         self.is_on = False
@@ -70,8 +70,8 @@ class CallHooks:
         for tap in self._taps:
             hook = tap.closer()
             if hook is not None:
-                closers = self._placements.of([tap], hook=hook)
-                tap.when_closed(partial(self._placements.take_off_these, closers))
+                closers = self._registrations.of([tap], hook=hook)
+                tap.when_closed(partial(self._registrations.remove_these, closers))
                 off = [entry for entry in off if all(entry is not one for one in closers)]
         return off
 
@@ -106,7 +106,7 @@ class HookHandle:
         """Take off what this call registered. Idempotent; a no-op once the line has ended."""
         registration = self._registration()
         if registration is not None:
-            registration.take_off()
+            registration.remove()
 
     def __enter__(self) -> Self:
         return self

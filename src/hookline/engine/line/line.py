@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.compile.in_graph import Callback, SplitCallback
 from hookline.engine.gradients.ports import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
-from hookline.engine.line.attachment import Attachment, dropped, surely, take_off
+from hookline.engine.line.attachment import Attachment, dropped, remove_all, surely
 from hookline.engine.line.compiled import Compiled, refuse_inside
 from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Registrations
@@ -105,9 +105,9 @@ class Line:
         self.root = model if isinstance(model, nn.Module) else None
         self.is_everywhere = isinstance(model, Everywhere)
         self._is_entered = False
-        self._placements = Registrations()
+        self._registrations = Registrations()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
-        self.attached: list[Attachment] = [self._placements, self._compiled]
+        self.attached: list[Attachment] = [self._registrations, self._compiled]
         self._had_handles = False
         # A handle that nobody holds needs not be known.
         self._handles: weakref.WeakKeyDictionary[HookHandle, CallHooks] = (
@@ -157,10 +157,10 @@ class Line:
         with self.all_or_nothing():
             if self.root is not None and any(site.port == "grad_input" for site in sites):
                 border = BorderTap(self.passes)
-                self._placements.place(
+                self._registrations.register(
                     self.root, "forward_pre", border.fire, Order.JOIN, with_kwargs=True
                 )
-                self._placements.place(
+                self._registrations.register(
                     self.root, "forward", border.leave, Order.GRAD_RECORD, always_call=True
                 )
             taps = [
@@ -175,13 +175,13 @@ class Line:
                 elif not (self.options.lenient and is_scripted(node.module)):
                     # Naming a scripted module is an error; met among all, it is in the report.
                     on_modules.append((node.module, tap))
-            self._placements.place_taps(on_modules)
+            self._registrations.register_taps(on_modules)
 
     def _make(
         self, site: Site, bound: Callback | SplitCallback | GradientCallback, rank: Order
     ) -> Tap:
         if isinstance(bound, SplitCallback):
-            tap = self._make(site, bound.see, rank)
+            tap = self._make(site, bound.callback, rank)
             tap.halves = bound
             return tap
         if isinstance(bound, GradientCallback):
@@ -195,11 +195,11 @@ class Line:
     def _place_on_tensor(self, node: ParameterNode, tap: Any, rank: Order) -> None:
         if node.tensor.requires_grad and node.is_sharded:
             tap.wait_for_reduced(node.tensor)
-            self._placements.place_on_tensor(
+            self._registrations.register_on_tensor(
                 node.tensor, "accumulated", tap.fire_reduced, GRADIENT_ORDERS[rank]
             )
         elif node.tensor.requires_grad:
-            self._placements.place_on_tensor(
+            self._registrations.register_on_tensor(
                 node.tensor,
                 "grad",
                 tap.hook_for(node.tensor),
@@ -235,7 +235,7 @@ class Line:
         layer = layer_above(node)
         if layer is not None and id(layer) not in self._fused:
             watch = self._fused[id(layer)] = FusedTap(layer, self.passes)
-            self._placements.place(
+            self._registrations.register(
                 layer.module, "forward_pre", watch.fire, Order.BEGIN, with_kwargs=True
             )
 
@@ -243,27 +243,27 @@ class Line:
     def hooking(self, kind: str) -> Iterator[tuple[Registrations, HookHandle]]:
         """Attach the hooks of one call, all or none, and give their handle."""
         # Threads that share a line register one after the other: each has a handle of its own.
-        with self._registering, self.all_or_nothing() as placements:
-            n_taps, n_placed = len(self.taps), len(placements)
-            registration = CallHooks(placements, self.attached)
+        with self._registering, self.all_or_nothing() as registrations:
+            n_taps, n_placed = len(self.taps), len(registrations)
+            registration = CallHooks(registrations, self.attached)
             handle = HookHandle(kind, registration)
             self._handles[handle] = registration
             self._had_handles = True
-            yield placements, handle
+            yield registrations, handle
             taps = self.taps[n_taps:]
-            registration.hold(taps, placements.of(taps, n_placed))
+            registration.hold(taps, registrations.of(taps, n_placed))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[Registrations]:
         """Attach what the block attaches, or if it raises, nothing of it."""
-        placed, n_taps = len(self._placements), len(self.taps)
+        placed, n_taps = len(self._registrations), len(self.taps)
         try:
             self._start(is_first=not placed)
-            yield self._placements
+            yield self._registrations
             if self._compiled.border is not None:
                 self._compiled.hooked(self.taps[n_taps:])
         except BaseException:
-            self._placements.take_off(placed)
+            self._registrations.remove(placed)
             del self.taps[n_taps:]
             self._fused.clear()
             if not placed:
@@ -279,8 +279,8 @@ class Line:
         watch_checkpoints(self.passes)
         if self.root is not None and is_first:
             begin, end = RootTap(self.passes, Order.BEGIN), RootTap(self.passes, Order.END)
-            self._placements.place(self.root, "forward_pre", begin.begin, Order.BEGIN)
-            self._placements.place(self.root, "forward", end.end, Order.END, always_call=True)
+            self._registrations.register(self.root, "forward_pre", begin.begin, Order.BEGIN)
+            self._registrations.register(self.root, "forward", end.end, Order.END, always_call=True)
             self.passes.compiler = self._compiled
             self._compiled.enable_if_dynamo_loaded(self.layout.compiled)
 
@@ -325,7 +325,7 @@ class Line:
         self._warn()
 
     def _end(self) -> None:
-        take_off(self.attached, self.taps, self.passes)
+        remove_all(self.attached, self.taps, self.passes)
         try:
             # The report outlives the line; the model must not be kept alive by it.
             if self._last is None:
@@ -333,6 +333,8 @@ class Line:
         finally:
             self.passes.leave()
             self._drop.detach()
+        if self._last.passes != self.passes.started:  # another thread has begun one meanwhile
+            self._last = self._make_report(ended=True)
         self._handles.clear()
         self._nodes, self.root = {}, None
         self.layout = ModuleTree(self.layout.name, [], [])
@@ -353,8 +355,8 @@ class Line:
             name=self.name,
             model_type=self.layout.name,
             passes=passes.started,
-            elsewhere=passes.elsewhere,
-            beside=passes.beside,
+            other_contexts=passes.other_contexts,
+            outside_root=passes.outside_root,
             ended=ended,
             fired=tuple([(tap.site, tap.fired) for tap in taps]),
             why=self._explain(silent) if silent else {},
@@ -374,7 +376,7 @@ class Line:
 
     def _gathered(self) -> str | None:
         """Write the warning where several runs of modules are one pass, and passes matter."""
-        if self.passes.beside < self.passes.started:
+        if self.passes.outside_root < self.passes.started:
             return None
         keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)
         if not keeps_passes:

@@ -59,7 +59,7 @@ class Registrations(Attachment):
         """Tell whether any hook is in place."""
         return any(entry is not _TAKEN_OFF for entry in self._placed)
 
-    def place(
+    def register(
         self,
         module: nn.Module,
         kind: str,
@@ -96,7 +96,7 @@ class Registrations(Attachment):
             if "forward" in module.__dict__:
                 follow(module)
 
-    def place_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
+    def register_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
         """Register each tap's `fire` on its module, under one lock.
 
         A line has many taps, and most modules have no other hook: then no order is to be kept.
@@ -109,25 +109,25 @@ class Registrations(Attachment):
         with _lock:
             for module, tap in taps:
                 if tap.site.port not in ("output", "grad_output"):
-                    self.place(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
+                    self.register(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
                     continue
                 if type(module) not in plain and not isinstance(module, torch.jit.ScriptModule):
                     plain.add(type(module))
                 attributes = module.__dict__
                 if type(module) not in plain or (hooks := attributes[name]):
-                    self.place(module, "forward", tap.fire, tap.rank)
+                    self.register(module, "forward", tap.fire, tap.rank)
                     continue
                 self._placed.append(((hooks,), key, module))
                 hooks[key] = tap.fire
                 if "forward" in attributes:
                     follow(module)
 
-    def place_all(self, module: nn.Module, tap: Tap, *, prepend: bool = False) -> None:
+    def register_all(self, module: nn.Module, tap: Tap, *, prepend: bool = False) -> None:
         """Register all hooks of a tap that has several."""
         for kind, method, order, with_kwargs, always_call in tap.hooks:
             # A hook that is always called ends what another began: prepended, it begins first and
             # ends last.
-            self.place(
+            self.register(
                 module,
                 kind,
                 getattr(tap, method),
@@ -137,7 +137,7 @@ class Registrations(Attachment):
                 always_call=always_call,
             )
 
-    def place_on_tensor(
+    def register_on_tensor(
         self,
         tensor: Tensor,
         kind: str,
@@ -178,15 +178,15 @@ class Registrations(Attachment):
         assert hooks is not None
         _move_to_end(hooks, later)
 
-    def place_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
+    def register_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
         """Put a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
         self._hold(getattr(optimizer, f"register_{kind}_hook"), hook)
 
-    def place_before_loading(self, module: nn.Module, hook: Hook) -> None:
+    def register_before_loading(self, module: nn.Module, hook: Hook) -> None:
         """Put a hook before a module loads a state dict; torch adds the module to its arguments."""
         self._hold(module.register_load_state_dict_pre_hook, hook)
 
-    def place_everywhere(self, kind: str, hook: Hook) -> None:
+    def register_everywhere(self, kind: str, hook: Hook) -> None:
         """Put a process-wide hook on torch: "forward_pre", "forward" (which gets kwargs), "after"
         (a forward hook that is always called), a registration's or a step's."""
         hooks, *marks = global_hook_dicts(kind)
@@ -215,18 +215,18 @@ class Registrations(Attachment):
 
     def end(self) -> None:
         """Take off all that was placed."""
-        self.take_off()
+        self.remove()
 
-    def take_off(self, keep: int = 0) -> None:
+    def remove(self, keep: int = 0) -> None:
         """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
         with _lock:  # held until all is off: a hook of another line may come to bear the same id
             try:
-                self._take_off(keep)
+                self._remove(keep)
             except BaseException:
-                self.take_off(keep)
+                self.remove(keep)
                 raise
 
-    def _take_off(self, keep: int) -> None:
+    def _remove(self, keep: int) -> None:
         for number, (dicts, key, module) in enumerate(self._placed[keep:], 1):
             for hooks in dicts:
                 hooks.pop(key, None)
@@ -252,16 +252,16 @@ class Registrations(Attachment):
                 found.append(entry)
         return found
 
-    def take_off_these(self, entries: Iterable[Entry]) -> None:
+    def remove_these(self, entries: Iterable[Entry]) -> None:
         """Take off some of what was placed, also when interrupted meanwhile. Idempotent.
 
         What stands where torch walks over the living dictionary stays until the line ends; its tap
         has to be retired.
         """
         with _lock:
-            surely(partial(self._take_off_these, entries))
+            surely(partial(self._remove_these, entries))
 
-    def _take_off_these(self, entries: Iterable[Entry]) -> None:
+    def _remove_these(self, entries: Iterable[Entry]) -> None:
         wanted = set(map(id, entries))
         for index, entry in enumerate(self._placed):
             # By what is in the list: whatever is there no more, the line's end has taken off.

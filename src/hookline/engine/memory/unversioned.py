@@ -33,7 +33,7 @@ _COMPRESSED = frozenset(
 _PLAIN = frozenset({Tensor, nn.Parameter})
 # Memory is told apart by lines of 64 bytes. Addresses as they are, all of them multiples of 64,
 # would meet in few places of a set: it takes ten times as long then. Two tensors of one line are
-# both taken for untold, which costs a copy.
+# both taken for unversioned, which costs a copy.
 LINE = 6
 # fmt: on
 
@@ -55,7 +55,7 @@ _EVERYTHING = _Everything()
 
 
 @final
-class Untold:
+class Unversioned:
     """Tells of a tensor whether its memory may change without its version counter.
 
     It is the memory of the model's parameters and buffers. Where weights are sharded, and in a
@@ -74,15 +74,15 @@ class Untold:
         self._seen: tuple[int, Container[int]] = -1, ()
 
     def begin_pass(self, current: Any) -> bool:
-        """Have a pass know what is untold in it; whether that is everything."""
+        """Note in a pass which memory is unversioned; tell whether all is."""
         if not is_grouped() or not is_shared_job(self._model()):
             return False
-        current.untold = _EVERYTHING
+        current.unversioned = _EVERYTHING
         return True
 
     def has(self, current: Any, tensor: Tensor) -> bool:
         """Tell whether the memory of a tensor of this pass may change without its version."""
-        known = current.untold
+        known = current.unversioned
         if known is None:
             known = self.look(current)
         # FSDP gathers parameters in memory of its own, and a stranger's parameter is trained, too.
@@ -102,7 +102,7 @@ class Untold:
             known = _Memory(model, self._n_modules)
             if model is not None:
                 _memories[model] = known
-        current.untold = known.lines
+        current.unversioned = known.lines
         return known.lines
 
     def has_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:

@@ -38,7 +38,7 @@ class CheckpointedRegion:
 
     Attributes:
         changes: what was changed, in order.
-        calls: how often each tap that counts had run when the stretch began.
+        calls: how often each tap that counts had run when the region began.
         waiting: the calls whose gradients are waited for since the first run.
         runs: the numbers of the runs of compiled code, which its gradients come back under.
         at_late: called when the second run comes after the line's end.
@@ -52,20 +52,20 @@ class CheckpointedRegion:
     def __init__(
         self, passes: Passes, current: Pass, *, is_reentrant: bool, by_root: bool | None
     ) -> None:
-        again = current.again
+        again = current.recomputation
         self.passes = passes
         self.is_reentrant = is_reentrant
         self.by_root = by_root
         self.number = current.number
-        self.outer: Any = current.stretch
+        self.outer: Any = current.region
         self.calls = dict(current.calls) if by_root is None else {}
         self.changes: list[Change] = []
         self.within_root = by_root is None and bool(current.roots)
         # A copy: a call that waits since this first run is not one that waited before it.
-        self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.stretch.waiting}
+        self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.region.waiting}
         self.at_late: set[Callable[[], None]] = set()
         self.runs: list[Tensor] = []
-        # Weakly: the graph holds the stretch, and what was recorded may hold the graph.
+        # Weakly: the graph holds the region, and what was recorded may hold the graph.
         real = current if again is None else again.first() or current
         self._first = weakref.ref(real)
 
@@ -84,7 +84,7 @@ class CheckpointedRegion:
         self.note(Change(where, _fingerprint(value), _fingerprint(new)))
 
     def note(self, change: Change) -> None:
-        """Keep a change: for each stretch in which it happened."""
+        """Keep a change: for each region in which it happened."""
         self.changes.append(change)
         if self.outer is not None:
             self.outer.note(change)
@@ -100,11 +100,11 @@ class Change(NamedTuple):
 
 @final
 class Recomputation:
-    """The second run of a stretch, for one line.
+    """The second run of a region, for one line.
 
     Args:
-        stretch: the first.
-        rest: the passes that runs of the root are to begin, where the stretch holds such.
+        region: the first.
+        rest: the passes that runs of the root are to begin, where the region holds such.
 
     Attributes:
         has_gradients: whether gradients will flow through what is computed.
@@ -112,20 +112,26 @@ class Recomputation:
     """
 
     __slots__ = (
-        "_changes", "_ran", "_runs", "current", "has_gradients", "rest", "roots",
-        "stretch",
+        "_changes",
+        "_ran",
+        "_runs",
+        "current",
+        "has_gradients",
+        "region",
+        "rest",
+        "roots",
     )  # fmt: skip
 
-    def __init__(self, stretch: CheckpointedRegion, rest: list[Pass]) -> None:
-        self.stretch = stretch
+    def __init__(self, region: CheckpointedRegion, rest: list[Pass]) -> None:
+        self.region = region
         self.rest = rest
-        self.has_gradients = stretch.is_reentrant
+        self.has_gradients = region.is_reentrant
         self._ran = False
         self._changes: list[Change] = []
-        self._runs = iter(stretch.runs)
-        self.current = current = Pass(stretch.number)
-        current.calls = dict(stretch.calls)
-        current.again = current.stretch = self
+        self._runs = iter(region.runs)
+        self.current = current = Pass(region.number)
+        current.calls = dict(region.calls)
+        current.recomputation = current.region = self
         self.roots = current.roots
 
     @property
@@ -135,7 +141,7 @@ class Recomputation:
 
     def first(self) -> Pass | None:
         """The pass of the first run, if anybody still holds it."""
-        return self.stretch.first()
+        return self.region.first()
 
     def pass_of_gradients(self) -> Pass:
         """The pass that gradients belong to: the first run's, if they flow in the second only."""
@@ -143,12 +149,12 @@ class Recomputation:
 
     def waits_since_first(self, tap: Any, call: int) -> bool:
         """Tell whether a call's gradients are waited for since the first run."""
-        return (tap, call) in self.stretch.waiting
+        return (tap, call) in self.region.waiting
 
     def root_begins(self) -> Pass:
         """The root runs: the pass that it ran in, the first time."""
-        is_new = bool(self.rest) and not self.roots and not self.stretch.within_root
-        if is_new and self.stretch.by_root and not self._ran:
+        is_new = bool(self.rest) and not self.roots and not self.region.within_root
+        if is_new and self.region.by_root and not self._ran:
             is_new = False
         self._ran = True
         return self.rest.pop(0) if is_new else self.current
@@ -173,14 +179,14 @@ class Recomputation:
             AttachError: a hook gave other values than the first time.
         """
         self.current.close()
-        self.current.again = None  # the two hold each other
+        self.current.recomputation = None  # the two hold each other
         self.rest.clear()
         # Where the two took different ways, torch stopped one early, or says so itself.
-        for first, second in zip(self.stretch.changes, self._changes, strict=False):
+        for first, second in zip(self.region.changes, self._changes, strict=False):
             if first.where == second.where and _is_other(first, second):
                 raise AttachError(
                     f"the hook at {first.where or 'the root'} gave another value when torch"
-                    " computed this checkpointed stretch again than it gave in the forward: the"
+                    " computed this checkpointed region again than it gave in the forward: the"
                     " gradients would be wrong.\nMake it depend on the value alone, or draw by"
                     " hl.edits.noise or torch's own generator; or turn checkpointing off."
                 )
@@ -235,17 +241,17 @@ def _match(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @final
 class _Checkpoint:
-    """One stretch that torch will compute again, and what each line did in it.
+    """One region that torch will compute again, and what each line did in it.
 
     Called, it computes it again.
     """
 
-    __slots__ = ("_draws", "_is_reentrant", "_recompute", "_running", "_stretches", "_thread")
+    __slots__ = ("_draws", "_is_reentrant", "_recompute", "_regions", "_running", "_thread")
 
     def __init__(self, recompute: Callable[..., Any], is_reentrant: bool) -> None:
         self._recompute = recompute
         self._is_reentrant = is_reentrant
-        self._stretches: list[CheckpointedRegion] = []
+        self._regions: list[CheckpointedRegion] = []
         self._running: list[tuple[Pass, CheckpointedRegion, Callable[..., None]]] = []
         self._draws: list[Tensor] = []
         for passes in _WATCH.lines():
@@ -255,25 +261,25 @@ class _Checkpoint:
         THREAD.checkpoints = (*THREAD.checkpoints, self)
 
     def _add(self, passes: Passes, current: Pass, by_root: bool | None) -> None:
-        stretch = CheckpointedRegion(
+        region = CheckpointedRegion(
             passes, current, is_reentrant=self._is_reentrant, by_root=by_root
         )
-        self._stretches.append(stretch)
-        self._running.append((current, stretch, current.note))
-        current.stretch = stretch
+        self._regions.append(region)
+        self._running.append((current, region, current.note))
+        current.region = region
         if self._is_reentrant:
             current.note = partial(_note_detached, current.note)
 
     def pass_begins(self, passes: Passes, current: Pass, *, by_root: bool) -> None:
-        """A pass begins inside of the stretch."""
+        """A pass begins inside of the region."""
         self._add(passes, current, by_root)
 
     def end(self) -> None:
         """The first run is over."""
         THREAD.checkpoints = tuple(one for one in THREAD.checkpoints if one is not self)
         while self._running:
-            current, stretch, note = self._running.pop()
-            current.stretch, current.note = stretch.outer, note
+            current, region, note = self._running.pop()
+            current.region, current.note = region.outer, note
 
     def draws(self, generator: torch.Generator) -> None:
         """Somebody is about to draw from a generator."""
@@ -282,8 +288,8 @@ class _Checkpoint:
     def __call__(self, *args: Any) -> Any:
         lanes: dict[Any, Pass] = {}
         made: list[Recomputation] = []
-        for passes in dict.fromkeys(stretch.passes for stretch in self._stretches):
-            mine = [stretch for stretch in self._stretches if stretch.passes is passes]
+        for passes in dict.fromkeys(region.passes for region in self._regions):
+            mine = [region for region in self._regions if region.passes is passes]
             if passes.closed:
                 _refuse_late(mine)
             else:
@@ -304,39 +310,39 @@ class _Checkpoint:
 
 
 def _note_detached(note: Callable[..., None], entry: Any) -> None:
-    # What the stretch returns has no graph yet, and will be given one, itself.
+    # What the region returns has no graph yet, and will be given one, itself.
     note((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
 
 
-def _replay(stretches: list[CheckpointedRegion], made: list[Recomputation]) -> Pass:
+def _replay(regions: list[CheckpointedRegion], made: list[Recomputation]) -> Pass:
     """Return the stand-in for a line's pass while its regions are recomputed.
 
     The first is one that no run of the root began. A run of the root then takes the next of the
     rest.
     """
     rest: list[Pass] = []
-    runs = [Recomputation(stretch, rest) for stretch in stretches]
+    runs = [Recomputation(region, rest) for region in regions]
     made += runs
-    start = next((run for run in runs if not run.stretch.by_root), runs[0])
-    rest += [run.current for run in runs if run is not start and run.stretch.by_root]
+    start = next((run for run in runs if not run.region.by_root), runs[0])
+    rest += [run.current for run in runs if run is not start and run.region.by_root]
     return start.current
 
 
-def _refuse_late(stretches: list[CheckpointedRegion]) -> None:
-    for stretch in stretches:
-        for late in stretch.at_late:
+def _refuse_late(regions: list[CheckpointedRegion]) -> None:
+    for region in regions:
+        for late in region.at_late:
             late()
-        for change in stretch.changes:
+        for change in region.changes:
             raise AttachError(
                 f"{change.where or 'the root'} was changed in the forward, but its line ended"
-                " before this backward, in which torch computes that checkpointed stretch again,"
+                " before this backward, in which torch computes that checkpointed region again,"
                 " without the change: the gradients would be wrong."
                 "\nCall backward() inside the block."
             )
 
 
 def same_draws(generator: torch.Generator) -> torch.Generator:
-    """The generator to draw from, where the second run of a stretch must draw what the first drew.
+    """The generator to draw from, where the second run of a region must draw what the first drew.
 
         >>> bool(torch.randn(2, generator=same_draws(torch.Generator())).isfinite().all())
         True
@@ -345,7 +351,7 @@ def same_draws(generator: torch.Generator) -> torch.Generator:
         generator: a generator of one's own; torch takes care of its default ones itself.
 
     Returns:
-        It; or while a stretch is computed again, one in the state that it had the first time.
+        It; or while a region is computed again, one in the state that it had the first time.
     """
     if THREAD.draws is not None:
         state = next(THREAD.draws, None)

@@ -30,7 +30,7 @@ class Mode(Enum):
     """The modes of torch that change how a pass is seen."""
 
     TRANSFORMED = auto()  # a transform of torch.func: vmap, grad, jvp, ...
-    RECOMPUTED = auto()  # a checkpointed stretch that torch computes again
+    RECOMPUTED = auto()  # a checkpointed region that torch computes again
 
 
 def mode_now() -> Mode | None:

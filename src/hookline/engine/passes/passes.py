@@ -51,15 +51,16 @@ class Pass:
         backward: the run of autograd that began the pass, if no run of the root did.
         failed: whether the run ended by an exception; None while it runs.
         roots: the root's calls that are under way: several where it calls itself.
-        handled: the id of the exception that was being handled when it began.
-        stretch: the innermost checkpointed stretch that runs, if one does.
-        again: the recomputation that this is, of a stretch of another pass; None for true passes.
-        untold: the memory that changes without a word (`memory.py`); None until somebody asks.
+        exception_at_start: the id of the exception that was being handled when it began.
+        region: the innermost checkpointed region that runs, if one does.
+        recomputation: the recomputation of a region that this is; None for true passes.
+        unversioned: the memory that changes without a word (`memory.py`); None until somebody asks.
     """
 
     __slots__ = (
-        "__weakref__", "again", "at_end", "backward", "calls", "failed", "handled",
-        "is_transformed", "log", "note", "number", "opened", "roots", "stretch", "untold",
+        "__weakref__", "at_end", "backward", "calls", "exception_at_start", "failed",
+        "is_transformed", "log", "note", "number", "opened", "recomputation", "region", "roots",
+        "unversioned",
     )  # fmt: skip
 
     def __init__(self, number: int, *, is_transformed: bool = False) -> None:
@@ -73,10 +74,10 @@ class Pass:
         self.at_end: list[Callable[[], None]] = []
         self.opened: dict[Any, list[Any]] = {}
         self.roots = Calls()
-        self.handled = id(sys.exception())
-        self.stretch: Any = None
-        self.again: Any = None
-        self.untold: Any = None
+        self.exception_at_start = id(sys.exception())
+        self.region: Any = None
+        self.recomputation: Any = None
+        self.unversioned: Any = None
 
     def close(self) -> None:
         """Do what is to be done at the end: of the pass, or of what is called outside of one."""
@@ -146,7 +147,7 @@ class _Thread(threading.local):
     draws: Iterator[Any] | None = None
 
 
-# The checkpointed stretches that each thread runs for the first time, and what was drawn in the one
+# The checkpointed regions that each thread runs for the first time, and what was drawn in the one
 # that it runs again; of both, `recompute` takes care.
 THREAD = _Thread()
 
@@ -161,8 +162,8 @@ class Passes:
     """
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "beside", "closed", "compiler", "elsewhere",
-        "every_thread", "failed", "lane", "sink", "started", "switch", "transformed",
+        "_latest", "_lock", "_numbers", "_open", "closed", "compiler", "every_thread", "failed",
+        "lane", "other_contexts", "outside_root", "sink", "started", "switch", "transformed",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None, *, every_thread: bool = False) -> None:
@@ -174,8 +175,10 @@ class Passes:
         self.closed = False
         self.transformed = False  # whether a pass ran inside torch.func
         self.started = 0
-        self.beside = 0  # of these, the ones of modules that were run outside a run of the root
-        self.elsewhere = 0
+        self.outside_root = (
+            0  # of these, the ones of modules that were run outside a run of the root
+        )
+        self.other_contexts = 0
         self.failed = 0
         self._numbers = itertools.count()
         self._open: dict[int, Pass] = {}
@@ -216,7 +219,7 @@ class Passes:
         if self.is_here():
             return True
         if self.closed or _is_of_python():
-            self.elsewhere += not self.closed
+            self.other_contexts += not self.closed
             return False
         return True
 
@@ -226,8 +229,8 @@ class Passes:
         lane = self.lane
         # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
         frame = call_frame(sys._getframe(2)) if frame is None else frame
-        if lane.outside is not None and lane.outside.again is not None:
-            again = lane.outside.again.root_begins()
+        if lane.outside is not None and lane.outside.recomputation is not None:
+            again = lane.outside.recomputation.root_begins()
             again.roots.begin(frame, root)
             lane.outside = again
             return
@@ -239,7 +242,7 @@ class Passes:
                 self._finish(current, failed=True)
                 current = None
         if not self.is_here():
-            self.elsewhere += not self.closed
+            self.other_contexts += not self.closed
             return
         mode = mode_now() if current is None else None
         if mode is not None and mode is Mode.RECOMPUTED:
@@ -265,13 +268,13 @@ class Passes:
         frame = call_frame(sys._getframe(2)) if frame is None else frame
         if current is None:
             again = lane.outside
-            if again is not None and again.again is not None:
+            if again is not None and again.recomputation is not None:
                 again.roots.end(frame)
             return
         if current.roots.end(frame) and not current.roots:
             lane.current = None
             error = sys.exception()
-            has_failed = error is not None and id(error) != current.handled
+            has_failed = error is not None and id(error) != current.exception_at_start
             if error is not None and has_failed and self.compiler is not None:
                 self.compiler.explain(error)
             self._finish(current, failed=has_failed)
@@ -288,11 +291,11 @@ class Passes:
     def outside(self) -> Pass | None:
         """The pass for a hook that fires while the root does not run; None if not ours to see."""
         known = self.lane.outside
-        if known is not None and known.again is not None:
+        if known is not None and known.recomputation is not None:
             return known
         if not self.is_here():
             if not self.closed:
-                self.elsewhere = max(self.elsewhere, 1)
+                self.other_contexts = max(self.other_contexts, 1)
             return None
         mode = mode_now()
         if mode is Mode.RECOMPUTED:
@@ -302,7 +305,7 @@ class Passes:
             with self._lock:
                 if not self.closed:
                     lane.outside = self._start(is_transformed=mode is not None)
-                    self.beside += 1
+                    self.outside_root += 1
             for one in THREAD.checkpoints if lane.outside is not None else ():
                 one.pass_begins(self, lane.outside, by_root=False)
         return lane.outside

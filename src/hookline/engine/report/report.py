@@ -27,12 +27,12 @@ class Report:
         name: the verb that made the line.
         model_type: the class of the model.
         passes: how many passes the line saw.
-        elsewhere: how often the model ran in another thread or async task, unseen.
+        other_contexts: how often the model ran in another thread or async task, unseen.
         ended: whether the line has ended.
         fired: each site with the number of times that it fired.
         why: for sites that never fired, the reason.
         excused: the sites of which that is no mistake: what flows there needs no gradient.
-        beside: how many of the passes are of modules that were run outside a run of the model.
+        outside_root: how many of the passes are of modules run outside a run of the model.
         notes: what else a person should know.
         removed: the places in `fired` of what a handle took off before the line ended.
     """
@@ -40,12 +40,12 @@ class Report:
     name: str
     model_type: str
     passes: int
-    elsewhere: int
+    other_contexts: int
     ended: bool
     fired: tuple[tuple[Site, int], ...]
     why: Mapping[Site, str]
     excused: frozenset[Site] = frozenset()
-    beside: int = 0
+    outside_root: int = 0
     notes: tuple[str, ...] = ()
     removed: tuple[int, ...] = ()
 
@@ -68,7 +68,7 @@ class Report:
             return None
         unseen = {str(NOT_RUN), str(OTHER_CONTEXT)}
         if not self.passes and {self.why[site] for site in silent} <= unseen:
-            reason = str(OTHER_CONTEXT) if self.elsewhere else _NOTHING_RAN
+            reason = str(OTHER_CONTEXT) if self.other_contexts else _NOTHING_RAN
             return f"hl.{self.name} on {self.model_type} saw nothing: {reason}."
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
@@ -84,10 +84,10 @@ class Report:
         )
         if self.removed:
             head += f"; {len(self.removed)} removed"
-        if self.passes and self.beside == self.passes:
+        if self.passes and self.outside_root == self.passes:
             head += "; the model itself was not called, only modules inside it"
-        if self.elsewhere:
-            head += f"; {self.elsewhere} runs in other threads or tasks were not seen"
+        if self.other_contexts:
+            head += f"; {self.other_contexts} runs in other threads or tasks were not seen"
         width = max((len(str(site)) for site, _ in self.fired), default=0)
         lines = [
             f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
@@ -109,8 +109,8 @@ class Report:
         )
         if self.removed:
             head += f"; {len(self.removed)} removed"
-        if self.elsewhere:
-            head += f"; {plural(self.elsewhere, 'run')} in other threads or tasks not seen"
+        if self.other_contexts:
+            head += f"; {plural(self.other_contexts, 'run')} in other threads or tasks not seen"
         # Silent sites first: they are what one looks for.
         remarked = zip(self.fired, self.remarks(), strict=True)
         ordered = sorted(remarked, key=lambda row: row[0][1] > 0)

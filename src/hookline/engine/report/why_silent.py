@@ -116,7 +116,7 @@ def _own_reason(silent: Silent) -> Why | None:
 def _has_not_run(silent: Silent) -> Why | None:
     if silent.passes.started:
         return None
-    return OTHER_CONTEXT if silent.passes.elsewhere else NOT_RUN
+    return OTHER_CONTEXT if silent.passes.other_contexts else NOT_RUN
 
 
 def _raised(silent: Silent) -> Why | None:
@@ -142,7 +142,7 @@ def _not_called(silent: Silent) -> Why | None:
     node, passes = silent.node, silent.passes
     if not isinstance(node, ModuleNode):
         return None
-    if passes.beside < passes.started:
+    if passes.outside_root < passes.started:
         return BYPASSED
     return _NOT_ITSELF if node.parent is None else Why(f"not called; {_NOT_ITSELF}")
 

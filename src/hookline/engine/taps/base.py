@@ -91,35 +91,35 @@ class Tap:
     """
 
     __slots__ = (
-        "__weakref__", "active", "alter", "fired", "halves", "lane", "passes", "ran", "rank", "see",
-        "site", "traced",
+        "__weakref__", "active", "alter", "callback", "fired", "halves", "lane", "passes", "ran",
+        "rank", "site", "traced",
     )  # fmt: skip
     is_on_calls: ClassVar[bool] = True  # whether it is the call of a module that makes it fire
     # Of a tap that has several hooks on its module: all of them.
     hooks: ClassVar[tuple[HookSpec, ...]] = ()
 
-    def __init__(self, site: Site, passes: Passes, see: Callback, rank: Order) -> None:
+    def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
         self.site = site
         self.passes = passes
         self.lane = passes.lane
         self.rank = rank
         self.fired = 0
         self.ran = 0
-        self.alter = self.see = see
+        self.alter = self.callback = callback
         if (site.leaf or site.call is not None) and not site.is_gradient:
-            self._narrow(see, site)  # gradients arrive by leaf and by call as it is
+            self._narrow(callback, site)  # gradients arrive by leaf and by call as it is
         self.halves: SplitCallback | None = None
         self.traced: GraphCapture | None = (
             None  # what compiled code does here, once there may be any
         )
         self.active: GraphCapture | None = None  # the same, while such code is to do it
 
-    def _narrow(self, see: Callback, site: Site) -> None:
+    def _narrow(self, callback: Callback, site: Site) -> None:
         """See one leaf of the value alone, or one call of the module."""
         if site.leaf:
-            self.alter = self.see = see = _at_leaf(see, site)
+            self.alter = self.callback = callback = _at_leaf(callback, site)
         if site.call is not None:
-            self.see = _at_call(see, site.call, self)
+            self.callback = _at_call(callback, site.call, self)
 
     def prepare(self) -> None:
         """Code may be compiled from now on that calls this tap."""
@@ -137,7 +137,7 @@ class Tap:
     def _after(self) -> Callback:
         """Return the callback for values that compiled code has kept."""
         if self.halves is None:
-            return self.see
+            return self.callback
         after, call = self.halves.after, self.site.call
         return after if call is None else _at_call(after, call, self)
 
@@ -153,7 +153,7 @@ class Tap:
     def trace(self, value: Any) -> Any:
         """Do the work of `fire` inside compiled code."""
         self.is_traced()
-        return None if self.active is None else self.active.meet(value)
+        return None if self.active is None else self.active.capture(value)
 
     def before_run(self, current: Pass) -> None:
         """Compiled code is about to run that may call this tap."""
@@ -182,9 +182,9 @@ class Tap:
 
     def _pass_of(self, module: nn.Module) -> Pass | None:
         """Return the pass that a call of this module belongs to; None if the line sees none."""
-        return self.lane.current or self._outside(module)
+        return self.lane.current or self._slow_path(module)
 
-    def _outside(self, module: nn.Module) -> Pass | None:
+    def _slow_path(self, module: nn.Module) -> Pass | None:
         """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""
         if self.passes is _INERT:
             _discard(module, self)
@@ -192,10 +192,10 @@ class Tap:
         current = self.passes.outside()
         if current is not None and self.passes.compiler is not None:
             self.passes.compiler.refuse_stale(module)
-        return current if current is None or current.again is None else self._again(current)
+        return current if current is None or current.recomputation is None else self._again(current)
 
     def _again(self, current: Pass) -> Pass | None:
-        """A checkpointed stretch is computed again: only what changes values has a part in it."""
+        """A checkpointed region is computed again: only what changes values has a part in it."""
         if self.rank not in (Order.EDIT, Order.HOOK):
             return None
         self.fired -= 1  # it counted the first time
@@ -247,24 +247,24 @@ def no_callback(*values: Any) -> None:
     """Do nothing: the callback of taps without a single value, and of removed taps."""
 
 
-def _at_leaf(see: Callback, site: Site) -> Callback:
+def _at_leaf(callback: Callback, site: Site) -> Callback:
     leaf, where = site.leaf, str(site)
 
     def at_leaf(current: Pass, value: Any) -> Any:
-        new = see(current, leaves.get(value, leaf, where))
+        new = callback(current, leaves.get(value, leaf, where))
         return None if new is None else leaves.put(value, leaf, new)
 
     return at_leaf
 
 
-def _at_call(see: Callback, call: int, tap: Tap) -> Callback:
+def _at_call(callback: Callback, call: int, tap: Tap) -> Callback:
     def at_call(current: Pass, value: Any) -> Any:
         count = current.calls.get(tap, 0)
         current.calls[tap] = count + 1
         tap.ran = max(tap.ran, count + 1)
         if count == call:
-            return see(current, value)
-        tap.fired -= current.again is None
+            return callback(current, value)
+        tap.fired -= current.recomputation is None
         return None
 
     return at_call

@@ -43,7 +43,7 @@ class FusedTap(Tap):
         if kwargs is None or self.ran or is_dynamo_compiling():
             return
         if self.lane.current is None and not self.passes.is_here():
-            self._outside(module)  # takes it off, if it came along with a copy
+            self._slow_path(module)  # takes it off, if it came along with a copy
         elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
             self.ran = True
 

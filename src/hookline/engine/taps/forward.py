@@ -25,12 +25,12 @@ class OutputTap(Tap):
             return self.trace(output)
         current = self.lane.current
         if current is None:
-            current = self._outside(module)
+            current = self._slow_path(module)
             if current is None:
                 return None
         self.fired += 1
         try:
-            return self.see(current, output)
+            return self.callback(current, output)
         except Exception as error:
             self._note(error)
             raise
@@ -41,8 +41,8 @@ class InputTap(Tap):
 
     __slots__ = ("arguments",)
 
-    def __init__(self, site: Site, passes: Passes, see: Callback, rank: Order) -> None:
-        super().__init__(site, passes, see, rank)
+    def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
+        super().__init__(site, passes, callback, rank)
         self.arguments = Arguments()
 
     def fire(
@@ -61,7 +61,7 @@ class InputTap(Tap):
         self.fired += 1
         try:
             value = self.arguments.bind(module, args, kwargs)
-            new = self.see(current, value)
+            new = self.callback(current, value)
             return None if new is None else self.arguments.unbind(module, new, value, args, kwargs)
         except Exception as error:
             self._note(error)

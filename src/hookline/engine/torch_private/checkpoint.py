@@ -102,12 +102,12 @@ def is_recomputing() -> bool:
 _RECOMPUTES = frozenset({"recompute_fn", "backward"})
 
 
-def aside(stretch: Any) -> AbstractContextManager[Any]:
-    """Do something in a checkpointed stretch, or None, that its second run will not do.
+def aside(region: Any) -> AbstractContextManager[Any]:
+    """Do something in a checkpointed region, or None, that its second run will not do.
 
     A selective checkpoint knows the operations of the second run by their number.
     """
-    is_counted = stretch is not None and torch._C._len_torch_dispatch_stack() > 0
+    is_counted = region is not None and torch._C._len_torch_dispatch_stack() > 0
     return _disable_current_modes() if is_counted else _NOTHING
 
 

@@ -51,7 +51,7 @@ def has_compiled() -> bool:
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
 
-# What a hook keeps in a checkpointed stretch is kept in its first run.
+# What a hook keeps in a checkpointed region is kept in its first run.
 _SETTINGS = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
 
 

@@ -120,7 +120,7 @@ class _RawBackwardTap(GradientTap):
         lost = GradHook(refuse, self._name)
         # torch calls process-wide hooks first; what reads comes after the module's own that change.
         is_last = reads and self.is_everywhere
-        with aside(current.stretch):
+        with aside(current.region):
             view = hook_value(tensor, hook, lost, id(module), is_last=is_last)
         if view is not None:
             self.note_view(current, view)
@@ -167,7 +167,7 @@ class BackwardPreTap(_RawBackwardTap):
         current = self._pass_of(module)
         if current is None or not torch.is_grad_enabled():
             return None
-        with aside(current.stretch):
+        with aside(current.region):
             output, meeting = alias_outputs(key, self._name, alias_saved_outputs(key, output))
         if meeting is None:
             return output
@@ -188,7 +188,7 @@ class BackwardPreTap(_RawBackwardTap):
         current = self._pass_of(module)
         if current is None:
             return None
-        with aside(current.stretch):
+        with aside(current.region):
             value = alias_leaves(output)
         self._count(current, value)
         found = _needing(value)
@@ -246,7 +246,7 @@ class BackwardTap(_RawBackwardTap):
         if not torch.is_grad_enabled():
             self._comes_later(current)
             return None
-        with aside(current.stretch):
+        with aside(current.region):
             args, kwargs, call.flow = alias_inputs(id(frame), self._name, args, kwargs)
         entered = call.flow
         call.has_inputs = entered is not None
@@ -300,7 +300,7 @@ class BackwardTap(_RawBackwardTap):
         current = self.lane.running
         if call is None or current is None or not torch.is_grad_enabled():
             return None
-        with aside(current.stretch):
+        with aside(current.region):
             value = alias_leaves(output)
         found = _needing(value)
         if found:

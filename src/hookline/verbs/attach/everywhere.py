@@ -170,34 +170,34 @@ class _Dispatcher:
                 if group not in line.groups or group in self._placed:
                     continue
                 try:
-                    placements = self._placed[group] = Registrations()
+                    registrations = self._placed[group] = Registrations()
                     for name, hook in self._hooks(group).items():
-                        placements.place_everywhere(name, hook)
+                        registrations.register_everywhere(name, hook)
                 except BaseException:  # Ctrl-C
-                    self._take_off(group)
+                    self._remove(group)
                     raise
 
     def discard(self, line: GlobalHooks) -> None:
         """A line has ended; with the last one of its group, torch's hooks go."""
         with self._lock:
             self._lines = tuple(other for other in self._lines if other is not line)
-            self._take_off_unwanted()
+            self._remove_unwanted()
 
     def shrink(self, line: GlobalHooks) -> None:
         """A line has dropped some taps; it keeps its place among the lines for what is left."""
         with self._lock:
             if not line.groups:
                 self._lines = tuple(other for other in self._lines if other is not line)
-            self._take_off_unwanted()
+            self._remove_unwanted()
 
-    def _take_off_unwanted(self) -> None:
+    def _remove_unwanted(self) -> None:
         wanted = {group for other in self._lines for group in other.groups}
         for group in self._placed.keys() - wanted:
-            surely(partial(self._take_off, group))
+            surely(partial(self._remove, group))
 
-    def _take_off(self, group: str) -> None:
+    def _remove(self, group: str) -> None:
         if group in self._placed:
-            self._placed[group].take_off()
+            self._placed[group].remove()
             self._placed.pop(group)
 
     def _hooks(self, group: str) -> dict[str, Callable[..., Any]]:
@@ -231,8 +231,8 @@ class _Dispatcher:
         if isinstance(module, nn.TransformerEncoderLayer):
             _note_hidden(module, args, kwargs)
         changed = None
-        for see in _on_output(module, args, kwargs, id(sys._getframe(1))):
-            new = see(output)
+        for callback in _on_output(module, args, kwargs, id(sys._getframe(1))):
+            new = callback(output)
             if new is not None:
                 changed = output = new
         return changed

@@ -153,8 +153,8 @@ class EventHooks(ModuleHooks):
         self._check_owns(optimizer)
         name = type(optimizer).__name__
         tap = EventTap(Site(name, kind, module_type="Optimizer"), self.passes, hook, check)
-        with self.hooking(kind) as (placements, handle):
-            placements.place_on_optimizer(optimizer, kind, tap.fire)
+        with self.hooking(kind) as (registrations, handle):
+            registrations.register_on_optimizer(optimizer, kind, tap.fire)
             self.keep(tap)
             return handle
 
@@ -181,13 +181,13 @@ class EventHooks(ModuleHooks):
                 f"line.{kind} needs a model or an optimizer: torch has no process-wide hooks on"
                 f" state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
             )
-        with self.hooking(kind) as (placements, handle):
+        with self.hooking(kind) as (registrations, handle):
             # Of every module: a ModuleList has a state dict, though nothing flows through it.
             for site, node in self._each_module(kind, where, port=kind):
                 tap = EventTap(site, self.passes, hook, check)
                 if kind == "load_state_dict_pre":
-                    placements.place_before_loading(node.module, tap.fire)
+                    registrations.register_before_loading(node.module, tap.fire)
                 else:
-                    placements.place(node.module, kind, tap.fire, Order.HOOK)
+                    registrations.register(node.module, kind, tap.fire, Order.HOOK)
                 self.keep(tap, node)
             return handle

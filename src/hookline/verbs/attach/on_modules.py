@@ -109,11 +109,11 @@ class ModuleHooks(EverywhereHooks):
             return self._caught(
                 kind, everywhere_matcher(selector), tap, with_kwargs=with_kwargs, prepend=prepend
             )
-        with self.hooking(kind) as (placements, handle):
+        with self.hooking(kind) as (registrations, handle):
             make = AlwaysCalledTap if always_call else RawTap
             for site, node in self._each_module(kind, selector, calls=True):
                 tap = make(site, self.passes, hook, check)
-                placements.place(node.module, kind, tap.fire, Order.HOOK, prepend=prepend,
+                registrations.register(node.module, kind, tap.fire, Order.HOOK, prepend=prepend,
                                  with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
                 self.keep(tap, node)
             return handle
@@ -193,11 +193,11 @@ class ModuleHooks(EverywhereHooks):
         self, kind: str, selector: Selector, make: Callable[[Site], Tap], *, prepend: bool = False
     ) -> HookHandle:
         """Register all hooks of a tap on each selected module."""
-        with self.hooking(kind) as (placements, handle):
+        with self.hooking(kind) as (registrations, handle):
             for site, node in self._each_module(kind, selector):
                 tap = make(site)
                 self.keep(tap, node)
-                placements.place_all(node.module, tap, prepend=prepend)
+                registrations.register_all(node.module, tap, prepend=prepend)
             return handle
 
     def saved(

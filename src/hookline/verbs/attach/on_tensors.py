@@ -50,14 +50,14 @@ class TensorHooks(Line):
             StructureError: (in backward) what the hook returned is no such gradient.
         """
         check_callable("grad", hook)
-        with self.hooking("grad") as (placements, handle):
+        with self.hooking("grad") as (registrations, handle):
             for site, node in self._each_tensor("grad", selector):
                 tap = ParameterTap(site, self.passes, _Ask(hook, str(site)), Order.GRAD_HOOK)
                 kind, fire = "grad", tap.hook_for(node.tensor)
                 if node.is_sharded:
                     tap.wait_for_reduced(node.tensor)
                     kind, fire = "accumulated", tap.fire_reduced
-                placements.place_on_tensor(
+                registrations.register_on_tensor(
                     node.tensor, kind, fire, Order.GRAD_HOOK, prepend=prepend, name=node.path
                 )
                 self.keep(tap, node)
@@ -85,13 +85,13 @@ class TensorHooks(Line):
             StructureError: (in backward) the hook returned something, which torch would ignore.
         """
         check_callable("accumulated", hook)
-        with self.hooking("accumulated") as (placements, handle):
+        with self.hooking("accumulated") as (registrations, handle):
             for site, node in self._each_tensor("accumulated", selector):
                 check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
                 tap = EventTap(site, self.passes, hook, check)
                 # After what changes and reads the gradient itself, of a sharded parameter.
                 tap.rank = Order.RECORD
-                placements.place_on_tensor(
+                registrations.register_on_tensor(
                     node.tensor,
                     "accumulated",
                     tap.fire,

@@ -108,8 +108,8 @@ class RawTap(OutputTap):
         result = self.function(*values)
         if result is None:
             return None
-        if current.stretch is not None:
-            current.stretch.changed(str(self.site), values[1:], result)
+        if current.region is not None:
+            current.region.changed(str(self.site), values[1:], result)
         return self.check(result, values)
 
 

@@ -61,11 +61,13 @@ class SavedTap(Tap):
         current = self._pass_of(module)
         if current is None:
             return
-        if current.stretch is not None:
-            current.stretch.changed(str(self.site), None, None)
+        if current.region is not None:
+            current.region.changed(str(self.site), None, None)
         calls, frame = self._pushed.calls, call_frame(sys._getframe(1))
         self._pop(calls.drop_dead(frame.f_back))
-        is_for_nothing = current.again is not None and not current.again.has_gradients
+        is_for_nothing = (
+            current.recomputation is not None and not current.recomputation.has_gradients
+        )
         push_saved_tensors_hooks(self._packed if is_for_nothing else self.pack, self._unpacked)
         calls.begin(frame, module)
         with _lock:

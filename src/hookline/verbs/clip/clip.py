@@ -170,7 +170,7 @@ class _ClipGradient(GradientCallback):
         if is_dtensor(tensor):  # torch computes the norm of the whole
             return
         groups, unknown = split_over(tensor)
-        if unknown == "partial" or (unknown and current.again is not None):
+        if unknown == "partial" or (unknown and current.recomputation is not None):
             why = "is a sum in parts" if unknown == "partial" else "is in a reentrant checkpoint"
             raise AttachError(
                 f"{self._site} must have a gradient whose norm can be told, got one that {why}."

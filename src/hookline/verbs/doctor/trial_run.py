@@ -263,13 +263,13 @@ def _let_by(current: Pass, value: Any) -> None:
 def _watch(site: Site, run: Run) -> Bound:
     place = site.path, site.port
 
-    def see(current: Pass, value: Any) -> None:
+    def callback(current: Pass, value: Any) -> None:
         run.seen.setdefault(place, Seen()).note(value, is_compiled=False)
 
     def after(current: Pass, value: Any) -> None:
         run.seen.setdefault(place, Seen()).note(value, is_compiled=True)
 
-    return SplitCallback(see, snapshot, after)
+    return SplitCallback(callback, snapshot, after)
 
 
 def _forward_places(places: list[Place]) -> list[Place]:

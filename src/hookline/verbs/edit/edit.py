@@ -217,7 +217,7 @@ class EditGradient(GradientCallback):
 def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[Pass, Any], Any]:
     where = effect.where
 
-    def see(current: Pass, value: Any) -> Any:
+    def callback(current: Pass, value: Any) -> Any:
         new = effect.of_value(change, value)
         if new is None:
             return None
@@ -228,8 +228,8 @@ def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[P
                 "\nReturn a value of the same form (for a part of it, select a leaf such as"
                 " ':output[0]'), or use a raw hook: hl.attach(model), line.forward(...)."
             )
-        if current.stretch is not None:
-            current.stretch.changed(where, value, new)
+        if current.region is not None:
+            current.region.changed(where, value, new)
         return new
 
-    return see
+    return callback

@@ -113,7 +113,7 @@ class PlainGradTap(GradOutputTap):
         node = output.grad_fn if type(output) is Tensor else None
         # A function of Python's may be compiled code, which returned others as well: `look` knows.
         is_plain = node is not None and not issubclass(type(node), PYTHON_NODE)
-        if current is None or not is_plain or current.stretch is not None:
+        if current is None or not is_plain or current.region is not None:
             return self.look(module, output, id(sys._getframe(1)))
         calls = current.calls
         call = calls.get(self, 0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hookline.engine import (
     Pass,
     Site,
-    Untold,
+    Unversioned,
     clone_locally,
     defaults_by_name,
     every_tensor,
@@ -121,17 +121,17 @@ class Keeper:
 
     Args:
         options: what is kept.
-        untold: tells where torch raises no version; None where nobody is to care.
+        unversioned: tells where torch raises no version; None where nobody is to care.
     """
 
-    __slots__ = ("_copy", "_detach", "_keep", "_move", "_untold")
+    __slots__ = ("_copy", "_detach", "_keep", "_move", "_unversioned")
 
-    def __init__(self, options: Keep, untold: Untold | None) -> None:
+    def __init__(self, options: Keep, unversioned: Unversioned | None) -> None:
         self._keep = options.get("keep")
         self._move = options.get("device"), options.get("dtype")
         self._detach = options.get("detach", True)
         self._copy = options.get("copy")
-        self._untold = untold
+        self._unversioned = unversioned
 
     def __call__(self, current: Pass, value: Any, site: Site | None = None) -> tuple[Any, Any]:
         """Return what to keep of a value that was seen in a pass, and its stamp.
@@ -184,9 +184,9 @@ class Keeper:
         return tree.map_tensors(take, found)
 
     def _must_copy(self, current: Pass, tensor: Tensor) -> bool:
-        if self._copy is not None or self._untold is None:
+        if self._copy is not None or self._unversioned is None:
             return bool(self._copy)
-        return tensor.is_inference() or self._untold.has(current, tensor)
+        return tensor.is_inference() or self._unversioned.has(current, tensor)
 
     def _take(self, tensor: Tensor, copied: bool, beside: list[tuple[Tensor, Tensor]]) -> Tensor:
         if self._detach and (tensor.requires_grad or isinstance(tensor, nn.Parameter)):

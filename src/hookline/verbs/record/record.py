@@ -26,7 +26,7 @@ from hookline.engine import (
     Site,
     SplitCallback,
     Tap,
-    Untold,
+    Unversioned,
     aside,
     makes_new_memory,
     no_callback,
@@ -195,14 +195,14 @@ class _Recorder:
         after: Callable[[Site], None] | None,
     ) -> None:
         sites, places, nodes = selection.sites, selection.places(), line.layout.nodes
-        untold = Untold(line.root, len(nodes)) if options.get("copy") is None else None
-        self._untold = untold
+        unversioned = Unversioned(line.root, len(nodes)) if options.get("copy") is None else None
+        self._unversioned = unversioned
         self._computing = frozenset(filter(makes_new_memory, line.layout.kinds))
         self._passes = line.passes
         self._after = after
         self._places = enumerate(places)  # what stands at each is asked for once, in their order
         self._is_fast = after is None and is_plain(options)
-        self._kept = Keeper(options, untold)
+        self._kept = Keeper(options, unversioned)
         self._in_graph = in_graph(options)
         self._of_graph = Keeper({**options, "keep": None, "copy": False}, None)
         self._keeps_graph = not options.get("detach", True)
@@ -211,7 +211,7 @@ class _Recorder:
             _report_of(line, sites),
             tuple([(node.path, type(node.module).__name__) for node in nodes]),
             keeps_graph=self._keeps_graph,
-            untold=untold,
+            unversioned=unversioned,
         )
 
     def bind(self, site: Site) -> Bound:
@@ -223,12 +223,12 @@ class _Recorder:
             return make(self, site, number, node)
         if site.is_gradient:
             return self._gradient(number, node)
-        see = _keep(number, self._kept, site)
+        callback = _keep(number, self._kept, site)
         if self._after is not None:
-            return _then(see, self._after, site)
+            return _then(callback, self._after, site)
         if self._in_graph is None:
-            return see
-        return SplitCallback(see, self._in_graph, _keep(number, self._of_graph, site))
+            return callback
+        return SplitCallback(callback, self._in_graph, _keep(number, self._of_graph, site))
 
     def _gradient(self, number: int, node: Any) -> KeepGradient:
         parameter = getattr(node, "tensor", None)
@@ -237,10 +237,12 @@ class _Recorder:
     def _plain_output(self, site: Site, number: int, node: Any) -> Tap:
         module = node.module
         if type(module) in self._computing and "forward" not in vars(module):
-            untold, may_hand_on = None, False
+            unversioned, may_hand_on = None, False
         else:
-            untold, may_hand_on = self._untold, _may_hand_on(module)
-        return _PlainTap(site, self._passes, number, self._kept, untold, may_hand_on=may_hand_on)
+            unversioned, may_hand_on = self._unversioned, _may_hand_on(module)
+        return _PlainTap(
+            site, self._passes, number, self._kept, unversioned, may_hand_on=may_hand_on
+        )
 
     def _plain_gradient(self, site: Site, number: int, node: Any) -> Tap:
         return PlainGradTap(site, self._passes, self._gradient(number, node), number)
@@ -280,12 +282,12 @@ class _PlainTap(OutputTap):
     Args:
         number: the site's.
         kept: keeps what is not kept the fast way.
-        untold: tells whether an output may change without a word; None where none can, as of a
+        unversioned: tells whether an output may change without a word; None where none can, as of a
             module that returns memory of its own.
         may_hand_on: whether to look first if the value is the one that was just kept.
     """
 
-    __slots__ = ("kept", "may_hand_on", "number", "untold")
+    __slots__ = ("kept", "may_hand_on", "number", "unversioned")
 
     def __init__(
         self,
@@ -293,21 +295,21 @@ class _PlainTap(OutputTap):
         passes: Passes,
         number: int,
         kept: Keeper,
-        untold: Untold | None,
+        unversioned: Unversioned | None,
         *,
         may_hand_on: bool,
     ) -> None:
         super().__init__(site, passes, no_callback, Order.RECORD)
         self.number = number
         self.kept = kept
-        self.untold = untold
+        self.unversioned = unversioned
         self.may_hand_on = may_hand_on
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keep a nested value, or one that was seen outside of a pass, as any other tap does."""
         # Made here, since most taps never need it; an inert copy has none.
-        if getattr(self, "see", None) is no_callback:
-            self.see = _keep(self.number, self.kept, self.site)
+        if getattr(self, "callback", None) is no_callback:
+            self.callback = _keep(self.number, self.kept, self.site)
         OutputTap.fire(self, module, args, output)
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
@@ -332,12 +334,12 @@ class _PlainTap(OutputTap):
         try:
             version = output._version
             # What was just kept as it is, as of an identity, needs not be asked again.
-            if self.untold is not None and (
+            if self.unversioned is not None and (
                 not self.may_hand_on or not (log := current.log) or log[-1][1] is not output
             ):
-                known = current.untold
+                known = current.unversioned
                 if known is None:
-                    known = self.untold.look(current)
+                    known = self.unversioned.look(current)
                 # To ask where its memory begins takes twice as long.
                 if output.storage_offset() or output.data_ptr() >> LINE in known:
                     self.fire_slowly(module, args, output)
@@ -361,20 +363,20 @@ def _may_hand_on(module: nn.Module) -> bool:
 
 
 def _keep(number: int, kept: Keeper, site: Site) -> Callback:
-    def see(current: Pass, value: Any) -> None:
-        if current.stretch is None:
+    def callback(current: Pass, value: Any) -> None:
+        if current.region is None:
             found, was = kept(current, value, site)
         else:
-            with aside(current.stretch):
+            with aside(current.region):
                 found, was = kept(current, value, site)
         current.note((number, found, was))
 
-    return see
+    return callback
 
 
-def _then(see: Callback, after: Callable[[Site], None], site: Site) -> Callback:
+def _then(callback: Callback, after: Callable[[Site], None], site: Site) -> Callback:
     def see_then(current: Pass, value: Any) -> None:
-        see(current, value)
+        callback(current, value)
         after(site)
 
     return see_then

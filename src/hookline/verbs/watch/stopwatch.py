@@ -202,7 +202,7 @@ def time_calls(
     module: nn.Module, placements: Registrations, passes: Passes, running: Running
 ) -> None:
     """Put the four hooks of a clock tap on a module."""
-    placements.place_all(module, ClockTap(passes, running, _STOPWATCH))
+    placements.register_all(module, ClockTap(passes, running, _STOPWATCH))
 
 
 def _is_above(key: int, frame: FrameType) -> bool:

@@ -129,31 +129,31 @@ class _Printer:
         """Return what prints an output."""
         name = path_text(site.path)
 
-        def see(current: Pass, value: Any) -> None:
+        def callback(current: Pass, value: Any) -> None:
             calls = self.running.calls
             call = calls[-1] if calls and calls[-1].has_run else None
             label = "  " * (len(calls) - (call is not None)) + name
             if _is_elsewhere(value):
                 for one in calls:
                     one.launches = True
-            with aside(current.stretch):
+            with aside(current.region):
                 shown = _shown(value)
             got = "?" if call is None else call.got
             took = "" if call is None else _took(call)
             self.say(f"{label:{width}}  {site.module_type:18} {got} -> {shown}{took}")
 
-        return see
+        return callback
 
     def compiled(self, site: Site, width: int) -> Any:
         """Return what prints an output of compiled code, which tells no time and no order."""
         label = "  " * (site.path.count(".") + bool(site.path)) + path_text(site.path)
 
-        def see(current: Pass, value: Any) -> None:
+        def callback(current: Pass, value: Any) -> None:
             for call in self.running.calls:
                 call.has_compiled = True
             self.say(f"{label:{width}}  {site.module_type:18} -> {_shown(value)}")
 
-        return see
+        return callback
 
     def back(self, site: Site, width: int, value: Any) -> None:
         """Print a gradient."""
