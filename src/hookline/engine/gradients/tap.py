@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine.autograd.aliases import has_aliases
-from hookline.engine.autograd.in_graph import (
+from hookline.engine.autograd.gradient_operator import (
     ENDED,
     LOST,
     emptied,

@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 
 from hookline.display.units import measure
 from hookline.errors import HooklineError, InputError
-from hookline.views.page.extras import load
+from hookline.views.page.optional_imports import load
 from hookline.views.page.thumbnails import coloured, data_address, in_own_range, in_range, is_signed
 from hookline.views.plots.reducing import cells, order_of, range_text, scale_of, smaller
 from hookline.views.plots.values import Arranged, Value, arrange

@@ -16,9 +16,9 @@ from typing import Any, final
 
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
-from hookline.views.page.extras import load
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, number, parameters_of, query_of
+from hookline.views.page.optional_imports import load
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import OpenRecordings
 from hookline.views.page.state import PageState, notices_of

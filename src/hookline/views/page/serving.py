@@ -9,8 +9,8 @@ import threading
 from typing import Any, final
 
 from hookline.errors import InputError
-from hookline.views.page.extras import load
 from hookline.views.page.guard import Rules, is_loopback
+from hookline.views.page.optional_imports import load
 from hookline.views.page.server import make_app
 from hookline.views.page.sources import OpenRecordings
 from hookline.views.page.waiting import Waiting, protocol

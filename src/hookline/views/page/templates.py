@@ -12,8 +12,8 @@ from hookline.display.text import escape_invisible
 from hookline.display.units import measure
 from hookline.views.page.cells import cells_html
 from hookline.views.page.columns import Column
-from hookline.views.page.extras import load
 from hookline.views.page.links import query_of
+from hookline.views.page.optional_imports import load
 from hookline.views.page.rows import Row
 from hookline.views.page.site_view import facts_of, path_of, zero_of
 from hookline.views.page.state import data_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, final
 
-from hookline.views.page.extras import load
+from hookline.views.page.optional_imports import load
 
 SECONDS = 10.0
 _MOST = 100  # far below the usual limit of 1,024 file descriptors for a process

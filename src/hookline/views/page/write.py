@@ -16,7 +16,7 @@ from hookline.recordings import Recording
 from hookline.recordings.manifest import MANIFEST
 from hookline.verbs import Summary
 from hookline.views.page.columns import columns
-from hookline.views.page.extras import load
+from hookline.views.page.optional_imports import load
 from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.state import failed_passes, notices_of_rows
 from hookline.views.page.templates import environment, table

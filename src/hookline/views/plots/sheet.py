@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hookline.views.plots.extras import load
+from hookline.views.plots.optional_imports import load
 from hookline.views.plots.reducing import Array, Scale, shown
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from hookline.engine.autograd import in_graph
+from hookline.engine.autograd import gradient_operator
 
 
 def test_one_thread_at_a_time_defines_the_operator(monkeypatch):
@@ -12,16 +12,16 @@ def test_one_thread_at_a_time_defines_the_operator(monkeypatch):
     may_another = []
 
     def try_the_lock():
-        is_free = in_graph._defining.acquire(blocking=False)
+        is_free = gradient_operator._defining.acquire(blocking=False)
         if is_free:
-            in_graph._defining.release()
+            gradient_operator._defining.release()
         may_another.append(is_free)
 
     def define():
         with ThreadPoolExecutor(1) as pool:
             pool.submit(try_the_lock).result()
 
-    monkeypatch.setattr(in_graph, "_define", define)
-    in_graph.number_of(try_the_lock)  # as the first line does
+    monkeypatch.setattr(gradient_operator, "_define", define)
+    gradient_operator.number_of(try_the_lock)  # as the first line does
     try_the_lock()
     assert may_another == [False, True]

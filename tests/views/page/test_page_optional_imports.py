@@ -7,7 +7,7 @@ import pytest
 
 import hookline as hl
 from hookline.views import write_page
-from hookline.views.page.extras import load
+from hookline.views.page.optional_imports import load
 
 
 @pytest.mark.parametrize("name", ["jinja2", "PIL.Image"])
