@@ -232,6 +232,12 @@ def test_a_rank_that_leads_back_to_its_own_folder_is_refused(tmp_path):
         hl.open(folder)
 
 
+def test_a_site_that_no_rank_has_is_an_error_with_what_is_there(tmp_path):
+    run = hl.open(folder_of_ranks(tmp_path / "run", [recorded()]))
+    with pytest.raises(hl.NotRecordedError, match="'nothing' was never selected; recorded: 9"):
+        run["nothing"]
+
+
 def test_ranks_of_two_savings_are_never_mixed(tmp_path):
     one = folder_of_ranks(tmp_path / "one", [recorded(), recorded()])
     two = folder_of_ranks(tmp_path / "two", [recorded(5.0), recorded(5.0)])
