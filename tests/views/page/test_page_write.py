@@ -41,7 +41,7 @@ def test_where_it_cannot_be_written_it_says_what_to_do(tmp_path, strange_run):
     with pytest.raises(hl.FolderError) as caught:
         write_page(strange_run, tmp_path / "file" / "report.html", title="A page")
     assert str(tmp_path / "file" / "report.html") in str(caught.value)
-    assert "name a file in a folder that you may write to" in str(caught.value)
+    assert "Name a file in a writable folder" in str(caught.value)
 
 
 def test_a_failing_disk_leaves_the_older_page(tmp_path, strange_run, monkeypatch):
