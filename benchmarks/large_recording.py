@@ -49,7 +49,8 @@ def write(folder: Path, n_sites: int, site_bytes: int, per_file: int = 80) -> Pa
         "modules": [[path, kind] for path, kind in holders.items()]
         + [[path, "Conv2d"] for path in paths],
         "report": {
-            "name": "hl.record", "passes": 1, "other_contexts": 0, "fired": [1] * n_sites, "why": {},
+            "name": "hl.record", "passes": 1, "other_contexts": 0, "fired": [1] * n_sites,
+            "why": {},
             "excused": [],
         },
         "lost": [],
