@@ -234,7 +234,11 @@ class Batch(NamedTuple):
 def _reach() -> tuple[dict[str, reached_lines.Reach], dict[str, str]]:
     """What each test runs, and the source as it was then."""
     found = json.loads(REACHED.read_text())
-    tests = {name: reached_lines.Reach(*reach) for name, reach in found["tests"].items()}
+    tests = {
+        name: reached_lines.Reach(*reach)
+        for name, reach in found["tests"].items()
+        if (ROOT / name.partition("::")[0]).exists()  # else it has moved since
+    }
     return tests, found["sources"]
 
 
@@ -371,7 +375,7 @@ def _in_process(source: str, files: Sequence[str], reporter: _Reporter) -> None:
     for stream in (0, 1, 2):
         os.dup2(silent, stream)
     os.chdir(ROOT)
-    sys.path.insert(0, source)
+    sys.path[:0] = [source, str(ROOT)]
     os.environ.update(PYTHONPATH=source, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     # Hypothesis's profile for servers: the same examples each time, no deadline, nothing kept.
     options = ["-q", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=ci"]
