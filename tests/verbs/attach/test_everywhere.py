@@ -527,3 +527,7 @@ def test_backward_everywhere_reads_what_modules_own_hooks_made(
     found = came_to([own_by_line, by_line])
     assert [kind for kind, _ in found] == [kind for kind, _ in expected]
     assert_close([grads for _, grads in found], [grads for _, grads in expected])
+
+
+def test_it_is_shown_as_it_is_written():
+    assert repr(hl.EVERYWHERE) == "hl.EVERYWHERE"
