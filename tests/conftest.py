@@ -53,6 +53,19 @@ def left_as_found():
     return state
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A real Chromium, Debian's."""
+    from playwright.sync_api import sync_playwright  # for the few tests of pages
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
 @pytest.fixture
 def fresh_dynamo():
     """No compiled code before, none left, and dynamo has the settings that it had."""

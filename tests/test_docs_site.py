@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
 import hookline as hl
@@ -46,16 +45,6 @@ def check(monkeypatch):
 
     yield check
     sys.modules.pop("check")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

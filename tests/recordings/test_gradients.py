@@ -162,4 +162,4 @@ def test_a_table_without_a_backward_says_so():
     model = nn.Linear(2, 2)
     with pytest.warns(hl.HooklineWarning), hl.record(model, ports="grad") as run:
         model(torch.ones(1, 2))
-    assert str(run.gradients()).splitlines()[-1].startswith("no gradient came back: call backward")
+    assert str(run.gradients()).splitlines()[-1].startswith("no gradient was seen: call backward")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-
-PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
-on_ranks = PROCESSES["on_ranks"]
-ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
-
-PARALLEL = runpy.run_path(str(Path(__file__).parent / "parallel.py"))
-EVERYTHING, conv_net, half, images = (
-    PARALLEL[name] for name in ("EVERYTHING", "conv_net", "half", "images")
+from parallel import (
+    EVERYTHING,
+    conv_net,
+    half,
+    images,
+    llama,
+    loss_of,
+    recorded,
+    sharded,
+    tokens,
 )
-llama, loss_of, mesh, recorded = (
-    PARALLEL[name] for name in ("llama", "loss_of", "mesh", "recorded")
-)
-sharded, split, tokens = (PARALLEL[name] for name in ("sharded", "split", "tokens"))
+from processes import on_ranks, ranks_of
+
+ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 
 # -- data parallel ------------------------------------------------------------------------------

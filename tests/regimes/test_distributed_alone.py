@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,10 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
+from processes import on_ranks, ranks_of
 
-PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
-on_ranks = PROCESSES["on_ranks"]
-ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](1))
+ranks = pytest.fixture(scope="module")(ranks_of(1))
 
 
 class Head(nn.Module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
+from processes import Processes, on_ranks, ranks_of
 
-PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
-on_ranks = PROCESSES["on_ranks"]
-ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
+ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 
 def net():
@@ -159,7 +156,7 @@ def die_in_the_midst(rank):
 
 @pytest.mark.processes
 def test_a_rank_that_dies_in_a_pass_is_an_error_elsewhere():
-    with PROCESSES["Processes"](2, 60.0) as processes:
+    with Processes(2, 60.0) as processes:
         (kind, found), (other, _) = processes.ask(__file__, "die_in_the_midst")
     assert (kind, other) == ("ok", "died"), found
     text, is_clean, shape = found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import runpy
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,23 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import clipped_by_torch, measured, triple, tripled
+from parallel import conv_net, gated, half, images, loss_of, mesh, rows, sentences, sharded, stack
+from processes import on_ranks, ranks_of
 
 HERE = Path(__file__).parent
-PROCESSES, PARALLEL, BY_TORCH = (
-    runpy.run_path(str(HERE / f"{name}.py")) for name in ("processes", "parallel", "by_torch")
-)
-on_ranks = PROCESSES["on_ranks"]
-ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
-conv_net, gated, half, images, loss_of, mesh, rows, sentences, sharded, stack = (
-    PARALLEL[name]
-    for name in (
-        "conv_net", "gated", "half", "images", "loss_of", "mesh", "rows", "sentences", "sharded",
-        "stack",
-    )
-)  # fmt: skip
-clipped_by_torch, measured, triple, tripled = (
-    BY_TORCH[name] for name in ("clipped_by_torch", "measured", "triple", "tripled")
-)
+ranks = pytest.fixture(scope="module")(ranks_of(2))
 close = partial(assert_close, rtol=1e-4, atol=1e-5)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import runpy
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +15,19 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import (
+    assert_printed,
+    clipped_by_torch,
+    hooked_by_torch,
+    measured,
+    raw_hook,
+    seen_by_torch,
+    triple,
+    tripled,
+)
+from processes import on_ranks, ranks_of
 
-BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-assert_printed, clipped_by_torch, hooked_by_torch, measured = (
-    BY_TORCH[name] for name in ("assert_printed", "clipped_by_torch", "hooked_by_torch", "measured")
-)
-raw_hook, seen_by_torch, triple, tripled = (
-    BY_TORCH[name] for name in ("raw_hook", "seen_by_torch", "triple", "tripled")
-)
-PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
-on_ranks = PROCESSES["on_ranks"]
-ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
+ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 
 class Blocks(nn.Module):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hookline as hl
+from processes import on_ranks, ranks_of
 
-PROCESSES = runpy.run_path(str(Path(__file__).parent / "processes.py"))
-on_ranks = PROCESSES["on_ranks"]
-ranks = pytest.fixture(scope="module")(PROCESSES["ranks_of"](2))
+ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 
 class Summed(torch.autograd.Function):

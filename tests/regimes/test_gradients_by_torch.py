@@ -17,6 +17,15 @@ from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import (
+    assert_gradients_are_torchs,
+    clipped_by_torch,
+    gradients_of,
+    hooked_by_torch,
+    nth,
+    raw_hook,
+    triple,
+)
 from zoo import (
     ROWS,
     Checkpointed,
@@ -31,12 +40,6 @@ from zoo import (
 )
 
 HERE = Path(__file__).parent
-BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
-assert_gradients_are_torchs = BY_TORCH["assert_gradients_are_torchs"]
-clipped_by_torch, gradients_of = BY_TORCH["clipped_by_torch"], BY_TORCH["gradients_of"]
-hooked_by_torch, triple, raw_hook, nth = (
-    BY_TORCH[name] for name in ("hooked_by_torch", "triple", "raw_hook", "nth")
-)
 both_ports = pytest.mark.parametrize("site", ["0:grad_output", "2:grad_input"])
 
 

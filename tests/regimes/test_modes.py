@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
+from by_torch import assert_gradients_are_torchs, assert_values_are_torchs
 from zoo import ROWS, rows_net
 
-BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-assert_gradients_are_torchs = BY_TORCH["assert_gradients_are_torchs"]
-assert_values_are_torchs = BY_TORCH["assert_values_are_torchs"]
 PORTS = ("output", "input", "grad_output", "grad_input", "grad")
 
 

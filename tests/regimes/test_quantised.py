@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import copy
-import runpy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import hookline as hl
+from by_torch import How, assert_values_are_torchs, measured
 from zoo import int8_net
-
-BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-assert_values_are_torchs, measured, How = (
-    BY_TORCH[name] for name in ("assert_values_are_torchs", "measured", "How")
-)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import runpy
 from math import nan
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +11,17 @@ from torch import nn
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import (
+    clipped_by_torch,
+    hooked_by_torch,
+    measured,
+    printed,
+    printed_of,
+    raw_hook,
+    seen_by_torch,
+    triple,
+    tripled,
+)
 from zoo import Tagged
 
 pytestmark = [
@@ -21,16 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:.*are deprecated"),
 ]
-
-BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-clipped_by_torch, hooked_by_torch, measured, raw_hook, seen_by_torch, triple, tripled = (
-    BY_TORCH[name]
-    for name in (
-        "clipped_by_torch", "hooked_by_torch", "measured", "raw_hook", "seen_by_torch", "triple",
-        "tripled",
-    )
-)  # fmt: skip
-printed, printed_of = BY_TORCH["printed"], BY_TORCH["printed_of"]
 
 BASE = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 COMPLEX = torch.complex(BASE, BASE.flip(0))

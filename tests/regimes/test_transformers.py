@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import (
+    assert_gradients_are_torchs,
+    assert_values_are_torchs,
+    measured,
+    nth,
+    seen_by_torch,
+    tripled,
+)
 from hookline.models._torchvision_import import import_torchvision
-
-BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-assert_values_are_torchs, assert_gradients_are_torchs, measured, nth, seen_by_torch, tripled = (
-    BY_TORCH[name]
-    for name in (
-        "assert_values_are_torchs", "assert_gradients_are_torchs", "measured", "nth",
-        "seen_by_torch", "tripled",
-    )
-)  # fmt: skip
 
 import_torchvision()  # transformers imports it, and cannot where its operators are missing
 

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import assert_printed, assert_values_are_torchs, measured, nth, seen_by_torch, tripled
 from zoo import (
     ROWS,
     Checkpointed,
@@ -32,11 +33,6 @@ from zoo import (
 )
 
 HERE = Path(__file__).parent
-BY_TORCH = runpy.run_path(str(HERE / "by_torch.py"))
-assert_values_are_torchs = BY_TORCH["assert_values_are_torchs"]
-seen_by_torch, tripled, assert_printed, measured, nth = (
-    BY_TORCH[name] for name in ("seen_by_torch", "tripled", "assert_printed", "measured", "nth")
-)
 
 
 def step(model, x=ROWS):

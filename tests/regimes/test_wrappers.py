@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import runpy
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,23 +14,18 @@ from torch import nn
 from torch.testing import assert_close
 
 import hookline as hl
+from by_torch import (
+    Part,
+    assert_gradients_are_torchs,
+    assert_values_are_torchs,
+    clipped_by_torch,
+    hooked_by_torch,
+    results_of,
+    seen_by_torch,
+    triple,
+    tripled,
+)
 from zoo import ROWS, Delegating, Recursive, rows_net
-
-BY_TORCH = runpy.run_path(str(Path(__file__).parent / "by_torch.py"))
-assert_values_are_torchs, assert_gradients_are_torchs, Part = (
-    BY_TORCH[name] for name in ("assert_values_are_torchs", "assert_gradients_are_torchs", "Part")
-)
-clipped_by_torch, hooked_by_torch, results_of, seen_by_torch, triple, tripled = (
-    BY_TORCH[name]
-    for name in (
-        "clipped_by_torch",
-        "hooked_by_torch",
-        "results_of",
-        "seen_by_torch",
-        "triple",
-        "tripled",
-    )
-)
 
 
 class Block(nn.Module):

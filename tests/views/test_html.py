@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from playwright.sync_api import sync_playwright
 from torch import nn
 
 import hookline as hl
@@ -119,18 +118,13 @@ def test_hostile_names_stay_text(strange, strange_run):
         assert any("<script>alert(1)<" in row[0] for row in shown.rows)
 
 
-@pytest.mark.processes
-def test_it_can_be_read_on_light_and_on_dark_ground(net, image):
+def test_it_can_be_read_on_light_and_on_dark_ground(net, image, browser):
     html = hl.summary(net, image)._repr_html_()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
-        )
-        page = browser.new_page()
-        for ground, ink in (("white", "rgb(0, 0, 0)"), ("black", "rgb(255, 255, 255)")):
-            page.set_content(f"<body style='background: {ground}; color: {ink}'>{html}")
-            for cell in ("thead th", "td"):
-                style = "element => [getComputedStyle(element).color,"
-                style += " getComputedStyle(element.parentElement).backgroundColor]"
-                assert page.locator(cell).first.evaluate(style) == [ink, "rgba(0, 0, 0, 0)"]
-        browser.close()
+    page = browser.new_page()
+    for ground, ink in (("white", "rgb(0, 0, 0)"), ("black", "rgb(255, 255, 255)")):
+        page.set_content(f"<body style='background: {ground}; color: {ink}'>{html}")
+        for cell in ("thead th", "td"):
+            style = "element => [getComputedStyle(element).color,"
+            style += " getComputedStyle(element.parentElement).backgroundColor]"
+            assert page.locator(cell).first.evaluate(style) == [ink, "rgba(0, 0, 0, 0)"]
+    page.close()

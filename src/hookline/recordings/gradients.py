@@ -114,7 +114,7 @@ def _cells(row: GradientRow) -> tuple[str, ...]:
 
 def _verdict(flow: GradientFlow) -> str:
     if flow.rows and not any(row.count for row in flow.rows):
-        return "no gradient came back: call backward() inside the block, on the model's output"
+        return "no gradient was seen: call backward() inside the block, on the model's output"
     found = [
         f"{len(sites)} {name}: {', '.join(sites[:4])}{', …' if len(sites) > 4 else ''}"
         for name, sites in (("exploding", flow.exploding), ("dead", flow.dead))

@@ -34,7 +34,7 @@ from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 
 
 @final
-@hides("begin_pass", "end_pass", "finish", "one_of_several")
+@hides("begin_pass", "finish", "one_of_several")
 class Recording(Lookups):
     """A mapping from sites to the values that a line kept.
 

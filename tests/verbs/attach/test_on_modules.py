@@ -249,7 +249,7 @@ def test_backward_hooks_on_inputs_run_everywhere_first_as_added(net, image):
     [
         ("backward", "x", "got str"),
         ("backward", (None,), "expected Tensor[2, 4]"),
-        ("backward_pre", (torch.zeros(2, 5), torch.zeros(2, 5)), "cannot stand for tuple"),
+        ("backward_pre", (torch.zeros(2, 5), torch.zeros(2, 5)), "must return the form of tuple"),
         ("backward_pre", torch.zeros(5), "got Tensor[5]"),
         ("backward_pre", torch.zeros(2, 5).double(), "float64"),
     ],

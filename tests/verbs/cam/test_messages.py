@@ -168,7 +168,7 @@ def test_a_score_without_a_gradient(x):
     )
     cut = Net(lambda maps, other: maps.mean((2, 3)).detach() + other)
     assert said(hl.InputError, lambda: hl.cam(cut, x, "conv")).startswith(
-        "no gradient of the score came back to conv: the score does not depend on it, or a detach()"
+        "no gradient of the score reached conv: the score does not depend on it, or a detach()"
     )
 
 

@@ -98,7 +98,7 @@ def test_a_layer_that_detaches_what_it_returns_is_told():
 def test_what_is_detached_behind_a_layer_is_told_with_parameters():
     found = hl.doctor(Through(torch.Tensor.detach), X, "a", ports=("grad_output", "grad"))
     why, remedy = never(found, "a:grad_output")
-    assert why == "no gradient came back to it: the sum of its outputs does not depend on it"
+    assert why == "no gradient reached it: the sum of its outputs does not depend on it"
     assert ".detach(), .data, .item() or argmax behind it" in remedy
     assert (
         never(found, "a.weight:grad")[0] == "unused: the sum of its outputs does not depend on it"
@@ -222,7 +222,7 @@ def test_the_loss_in_an_output_is_what_backward_runs_from():
     found = hl.doctor(WithLoss(), X, "*:grad_output")
     assert found["a:grad_output"].verdict == "fires"
     why, _ = never(found, "b:grad_output")
-    assert why == "no gradient came back to it: its output's loss does not depend on it"
+    assert why == "no gradient reached it: its output's loss does not depend on it"
 
 
 def test_a_backward_that_raises_is_told():

@@ -9,7 +9,7 @@ from urllib.request import Request, build_opener
 
 import pytest
 import torch
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
@@ -17,16 +17,6 @@ from hookline.views.page import FolderSource, OpenRecordings, Serving
 
 # Nothing is to be there within this time; it ends a test that waits for what never comes.
 expect.set_options(timeout=60_000)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ class Borders:
             Borders._all.append(self)
 
     def watch(self, module: nn.Module) -> None:
-        """Tell of runs of a module that was compiled by `module.compile()`. Twice is no mistake."""
+        """Tell of runs of a module that was compiled by `module.compile()`. Idempotent."""
         with Borders._lock:
             held = Borders._held.get(module)
             if held is None:

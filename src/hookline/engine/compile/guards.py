@@ -48,7 +48,7 @@ _lock = fork_safe_lock()
 
 
 def mark(module: nn.Module, owner: object) -> None:
-    """Have code that was compiled before not serve for a module. Twice is no mistake."""
+    """Have code that was compiled before not serve for a module. Idempotent."""
     if isinstance(module, torch.jit.ScriptModule):
         return  # its class has no forward; and no hook on it is ever called
     with _lock:
@@ -106,7 +106,7 @@ class Marks:
 
 
 def renew(module: nn.Module) -> bool:
-    """Have a mark stand for the forward that its module's class has by now; whether it did not.
+    """Renew the mark of a module whose class got another forward; tell whether that was needed.
 
     For `Class.forward = ...`, another `__class__`, and `recompile()` of a `torch.fx.GraphModule`.
     """
@@ -128,7 +128,7 @@ def _renew(module: nn.Module) -> bool:
 
 
 def follow(module: nn.Module) -> None:
-    """The hooks on a module are others now: if it is marked, have its mark say so.
+    """Update the mark of a module whose hooks have changed; a no-op for an unmarked module.
 
     A module without a forward of its own is not marked, and need not be asked about.
     """
@@ -138,7 +138,7 @@ def follow(module: nn.Module) -> None:
 
 
 def unmark(module: nn.Module, owner: object) -> None:
-    """Take an owner's mark back; with the last, the module is as it was. Twice is no mistake."""
+    """Take an owner's mark back; with the last, the module is as it was. Idempotent."""
     with _lock:
         owners = _owners.get(module)
         if owners is None:
@@ -173,7 +173,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def forward_of(kind: type) -> Any:
-    """The forward of a class; None where only its instances have one, as scripted modules."""
+    """Return the forward of a class; None where only its instances have one."""
     return getattr(kind, "forward", None)
 
 
@@ -183,8 +183,10 @@ def _note_of(forward: Any) -> _Note | None:
 
 
 def _retire(*sources: object) -> None:
-    """Somebody has kept a mark, or left it standing: code may be compiled with it while no line is
-    on. So from now on marks have other copies of the code."""
+    """Use other copies of the code for later marks.
+
+    A mark has escaped: code may have been compiled with it while no line was on.
+    """
     for source in sources:
         if isinstance(source, FunctionType):
             _copies.pop(source, {})
@@ -220,7 +222,7 @@ def _usual(module: nn.Module, own: Any) -> tuple[Any, Any, bool]:
 
 
 def _through(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The mark of what has no code to copy, or is not bound to the module."""
+    """Call a forward that has no code to copy, or is not bound to the module."""
     return forward(*args, **kwargs)
 
 
@@ -236,7 +238,7 @@ def _put_back(module: nn.Module) -> None:
 
 
 def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
-    """A function that does what another does, and that compiled code can tell from it."""
+    """Copy a function such that compiled code can tell the copy from the original."""
     is_through = source.__globals__ is globals()
     twin = FunctionType(
         code,
@@ -257,7 +259,7 @@ def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
 
 
 def _signature(forward: Callable[..., Any]) -> Any:
-    """The signature of a function that takes a forward, and then its arguments."""
+    """Return the signature of a function that takes a forward, and then its arguments."""
     try:
         signature = inspect.signature(forward)
     except (TypeError, ValueError):

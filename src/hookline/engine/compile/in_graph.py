@@ -25,7 +25,7 @@ class SplitCallback(NamedTuple):
     """A callback split for torch.compile: `inside` runs in the graph, `after` on its result.
 
     Args:
-        see: all of it, where no code is compiled.
+        callback: all of it, where no code is compiled.
         inside: the half that compiled code does; what it returns is kept.
         after: the other half, on what was kept.
     """

@@ -318,7 +318,7 @@ class Line:
             self._warn()
 
     def remove(self) -> None:
-        """End the line: take its hooks off. Removing twice is no mistake."""
+        """End the line: take its hooks off. Idempotent."""
         if self.passes.closed:
             return
         self._end()

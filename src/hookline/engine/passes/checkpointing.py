@@ -377,7 +377,7 @@ class _Watch:
         return self._lines
 
     def hold(self, passes: Passes) -> None:
-        """A line begins. Twice is no mistake."""
+        """A line begins. Idempotent."""
         with self._lock:
             if passes in self._lines:
                 return
@@ -387,7 +387,7 @@ class _Watch:
                 self._telling.start()
 
     def release(self, passes: Passes) -> None:
-        """A line ends. Twice is no mistake."""
+        """A line ends. Idempotent."""
         with self._lock:
             self._lines = tuple(one for one in self._lines if one is not passes)
             if not self._lines and self._telling is not None:

@@ -175,9 +175,7 @@ class Passes:
         self.closed = False
         self.transformed = False  # whether a pass ran inside torch.func
         self.started = 0
-        self.outside_root = (
-            0  # of these, the ones of modules that were run outside a run of the root
-        )
+        self.outside_root = 0  # of these, those of modules that were run outside a run of the root
         self.other_contexts = 0
         self.failed = 0
         self._numbers = itertools.count()
@@ -255,11 +253,13 @@ class Passes:
                 if self.closed:  # by another thread, since we asked
                     return
                 current = lane.current = self._start(is_transformed=mode is not None)
+            current.roots.begin(frame, root)  # first: `end` ends the pass if what follows raises
             for one in THREAD.checkpoints:
                 one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
                 self.compiler.begin_pass(current)
-        current.roots.begin(frame, root)
+        else:
+            current.roots.begin(frame, root)
 
     def end(self, frame: FrameType | None = None) -> None:
         """The root has run, or failed. Only to be called by those who call `begin`."""

@@ -86,7 +86,7 @@ class Tap:
     Args:
         site: where it is.
         passes: the passes of its line.
-        see: called with the pass and the value; what it returns, unless None, replaces the value.
+        callback: called with the pass and the value; a result other than None replaces the value.
         rank: its place among the hooks of its module.
     """
 

@@ -72,7 +72,7 @@ def check_gradient(result: Any, grad: Tensor, where: str) -> Tensor:
     found = describe.difference(grad, result)
     if found:
         raise StructureError(
-            f"the hook at {where} returned what cannot stand for the gradient: {found}."
+            f"the hook at {where} must return a gradient of the same form: {found}."
             "\nReturn a gradient of the same form, or None to leave it as it is."
         )
     return result  # type: ignore[no-any-return]
@@ -91,7 +91,7 @@ def check_backward(result: Any, old: Any) -> Any:
     found = describe.difference(old, result)
     if found:
         raise StructureError(
-            f"the backward hook returned what cannot stand for {describe.in_words(old)}: {found}."
+            f"the backward hook must return the form of {describe.in_words(old)}: {found}."
             "\nReturn gradients of the same form, with None where there was None; or None for all"
             " to leave them as they are."
         )

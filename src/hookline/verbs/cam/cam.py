@@ -230,7 +230,7 @@ class _CamRunner:
             flowed = gradient(run, one.site)
             if flowed is None or leaves.get(flowed, one.leaf, str(one.site)) is None:
                 raise InputError(
-                    f"no gradient of the score came back to {one.site}: the score does not depend"
+                    f"no gradient of the score reached {one.site}: the score does not depend"
                     " on it, or a detach() or no_grad() in the model cuts them apart."
                     "\nName another layer, or method='eigencam' or 'scorecam', which take none."
                 )

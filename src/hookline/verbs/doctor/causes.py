@@ -309,7 +309,7 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
         what, _, remedy = own.partition("; ")
         return Why(what, remedy)
     return Why(
-        f"no gradient came back to it: {run.backward} does not depend on it",
+        f"no gradient reached it: {run.backward} does not depend on it",
         "look for a .detach(), .data, .item() or argmax behind it; or take a loss that depends on"
         " it: hl.doctor(model, lambda: loss(model(x)))",
     )

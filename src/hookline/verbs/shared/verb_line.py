@@ -34,7 +34,7 @@ class VerbLine(Generic[OwnLine]):
                 self._ended(error)
 
     def remove(self) -> None:
-        """End the line: take its hooks off. Removing twice is no mistake."""
+        """End the line: take its hooks off. Idempotent."""
         try:
             self._line.remove()
         finally:
