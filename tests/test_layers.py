@@ -14,10 +14,11 @@ FILES = sorted(SRC.rglob("*.py"))
 # The rooms from the roof down, as docs/architecture.md draws them. A file may import from its own
 # room and from those below it.
 ROOMS = [
-    "hookline.cli", "hookline", "hookline.views", "hookline.verbs", "hookline.verbs.doctor",
-    "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.watch", "hookline.verbs.record",
-    "hookline.verbs.edit", "hookline.verbs.summary", "hookline.verbs.attach",
-    "hookline.verbs.inventory", "hookline.verbs.shared", "hookline.models", "hookline.recordings",
+    "hookline.cli", "hookline", "hookline.views", "hookline.verbs", "hookline.verbs.extract",
+    "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.watch",
+    "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
+    "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.shared",
+    "hookline.models", "hookline.stores", "hookline.recordings", "hookline.statistics",
     "hookline.engine", "hookline.engine.line", "hookline.engine.report",
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",

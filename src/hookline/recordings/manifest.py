@@ -57,7 +57,7 @@ def write_manifest(folder: Path, body: Mapping[str, Any]) -> str:
         "format": FORMAT,
         "version": VERSION,
         "checksum": _BLANK.decode(),
-        "hookline": _version(),
+        "hookline": package_version(),
         "torch": str(torch.__version__),
     }
     data = sealed({**head, **body})
@@ -113,15 +113,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f" ({manifest.get('hookline', 'unknown')}), or record it again."
         )
     try:
-        before, said, after = _parted(data)
+        unsealed(data)
     except ValueError as error:
         raise FolderError(f"{path} is damaged: {error}.\n{REMEDY}") from error
+    return manifest
+
+
+def unsealed(data: bytes) -> None:
+    """Compare a manifest with the checksum that `sealed` filled in.
+
+    Raises:
+        ValueError: they differ, or the manifest has none.
+    """
+    before, said, after = _parted(data)
     found = checksum(before + _BLANK + after)
     if found != said.decode():
-        raise FolderError(
-            f"{path} is damaged: its checksum must be {said.decode()}, got {found}.\n{REMEDY}"
-        )
-    return manifest
+        raise ValueError(f"its checksum must be {said.decode()}, got {found}")
 
 
 class _Sites:
@@ -189,7 +196,8 @@ def first_line(error: BaseException) -> str:
     return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Return the version of hookline that is installed."""
     try:
         return version("hookline")
     except PackageNotFoundError:

@@ -1,0 +1,1 @@
+"""Recordings that outgrow memory: shards by range of rows, and a manifest."""

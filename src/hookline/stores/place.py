@@ -1,0 +1,283 @@
+"""The place of a store: a folder on this machine, or a URL that fsspec reads and writes.
+
+A file is there whole or not at all. A local file is written beside its place under another name,
+synced to disk and renamed. An object store has one request for a whole object.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hookline.errors import FolderError
+from hookline.recordings.manifest import first_line, sync
+
+try:
+    import fcntl
+except ImportError:  # not POSIX: no locks, so two writers are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = ".lock"
+_PART = ".part"
+
+
+class Place(Protocol):
+    """The files of a store, by their names."""
+
+    def names(self) -> list[str]:
+        """List the files, hidden ones left out."""
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read a file, or a range of its bytes.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+
+    def write(self, name: str, chunks: Sequence[Any]) -> None:
+        """Write a file whole or not at all, durably; an older file of that name is replaced.
+
+        Args:
+            name: the file's name.
+            chunks: its bytes, as contiguous buffers.
+
+        Raises:
+            FolderError: it cannot be written. What was there before is still there.
+        """
+
+    def remove(self, name: str) -> None:
+        """Remove a file; a missing file is no error."""
+
+    def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return a range of a file's bytes, memory-mapped where the file lies on this machine."""
+
+    def locked(self) -> Any:
+        """Return a context manager that keeps other writers out.
+
+        Raises:
+            FolderError: another process is writing here.
+        """
+
+
+def place_of(to: str | os.PathLike[str]) -> Place:
+    """Return the place of a path or a URL (`s3://bucket/features`, `memory://features`).
+
+    Raises:
+        FolderError: it is neither, or fsspec has no such protocol.
+    """
+    if isinstance(to, str) and "://" in to:
+        return RemotePlace(to)
+    try:
+        return LocalPlace(Path(to))
+    except TypeError:
+        raise FolderError(
+            f"a store's place must be a folder or a URL, got {type(to).__name__}."
+            "\nGive a name such as 'features/' or 's3://bucket/features'."
+        ) from None
+
+
+@final
+class LocalPlace:
+    """A folder on this machine.
+
+    Args:
+        folder: the folder. It is created with the first file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def names(self) -> list[str]:
+        """List the files, hidden ones left out."""
+        try:
+            return sorted(name for name in os.listdir(self.folder) if not name.startswith("."))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise FolderError(f"{self} cannot be read: {first_line(error)}.") from error
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes."""
+        return os.stat(self.folder / name).st_size
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read a file, or a range of its bytes."""
+        handle = os.open(self.folder / name, os.O_RDONLY)
+        try:
+            if stop is None:
+                stop = os.fstat(handle).st_size
+            return os.pread(handle, max(stop - start, 0), start)
+        finally:
+            os.close(handle)
+
+    def write(self, name: str, chunks: Sequence[Any]) -> None:
+        """Write a file whole or not at all, durably; an older file of that name is replaced."""
+        part = self.folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}{_PART}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with part.open("xb", buffering=0) as file:
+                    for chunk in chunks:
+                        _write_all(file, memoryview(chunk).cast("B"))
+                    os.fsync(file.fileno())
+                part.replace(self.folder / name)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            sync(self.folder)
+        except OSError as error:
+            raise FolderError(
+                f"cannot write {self.folder / name}: {first_line(error)}."
+                f"\n{_remedy(error)} What was written before is whole; start again to go on."
+            ) from error
+
+    def remove(self, name: str) -> None:
+        """Remove a file; a missing file is no error."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return a range of a file's bytes, memory-mapped."""
+        path = self.folder / name
+        # Unlike np.memmap, torch's mapping keeps no file open; a private one is never written back.
+        storage = torch.UntypedStorage.from_file(str(path), False, os.stat(path).st_size)
+        mapped = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        found: NDArray[np.uint8] = mapped.numpy()[start:stop]
+        return found
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other writers out, and remove what killed ones have left."""
+        if fcntl is None:
+            yield
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise FolderError(
+                f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
+            ) from error
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise FolderError(
+                    f"another process is writing to {self}."
+                    "\nWait until it has ended, or give another folder."
+                ) from None
+            for path in self.folder.glob(f".*{_PART}"):
+                path.unlink(missing_ok=True)
+            yield
+        finally:
+            os.close(handle)  # releases the lock
+
+
+@final
+class RemotePlace:
+    """A URL that fsspec reads and writes. Two writers are not kept apart: shards are equal.
+
+    Args:
+        url: the URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # loads aiohttp and more for some protocols
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs, self._root = url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            raise FolderError(
+                f"{url} cannot be used: {first_line(error)}."
+                "\nInstall the package that fsspec names for this protocol, such as s3fs."
+            ) from error
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemotePlace, (self.url,)
+
+    def names(self) -> list[str]:
+        """List the files, hidden ones left out."""
+        self._fs.invalidate_cache(self._root)
+        try:
+            found = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise self._unreachable(error) from error
+        names = (path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+        return sorted(name for name in names if not name.startswith("."))
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes."""
+        return int(self._fs.size(self._path(name)))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read a file, or a range of its bytes."""
+        return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+
+    def write(self, name: str, chunks: Sequence[Any]) -> None:
+        """Write an object in one request; an older one of that name is replaced."""
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(self._path(name), b"".join(chunks))
+        except Exception as error:
+            raise self._unreachable(error) from error
+
+    def remove(self, name: str) -> None:
+        """Remove an object; a missing one is no error."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Download a range of an object's bytes."""
+        return np.frombuffer(self.read(name, start, stop), np.uint8)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Do nothing: object stores have no locks."""
+        yield
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _unreachable(self, error: Exception) -> FolderError:
+        return FolderError(
+            f"{self.url} cannot be used: {type(error).__name__}: {first_line(error)}."
+            "\nCheck the address, the network and the credentials. What was written before is"
+            " whole; start again to go on."
+        )
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:  # an unbuffered file may take less than it is given
+        data = data[file.write(data) :]
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free space on the disk."
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Give a folder that you may write to."
+    return "Give another folder."

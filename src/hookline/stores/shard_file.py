@@ -1,0 +1,275 @@
+"""One shard: a range of rows as a safetensors file that describes itself.
+
+    8 bytes     the header's length, little-endian
+    header      JSON: what the shard holds under "__metadata__", then dtype, shape and byte offsets
+                of each column; padded with spaces
+    bytes       the columns, one after the other, the widest dtypes first
+
+The description has the checksum of the header and of each column, so that a store can be checked,
+and its manifest made again, from the shards alone. The safetensors library reads the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from hookline.recordings.tensor_file import DTYPES
+from hookline.statistics import Moments
+
+# Columns of the store itself. "@" begins no path of a module.
+ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
+OWN = (ITEM, LENGTH, TOKEN)
+
+_NAME = re.compile(r"shard-(\d{8})\.safetensors")
+_BLANK = b"0" * 32
+_SEAL = re.compile(rb'seal\\": \\"([0-9a-f]{32})')
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# NumPy has no such dtypes: their bytes are unsigned integers there.
+_UNSIGNED = {1: np.uint8, 2: np.uint16}
+_REAL = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+})  # fmt: skip
+
+
+class Chunk(NamedTuple):
+    """The rows of one batch.
+
+    Args:
+        batch: the number of the batch.
+        items: the index of each item in the data set.
+        columns: for each site a contiguous CPU tensor, of a row an item or a row a token.
+        lengths: the number of tokens of each item; None for rows an item alone.
+        tokens: the id of each token; None where the data has none.
+        skipped: the items that failed to load, each with its error.
+    """
+
+    batch: int
+    items: Sequence[int]
+    columns: Mapping[str, Tensor]
+    lengths: Sequence[int] | None = None
+    tokens: Tensor | None = None
+    skipped: Sequence[tuple[int, str]] = ()
+
+
+class Span(NamedTuple):
+    """The place of a column in a shard's file.
+
+    Args:
+        dtype: the name of the dtype, as safetensors writes it.
+        shape: its shape; the first size is the number of rows.
+        start: the first byte in the file.
+        stop: the byte after the last.
+        sum: the checksum of the bytes between.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    sum: str
+
+
+@final
+@dataclass(frozen=True)
+class Shard:
+    """The description of a shard.
+
+    Args:
+        number: counts from 0.
+        batches: the first batch, and the one after the last.
+        items: how many items it holds.
+        rows: how many tokens it holds; the number of items where rows are items.
+        size: the bytes of its file.
+        seal: the checksum of its header.
+        spans: the place of each column.
+        statistics: the moments of each column of real numbers.
+        skipped: the items that failed to load, each with its error.
+    """
+
+    number: int
+    batches: tuple[int, int]
+    items: int
+    rows: int
+    size: int
+    seal: str
+    spans: Mapping[str, Span]
+    statistics: Mapping[str, Moments]
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+
+
+def name_of(number: int) -> str:
+    """Return the name of a shard's file."""
+    return f"shard-{number:08d}.safetensors"
+
+
+def number_of(name: str) -> int | None:
+    """Return the number of the shard in a file; None for another file."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def encode(number: int, chunks: Sequence[Chunk]) -> tuple[list[Any], Shard]:
+    """Make a shard of the rows of consecutive batches.
+
+    Args:
+        number: the number of the shard.
+        chunks: the rows of its batches, in order.
+
+    Returns:
+        The bytes of its file as buffers, and its description. Equal rows give equal bytes.
+    """
+    parts = _columns(chunks)
+    # The widest first, so that each column is aligned to the size of its numbers.
+    names = sorted(parts, key=lambda name: (-parts[name][0].element_size(), name))
+    buffers: list[Any] = []
+    entries: dict[str, Any] = {}
+    sums: dict[str, str] = {}
+    end = 0
+    for name in names:
+        first, data = parts[name][0], [_bytes_of(tensor) for tensor in parts[name]]
+        digest, start = xxh3_128(), end
+        for piece in data:
+            digest.update(piece.data)
+            end += piece.nbytes
+        sums[name] = digest.hexdigest()
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[first.dtype],
+            "shape": [sum(map(len, parts[name])), *first.shape[1:]],
+            "data_offsets": [start, end],
+        }
+        buffers += data
+    about = {
+        "seal": _BLANK.decode(), "number": number,
+        "batches": [chunks[0].batch, chunks[-1].batch + 1],
+        "items": sum(len(chunk.items) for chunk in chunks),
+        "rows": sum(map(_n_rows, chunks)),
+        "sums": sums,
+        "statistics": {
+            name: _moments(parts[name]).as_json()
+            for name in names
+            if name not in OWN and parts[name][0].dtype in _REAL
+        },
+        "skipped": [list(one) for chunk in chunks for one in chunk.skipped],
+    }  # fmt: skip
+    head = _sealed(about, entries)
+    return [head, *buffers], decode(head, len(head) + end)
+
+
+def _n_rows(chunk: Chunk) -> int:
+    return len(chunk.items) if chunk.lengths is None else sum(chunk.lengths)
+
+
+def _columns(chunks: Sequence[Chunk]) -> dict[str, list[Tensor]]:
+    """Return the parts of each column, the store's own included."""
+    parts = {name: [chunk.columns[name] for chunk in chunks] for name in chunks[0].columns}
+    parts[ITEM] = [torch.tensor(chunk.items, dtype=torch.int64) for chunk in chunks]
+    known = [chunk.lengths for chunk in chunks if chunk.lengths is not None]
+    lengths = [torch.tensor(one, dtype=torch.int64) for one in known]
+    tokens = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
+    return {
+        **parts,
+        **({LENGTH: lengths} if lengths else {}),
+        **({TOKEN: tokens} if tokens else {}),
+    }
+
+
+def _sealed(about: Mapping[str, Any], entries: Mapping[str, Any]) -> bytes:
+    """Return the 8 bytes of length and the header, with its checksum filled in."""
+    text = json.dumps({"__metadata__": {"hookline": json.dumps(about)}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    at = head.index(_BLANK)
+    return head[:at] + xxh3_128_hexdigest(head).encode() + head[at + len(_BLANK) :]
+
+
+def head_size(first: bytes) -> int:
+    """Return the length of the header, itself included, from a file's first 8 bytes."""
+    return 8 + int.from_bytes(first[:8], "little")
+
+
+def decode(head: bytes, size: int) -> Shard:
+    """Read the description of a shard, and verify its checksum.
+
+    Args:
+        head: the file's first bytes, to the end of the header.
+        size: the bytes of the whole file.
+
+    Raises:
+        ValueError, KeyError, TypeError: the header is damaged, or the file has another size.
+    """
+    found = _SEAL.search(head)
+    if found is None:
+        raise ValueError("it must have the header of a shard")
+    blank = head[: found.start(1)] + _BLANK + head[found.end(1) :]
+    seal = xxh3_128_hexdigest(blank)
+    if seal.encode() != found[1]:
+        raise ValueError(f"the checksum of its header must be {found[1].decode()}, got {seal}")
+    header = json.loads(head[8:])
+    about = json.loads(header.pop("__metadata__")["hookline"])
+    spans = {}
+    for name, entry in header.items():
+        start, stop = (len(head) + offset for offset in entry["data_offsets"])
+        spans[name] = Span(entry["dtype"], tuple(entry["shape"]), start, stop, about["sums"][name])
+    wanted = max((span.stop for span in spans.values()), default=len(head))
+    if wanted != size:
+        raise ValueError(f"it must be {wanted} bytes long, got {size}")
+    first, last = about["batches"]
+    return Shard(
+        about["number"], (first, last), about["items"], about["rows"], size, seal, spans,
+        {name: Moments.from_json(fields) for name, fields in about["statistics"].items()},
+        [(item, text) for item, text in about["skipped"]],
+    )  # fmt: skip
+
+
+def check(span: Span, data: NDArray[np.uint8]) -> None:
+    """Compare a column's bytes with their checksum.
+
+    Raises:
+        ValueError: they differ.
+    """
+    found = xxh3_128_hexdigest(data.data)
+    if found != span.sum:
+        raise ValueError(f"its checksum must be {span.sum}, got {found}")
+
+
+def array_of(span: Span, data: NDArray[np.uint8]) -> NDArray[Any]:
+    """Return a column's bytes as an array; a dtype that NumPy lacks is unsigned integers."""
+    found: NDArray[Any] = data.view(numpy_dtype(DTYPES[span.dtype])).reshape(span.shape)
+    return found
+
+
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    """Return the dtype of arrays that hold a torch dtype's bytes."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return np.dtype(_UNSIGNED[dtype.itemsize])
+
+
+def tensor_of(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return an array as a tensor that shares its memory, in the dtype that its bytes are of."""
+    return torch.from_numpy(array).view(dtype)
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    data: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def _moments(tensors: Sequence[Tensor]) -> Moments:
+    found = Moments()
+    for tensor in tensors:
+        array = tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+        found = found + Moments.of(array)
+    return found
