@@ -12,6 +12,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.models import load_demo_digits, load_input, load_model
+from small_stores import write_store
 
 # The examples of inner functions are for reading: some want files, a network, or a minute.
 collect_ignore_glob = [
@@ -42,6 +43,13 @@ def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
         load_input=load_input,
         load_model=load_model,
     )
+    if any(
+        "store" in example.source or '"features"' in example.source
+        for example in request.node.dtest.examples
+    ):
+        body = torch.arange(400.0).reshape(100, 4)
+        write_store(names["tmp_path"] / "features", {"body": body, "fc": body[:, :3] - 1})
+        names["store"] = hl.open(names["tmp_path"] / "features")
     if any("loaded" in example.source for example in request.node.dtest.examples):
         names["loaded"] = load_model("demo:digits")
 

@@ -15,9 +15,9 @@ NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
     "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
-    "Selection", "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach",
-    "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record",
-    "select", "summary", "watch",
+    "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
+    "attach", "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots",
+    "record", "select", "summary", "watch",
 ]
 # fmt: on
 

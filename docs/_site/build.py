@@ -204,7 +204,7 @@ def open_without_server(site: Path) -> None:
     (site / "404.html").unlink(missing_ok=True)
     for page in site.rglob("*.html"):
         home = posixpath.relpath("index.html", page.parent.relative_to(site).as_posix())
-        text = page.read_text("utf-8").replace("open_recording", "open")  # `hl.open`
+        text = page.read_text("utf-8").replace("open_folder", "open")  # `hl.open`
         page.write_text(re.sub(r'href="\./(?:\.\.|\.)?"', f'href="{home}"', text), "utf-8")
 
 

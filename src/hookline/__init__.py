@@ -29,7 +29,8 @@ from hookline.errors import SelectionError as SelectionError
 from hookline.errors import SiteError as SiteError
 from hookline.errors import StructureError as StructureError
 from hookline.recordings import Recording as Recording
-from hookline.recordings import open_recording as open
+from hookline.stores import Store as Store
+from hookline.stores import open_folder as open
 from hookline.verbs import ClassMaps as ClassMaps
 from hookline.verbs import Diagnosis as Diagnosis
 from hookline.verbs import Inventory as Inventory
@@ -56,9 +57,9 @@ __all__ = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
     "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
-    "Selection", "SelectionError", "Site", "SiteError", "StructureError", "Summary", "attach",
-    "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots", "record",
-    "select", "summary", "watch",
+    "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
+    "attach", "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots",
+    "record", "select", "summary", "watch",
 ]  # fmt: skip
 
 

@@ -186,11 +186,11 @@ class Index:
         ]
         names = list(self._by_text)
         if same_path:
-            there = f"; recorded there: {_listed(same_path)}."
-        elif close := _close(text, names):
-            there = f". Did you mean {_listed(close)}?"
+            there = f"; recorded there: {listed(same_path)}."
+        elif close := closest(text, names):
+            there = f". Did you mean {listed(close)}?"
         else:
-            there = f"; recorded: {plural(len(names), 'site')}, such as {_listed(names)}."
+            there = f"; recorded: {plural(len(names), 'site')}, such as {listed(names)}."
         return (
             f"{text!r} was never selected{there}"
             "\nLook up one that was, or select this one too when recording."
@@ -201,7 +201,7 @@ def _leaf_key(name: str) -> str | int:
     return int(name) if name.isdecimal() else name
 
 
-def _close(text: str, names: list[str]) -> list[str]:
+def closest(text: str, names: list[str]) -> list[str]:
     """List the names closest to a text, the closest first."""
     # Comparing all of 20,000 names with difflib would take seconds.
     likely = heapq.nlargest(_MOST_COMPARED, names, key=partial(_shared, text))
@@ -218,5 +218,6 @@ def _shared(text: str, name: str) -> int:
     return first(text, name) + first(reversed(text), reversed(name))
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Write the first names of a list, quoted."""
     return ", ".join(map(repr, names[:4]))

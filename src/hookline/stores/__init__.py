@@ -1,1 +1,8 @@
-"""Recordings that outgrow memory: shards by range of rows, and a manifest."""
+"""Stores: values that outgrow memory, as shards by range of rows and a manifest."""
+
+from hookline.stores.column import Column as Column
+from hookline.stores.opening import open_folder as open_folder
+from hookline.stores.store import Store as Store
+from hookline.stores.store import open_store as open_store
+
+__all__ = ["Column", "Store", "open_folder", "open_store"]

@@ -163,6 +163,11 @@ class LocalPlace:
         found: NDArray[np.uint8] = mapped.numpy()[start:stop]
         return found
 
+    def state(self, name: str) -> tuple[int, ...]:
+        """Return what changes with a file's bytes: its device, inode, size and time."""
+        found = os.stat(self.folder / name)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other writers out, and remove what killed ones have left."""

@@ -1,0 +1,360 @@
+"""A column of a store: the values at one site, read like an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.display.text import plural
+from hookline.errors import StructureError
+from hookline.recordings.tensor_file import DTYPES
+from hookline.stores.shard_file import LENGTH, numpy_dtype, tensor_of
+from hookline.stores.shards import Form, Shards, find
+
+# Rows of a shard that are copied by one call instead of one by one, where there are more of them.
+_FEW = 4
+_SMALL_BYTES = 1024
+
+
+@final
+class Column:
+    """The values at one site, row after row, read from disk when they are asked for.
+
+        >>> column = store["fc"]
+        >>> column.shape, column.dtype
+        ((100, 3), torch.float32)
+        >>> column[40:42].shape, column[[3, -1]].shape, column[5].shape
+        (torch.Size([2, 3]), torch.Size([2, 3]), torch.Size([3]))
+
+    It is indexed as a NumPy array is: by a number, a slice, a list, an array or a tensor of
+    indices, or a mask of booleans, and further indices: `column[5:9, :3]`. What it returns is a
+    copy in a tensor of its own. `np.asarray(column)` and `column.numpy(index)` give arrays.
+
+    Rows are items, or tokens where the site has a value for each token. Then `column.of_item(3)`
+    has the tokens of one item, and `column.padded([3, 5])` those of several, and a mask.
+
+    Args:
+        shards: the shards of the store.
+        form: the form of the column.
+    """
+
+    def __init__(self, shards: Shards, form: Form) -> None:
+        self._shards, self._form = shards, form
+        self._begin()
+
+    def _begin(self) -> None:
+        stops = self._shards.row_stops if self._form.per_token else self._shards.item_stops
+        self._stops: list[int] = stops
+        self._arrays = self._shards.arrays_of(self._form.name)
+        self.dtype = DTYPES[self._form.dtype]
+        self._numpy_dtype = numpy_dtype(self.dtype)
+        self._is_plain = torch.from_numpy(np.empty(0, self._numpy_dtype)).dtype is self.dtype
+        self._length = stops[-1] if stops else 0
+
+    def __getstate__(self) -> tuple[Shards, Form]:
+        return self._shards, self._form
+
+    def __setstate__(self, state: tuple[Shards, Form]) -> None:
+        self._shards, self._form = state
+        self._begin()
+
+    @property
+    def name(self) -> str:
+        """The site, as the store writes it."""
+        return self._form.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows, and the shape of a row."""
+        return (self._length, *self._form.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return 1 + len(self._form.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all rows."""
+        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows are tokens, so that items have several."""
+        return self._form.per_token
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for shard in range(len(self._shards)):
+            yield from self._tensor(self._array(shard).copy())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if type(index) is not int:
+            return self._tensor(self._read(index))
+        if index < 0:
+            index += self._length
+        if not 0 <= index < self._length:
+            raise self._out_of_range(index)
+        shard, row = find(self._stops, index)
+        array = self._arrays.get(shard)
+        if array is None:
+            array = self._array(shard)
+        # A slice, because a single number would not be an array.
+        found = torch.from_numpy(array[row : row + 1].copy())[0]
+        return found if self._is_plain else found.view(self.dtype)
+
+    def numpy(self, index: Any = slice(None)) -> NDArray[Any]:
+        """Return rows as a NumPy array of its own memory.
+
+            >>> store["fc"].numpy([3, 4]).shape
+            (2, 3)
+
+        Args:
+            index: which rows, as in `column[index]`.
+
+        Raises:
+            IndexError: a row is out of range.
+            StructureError: NumPy does not have the dtype.
+            FolderError: a shard is gone or damaged.
+        """
+        if not self._is_plain:
+            raise StructureError(
+                f"{self.name} must have a dtype that NumPy has, got {self.dtype}."
+                f"\nConvert a tensor: store[{self.name!r}][:1000].float().numpy()."
+            )
+        return self._read(index)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("a column must be copied to become an array: leave out copy=False.")
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    # -- items of several rows ------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> Column:
+        """The number of tokens of each item, as a column.
+
+        Raises:
+            StructureError: each item has one row.
+        """
+        self._check_ragged("lengths")
+        return Column(self._shards, Form(LENGTH, "I64", (), False))
+
+    def of_item(self, item: int) -> Tensor:
+        """Return the rows of one item, of shape `(tokens, ...)`.
+
+        Args:
+            item: the position of the item in the store.
+
+        Raises:
+            IndexError: there is no such item.
+            StructureError: each item has one row: `column[item]`.
+            FolderError: a shard is gone or damaged.
+        """
+        return self._tensor(self._item(item))
+
+    def of_items(self, items: Any) -> list[Tensor]:
+        """Return the rows of several items, a tensor each.
+
+        Args:
+            items: which items: as in `column[index]`.
+
+        Raises:
+            IndexError: there is no such item.
+            StructureError: each item has one row: `column[items]`.
+            FolderError: a shard is gone or damaged.
+        """
+        return [self._tensor(self._item(item)) for item in self._positions(items)]
+
+    def padded(self, items: Any) -> tuple[Tensor, Tensor]:
+        """Return the rows of several items in one tensor, with zeros behind the shorter ones.
+
+        Args:
+            items: which items: as in `column[index]`.
+
+        Returns:
+            The values, of shape `(items, longest, ...)`, and a mask of shape `(items, longest)`
+            which is True where a token is.
+
+        Raises:
+            IndexError: there is no such item.
+            StructureError: each item has one row: `column[items]`.
+            FolderError: a shard is gone or damaged.
+        """
+        rows = [self._item(item, copied=False) for item in self._positions(items)]
+        lengths = np.array([len(one) for one in rows], np.int64)
+        longest = int(lengths.max(initial=0))
+        found = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
+        for target, one in zip(found, rows, strict=True):
+            target[: len(one)] = one
+        return self._tensor(found), torch.from_numpy(np.arange(longest) < lengths[:, None])
+
+    def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
+        self._check_ragged("of_item")
+        n_items = self._shards.item_stops[-1] if len(self._shards) else 0
+        at = item + n_items if item < 0 else item
+        if not 0 <= at < n_items:
+            raise IndexError(f"an item must be below {n_items:,}, the number of items, got {item}.")
+        shard, number = find(self._shards.item_stops, at)
+        stops = self._shards.lengths(shard)
+        rows = self._array(shard)[stops[number - 1] if number else 0 : stops[number]]
+        return rows.copy() if copied else rows
+
+    def _positions(self, items: Any) -> list[int]:
+        n_items = self._shards.item_stops[-1] if len(self._shards) else 0
+        if isinstance(items, slice):
+            return list(range(*items.indices(n_items)))
+        found: list[int] = _positions(items, n_items, "items").reshape(-1).tolist()
+        return found
+
+    def _check_ragged(self, what: str) -> None:
+        if not self._form.per_token:
+            raise StructureError(
+                f"{self.name} must have a row for each token for {what}, got one for each item."
+                f"\nWrite store[{self.name!r}][item]."
+            )
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def _read(self, index: Any) -> NDArray[Any]:
+        """Read rows, and what further indices pick of them, as an array of its own memory."""
+        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if rows is Ellipsis or rows is None or (isinstance(index, tuple) and not index):
+            return self._own(self._slice(slice(None), ())[index])
+        is_basic = all(
+            one is None or one is Ellipsis or isinstance(one, slice) or type(one) is int
+            for one in rest
+        )
+        if isinstance(rows, slice):
+            if is_basic:
+                return self._slice(rows, tuple(rest))
+            return self._own(self._slice(rows, ())[(slice(None), *_as_arrays(rest))])
+        rows = _positions(rows, self._length, "rows")
+        if is_basic:
+            found = self._gather(rows.reshape(-1), tuple(rest))
+            return found.reshape(*rows.shape, *found.shape[1:])
+        found = self._gather(rows.reshape(-1), ())
+        places = np.arange(rows.size).reshape(rows.shape) if rows.ndim else 0
+        return self._own(found[(places, *_as_arrays(rest))])
+
+    def _slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
+        """Copy the rows of a slice, shard by shard."""
+        span = range(*rows.indices(self._length))
+        found = np.empty((len(span), *self._shape_of(rest)), self._numpy_dtype)
+        target = found
+        if span.step < 0:
+            span, target = span[::-1], found[::-1]
+        done = 0
+        while done < len(span):
+            shard, first = find(self._stops, span[done])
+            part = self._array(shard)[first :: span.step][: len(span) - done]
+            target[done : done + len(part)] = part[(slice(None), *rest)] if rest else part
+            done += len(part)
+        return found
+
+    def _gather(self, rows: NDArray[np.int64], rest: tuple[Any, ...]) -> NDArray[Any]:
+        """Copy rows in the order in which they are asked for."""
+        n_rows = len(rows)
+        if n_rows > 1 and rows[-1] - rows[0] == n_rows - 1 and np.all(np.diff(rows) == 1):
+            return self._slice(slice(int(rows[0]), int(rows[-1]) + 1), rest)
+        found = np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
+        if not n_rows:
+            return found
+        shards = np.searchsorted(self._stops, rows, "right")
+        starts = np.array([0, *self._stops])
+        rows = rows - starts[shards]
+        touched, counts = np.unique(shards, return_counts=True)
+        views = {
+            shard: self._array(shard)[(slice(None), *rest)] if rest else self._array(shard)
+            for shard in touched.tolist()
+        }
+        row_bytes = found.nbytes // n_rows
+        if len(touched) == 1:
+            np.take(views[int(touched[0])], rows, axis=0, out=found, mode="clip")
+        elif n_rows < _FEW * len(touched) or row_bytes > _SMALL_BYTES:
+            for target, shard, row in zip(found, shards.tolist(), rows.tolist(), strict=True):
+                target[...] = views[shard][row]
+        else:
+            order = np.argsort(shards, kind="stable")
+            ends = np.cumsum(counts).tolist()
+            for shard, count, end in zip(touched.tolist(), counts.tolist(), ends, strict=True):
+                places = order[end - count : end]
+                found[places] = views[shard][rows[places]]
+        return found
+
+    def _shape_of(self, rest: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the shape of what further indices pick of a row."""
+        if not rest:
+            return self._form.shape
+        return np.empty((0, *self._form.shape), np.bool_)[(slice(None), *rest)].shape[1:]
+
+    def _array(self, shard: int) -> NDArray[Any]:
+        found = self._arrays.get(shard)
+        return self._shards.array(shard, self._form) if found is None else found
+
+    def _own(self, array: NDArray[Any]) -> NDArray[Any]:
+        return np.array(array, order="C")
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        if not array.ndim:
+            return self._tensor(array.reshape(1))[0]
+        return tensor_of(array, self.dtype)
+
+    def _out_of_range(self, index: int) -> IndexError:
+        return IndexError(
+            f"a row of {self.name} must be below {self._length:,}, the number of rows, got"
+            f" {index:,}."
+        )
+
+    def __repr__(self) -> str:
+        kind = "token" if self._form.per_token else "item"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"Column {self.name!r}: {plural(self._length, 'row')} of {list(self._form.shape)}"
+            f" {dtype}, one for each {kind}"
+        )
+
+
+def _positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
+    """Return indices as an array of numbers from 0.
+
+    Raises:
+        IndexError: one is out of range, or they are neither integers nor a mask.
+    """
+    if isinstance(index, Tensor):
+        index = index.detach().cpu().numpy()
+    found = np.asarray(index)
+    if found.dtype == np.bool_ and found.ndim == 1:
+        if len(found) != length:
+            raise IndexError(f"a mask of {what} must have {length:,} values, got {len(found):,}.")
+        return np.flatnonzero(found)
+    if found.size == 0 and isinstance(index, Sequence):
+        found = found.astype(np.int64)
+    if found.dtype.kind not in "iu":
+        raise IndexError(
+            f"an index must be of integers, a slice or a mask of booleans, got {index!r}."
+            f"\nGive the numbers of {what}, such as [0, 5], or a slice such as [:100]."
+        )
+    if found.dtype.kind == "u":
+        found = np.minimum(found, np.iinfo(np.int64).max)  # else it would become negative
+    found = found.astype(np.int64)
+    is_outside = (found < -length) | (found >= length)
+    if is_outside.any():
+        raise IndexError(
+            f"{what} must be below {length:,}, the number of {what}, got"
+            f" {int(found[is_outside].flat[0]):,}."
+        )
+    return np.where(found < 0, found + length, found)
+
+
+def _as_arrays(rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.detach().cpu().numpy() if isinstance(one, Tensor) else one for one in rest)

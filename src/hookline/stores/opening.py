@@ -1,0 +1,67 @@
+"""Open what hookline has written: a recording or a store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hookline.recordings import Recording, open_recording
+from hookline.recordings.manifest import MANIFEST
+from hookline.stores.manifest import FORMAT
+from hookline.stores.shard_file import number_of
+from hookline.stores.store import Store, open_store
+
+_HEAD_BYTES = 200  # the format is among the first keys
+
+
+def open_folder(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording | Store:
+    """Open a recording that `run.save` wrote, or a store that `hl.extract` wrote.
+
+        >>> import hookline as hl
+        >>> model = nn.Linear(2, 3)
+        >>> with hl.record(model) as run:
+        ...     _ = model(torch.zeros(1, 2))
+        >>> hl.open(run.save(tmp_path / "run"))["(root)"].shape
+        torch.Size([1, 3])
+        >>> hl.open(tmp_path / "features")["fc"].shape
+        (100, 3)
+
+    Values are memory-mapped on look-up and keep their dtypes. The first look-up of a value verifies
+    its checksum; in a store, the first read from a shard verifies that of the shard's column.
+
+    If all ranks of a distributed job saved a recording, a single process can open it without a
+    process group: `run.ranks[1]["fc"]`, `run.full("fc", dim=0)`, `run.reduced("fc:grad_output")`.
+
+    Do not write to the folder's files while they are open. A look-up detects changed files. If a
+    file is truncated after a look-up, reading that value kills the process (SIGBUS). `run.save`
+    writes new files, so it may replace the recording at any time.
+
+    Args:
+        folder: the folder that was written; of a store also a URL of fsspec, such as
+            `s3://bucket/features`.
+        verify: verify the checksums of all values now. This reads the whole folder.
+
+    Returns:
+        The `Recording`, with the same look-ups as the saved one, or the `Store`.
+
+    Raises:
+        FolderError: the folder holds neither, one of another version, a damaged one, or a store
+            that is not finished.
+    """
+    if _holds_a_store(folder):
+        return open_store(folder, verify=verify)
+    return open_recording(folder, verify=verify)
+
+
+def _holds_a_store(folder: str | os.PathLike[str]) -> bool:
+    if isinstance(folder, str) and "://" in folder:
+        return True
+    try:
+        path = Path(folder)
+        with (path / MANIFEST).open("rb") as file:
+            return f'"{FORMAT}"'.encode() in file.read(_HEAD_BYTES)
+    except FileNotFoundError:
+        # The manifest of a store may be lost; what its shards are is in their names.
+        return path.is_dir() and any(number_of(name) is not None for name in os.listdir(path))
+    except (OSError, TypeError, ValueError):
+        return False  # opening a recording says what is wrong

@@ -1,0 +1,273 @@
+"""The shards of an opened store: which rows each holds, and its bytes, memory-mapped on use.
+
+A file is mapped once for all of its columns, and keeps no file open. Past `MOST_MAPPED` files, the
+one that was mapped first is unmapped: Linux lets a process map 65,530.
+"""
+
+from __future__ import annotations
+
+import errno
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.errors import FolderError
+from hookline.recordings.manifest import DAMAGE, first_line
+from hookline.recordings.tensor_file import DTYPES
+from hookline.stores.place import LocalPlace, Place
+from hookline.stores.shard_file import (
+    LENGTH,
+    Shard,
+    array_of,
+    check,
+    decode,
+    head_size,
+    name_of,
+    numpy_dtype,
+)
+from hookline.util.locks import fork_safe_lock
+
+MOST_MAPPED = 16_000  # files
+MOST_DOWNLOADED = 256 * 2**20  # bytes, of a store that is not on this machine
+
+
+class Form(NamedTuple):
+    """The form of a column.
+
+    Args:
+        name: the site, as it is written, or one of the store's own columns.
+        dtype: its dtype, as safetensors writes it.
+        shape: the shape of one row.
+        per_token: whether each token has a row; else each item has one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    per_token: bool
+
+
+class _Held(NamedTuple):
+    """A shard in memory: its description, and its file; None if only columns are downloaded."""
+
+    shard: Shard
+    data: NDArray[np.uint8] | None
+    state: Any
+
+
+@final
+class Shards:
+    """The shards of one store, or of several that are read as one.
+
+    Args:
+        place: where the store is.
+        written: the manifest's `"shards"`.
+
+    Raises:
+        ValueError, KeyError, TypeError: the manifest is damaged.
+    """
+
+    def __init__(self, place: Place, written: Mapping[str, list[Any]]) -> None:
+        sizes, seals = written["sizes"], written["seals"]
+        self.places: list[Place] = [place] * len(sizes)
+        self.numbers = list(range(len(sizes)))
+        self.sizes, self.seals = sizes, seals
+        self.n_items, self.n_rows = written["items"], written["rows"]
+        if not len(sizes) == len(seals) == len(self.n_items) == len(self.n_rows):
+            raise ValueError("it must list each shard in each of its lists")
+        self._begin()
+
+    @staticmethod
+    def joined(parts: Iterable[Shards]) -> Shards:
+        """Return the shards of several stores as one; nothing is copied or read."""
+        found = Shards.__new__(Shards)
+        found.places, found.numbers, found.sizes, found.seals = [], [], [], []
+        found.n_items, found.n_rows = [], []
+        for part in parts:
+            found.places += part.places
+            found.numbers += part.numbers
+            found.sizes += part.sizes
+            found.seals += part.seals
+            found.n_items += part.n_items
+            found.n_rows += part.n_rows
+        found._begin()
+        return found
+
+    def _begin(self) -> None:
+        # The first item and row after each shard.
+        self.item_stops = list(accumulate(self.n_items))
+        self.row_stops = list(accumulate(self.n_rows))
+        self._lock = fork_safe_lock()
+        # By column and shard; look-ups of rows read these dicts without a lock.
+        self.arrays: dict[str, dict[int, NDArray[Any]]] = {}
+        self._held: dict[int, _Held] = {}
+        self._downloaded: dict[int, int] = {}  # bytes, by shard
+        # What was verified needs no second look while its file is unchanged.
+        self._verified: dict[int, tuple[Any, set[str]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is mapped: another process maps it again."""
+        kept = ("places", "numbers", "sizes", "seals", "n_items", "n_rows")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def name(self, shard: int) -> str:
+        """Return the name of a shard's file, with its place."""
+        return f"{self.places[shard]}/{name_of(self.numbers[shard])}"
+
+    def arrays_of(self, column: str) -> dict[int, NDArray[Any]]:
+        """Return the arrays of a column that are mapped now, by shard."""
+        return self.arrays.setdefault(column, {})
+
+    def array(self, shard: int, form: Form) -> NDArray[Any]:
+        """Return a column's rows in a shard, verified on first use. Do not write to it.
+
+        Raises:
+            FolderError: the shard is gone or damaged.
+        """
+        found = self.arrays_of(form.name).get(shard)
+        if found is not None:
+            return found
+        with self._lock:
+            try:
+                return self._read(shard, form)
+            except FolderError:
+                raise
+            except (*DAMAGE, OSError) as error:
+                raise self._damaged(shard, error) from error
+
+    def lengths(self, shard: int) -> NDArray[np.int64]:
+        """Return the first token after each item of a shard, counted within it."""
+        stops = self.arrays_of("@stops").get(shard)
+        if stops is None:
+            stops = np.cumsum(self.array(shard, Form(LENGTH, "I64", (), False)))
+            self.arrays_of("@stops")[shard] = stops
+        return stops
+
+    def describe(self, shard: int) -> Shard:
+        """Return the description of a shard.
+
+        Raises:
+            FolderError: the shard is gone or damaged.
+        """
+        with self._lock:
+            try:
+                return self._hold(shard).shard
+            except FolderError:
+                raise
+            except (*DAMAGE, OSError) as error:
+                raise self._damaged(shard, error) from error
+
+    def release(self) -> None:
+        """Unmap all files. Arrays that are still referenced stay valid."""
+        with self._lock:
+            for shard in list(self._held):
+                self._drop(shard)
+
+    def _read(self, shard: int, form: Form) -> NDArray[Any]:
+        held = self._hold(shard)
+        n_rows = (self.n_rows if form.per_token else self.n_items)[shard]
+        span = held.shard.spans.get(form.name)
+        if span is None and not n_rows:  # all of its items were skipped
+            empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
+            return self.arrays_of(form.name).setdefault(shard, empty)
+        if span is None:
+            raise ValueError(f"it must hold {form.name!r}")
+        if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
+            raise ValueError(
+                f"{form.name!r} must be {form.dtype} of {[n_rows, *form.shape]}, got {span.dtype}"
+                f" of {list(span.shape)}"
+            )
+        if held.data is None:
+            data = self.places[shard].view(self._file(shard), span.start, span.stop)
+            self._make_room(data.nbytes, shard)
+        else:
+            data = held.data[span.start : span.stop]
+        _, verified = self._verified[shard]
+        if form.name not in verified or held.state is None:
+            try:
+                check(span, data)
+            except ValueError as error:
+                raise ValueError(f"{form.name!r}: {error}") from None
+            verified.add(form.name)
+        found = array_of(span, data)
+        self.arrays_of(form.name)[shard] = found
+        return found
+
+    def _hold(self, shard: int) -> _Held:
+        """Map a shard's file, or download its description."""
+        held = self._held.get(shard)
+        if held is not None:
+            return held
+        place, file = self.places[shard], self._file(shard)
+        data, state = None, None
+        if isinstance(place, LocalPlace):
+            while len(self._held) >= MOST_MAPPED:
+                self._drop(next(iter(self._held)))
+            state = place.state(file)
+            data = self._map(place, file)
+            size, first = len(data), data[:8].tobytes()
+            read = data[: head_size(first)].tobytes()
+        else:
+            size, first = place.size(file), place.read(file, 0, 8)
+            read = first + place.read(file, 8, min(head_size(first), size))
+        if size != self.sizes[shard]:
+            raise ValueError(f"it must be {self.sizes[shard]:,} bytes long, got {size:,}")
+        found = decode(read, size)
+        if found.seal != self.seals[shard]:
+            raise ValueError(f"its seal must be {self.seals[shard]}, got {found.seal}")
+        if self._verified.get(shard, (None,))[0] != state or state is None:
+            self._verified[shard] = state, set()
+        held = self._held[shard] = _Held(found, data, state)
+        return held
+
+    def _map(self, place: LocalPlace, file: str) -> NDArray[np.uint8]:
+        size = place.size(file)
+        try:
+            return place.view(file, 0, size)
+        except RuntimeError as error:
+            # Others in this process have used up its mappings: give ours back, and try once more.
+            if f"({errno.ENOMEM})" not in str(error) or not self._held:
+                raise
+            self.release()
+            return place.view(file, 0, size)
+
+    def _make_room(self, n_bytes: int, shard: int) -> None:
+        """Forget what was downloaded first, for columns that are not on this machine."""
+        self._downloaded[shard] = self._downloaded.get(shard, 0) + n_bytes
+        while sum(self._downloaded.values()) > MOST_DOWNLOADED and len(self._downloaded) > 1:
+            self._drop(next(one for one in self._downloaded if one != shard))
+
+    def _drop(self, shard: int) -> None:
+        del self._held[shard]
+        self._downloaded.pop(shard, None)
+        for column in self.arrays.values():
+            column.pop(shard, None)
+
+    def _file(self, shard: int) -> str:
+        return name_of(self.numbers[shard])
+
+    def _damaged(self, shard: int, error: BaseException) -> FolderError:
+        place = self.places[shard]
+        what = "is gone" if isinstance(error, FileNotFoundError) else "is damaged"
+        why = "" if isinstance(error, FileNotFoundError) else f": {first_line(error)}"
+        return FolderError(
+            f"{self.name(shard)} {what}{why}.\nRemove what is damaged with `hookline store repair"
+            f" {place}`, then start the same hl.extract again."
+        )
+
+
+def find(stops: list[int], index: int) -> tuple[int, int]:
+    """Return the shard that holds a row, and the row's index in it."""
+    shard = bisect_right(stops, index)
+    return shard, index - (stops[shard - 1] if shard else 0)

@@ -1,0 +1,343 @@
+"""A store: the values of a whole data set at some sites, read from disk as they are asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, final
+
+from hookline.display.html import MOST_ROWS, escape, table
+from hookline.display.text import escape_invisible, plural
+from hookline.display.units import measure, size
+from hookline.engine import Site, parse_site
+from hookline.errors import AmbiguousError, FolderError, NotRecordedError, SelectionError
+from hookline.recordings.index import closest, listed
+from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
+from hookline.statistics import Moments
+from hookline.stores.column import Column
+from hookline.stores.manifest import read_manifest
+from hookline.stores.place import Place, place_of
+from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
+from hookline.stores.shards import Form, Shards
+
+NAMES = "names.json"
+_MOST_SITES = 24
+
+
+@final
+class Store:
+    """The values of a data set at some sites: `store[site]` is read like an array.
+
+        >>> store = hl.open(tmp_path / "features")
+        >>> store.sites
+        ('body', 'fc')
+        >>> len(store), store["fc"].shape
+        (100, (100, 3))
+        >>> store["fc"][40:42].shape
+        torch.Size([2, 3])
+
+    A site is written as in `hl.select`. `len(store)` is the number of items, and iteration yields
+    the sites. Values lie on disk, and are read when a column is indexed. The first read from a
+    shard verifies its checksum.
+
+    `store.items` has the index of each item in its data set, since items may have been skipped;
+    `store.tokens` the ids of tokens, where rows are tokens.
+
+    Args:
+        place: where the store is.
+        manifest: its manifest.
+
+    Raises:
+        FolderError: the store is not finished, or its manifest is damaged.
+    """
+
+    def __init__(self, place: Place, manifest: Mapping[str, Any]) -> None:
+        self.place = place
+        self._manifest = manifest
+        self.parts: tuple[Store, ...] = ()
+        if manifest.get("shards") is None:
+            raise _unfinished(place)
+        try:
+            shards = Shards(place, manifest["shards"])
+            self._forms = tuple(_forms(manifest["job"]))
+            self.statistics = {
+                name: Moments.from_json(fields) for name, fields in manifest["statistics"].items()
+            }
+            self.skipped = [(int(item), str(text)) for item, text in manifest["skipped"]]
+        except DAMAGE as error:
+            raise _damaged(place, f"its {MANIFEST}: {first_line(error)}") from error
+        self._begin(shards)
+
+    def _begin(self, shards: Shards) -> None:
+        self._shards = shards
+        self.sites = tuple(form.name for form in self._forms if form.name not in OWN)
+        self._columns = {form.name: Column(shards, form) for form in self._forms}
+        self._by_site = {parse_site(name): name for name in self.sites}
+
+    @property
+    def n_items(self) -> int:
+        """The number of items."""
+        return self._shards.item_stops[-1] if len(self._shards) else 0
+
+    @property
+    def n_rows(self) -> int:
+        """The number of tokens; the number of items where rows are items."""
+        return self._shards.row_stops[-1] if len(self._shards) else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(self._shards.sizes)
+
+    @property
+    def items(self) -> Column:
+        """The index of each item in its data set, as a column."""
+        return self._columns[ITEM]
+
+    @property
+    def tokens(self) -> Column:
+        """The id of each token, as a column.
+
+        Raises:
+            NotRecordedError: the data had no token ids, or rows are items.
+        """
+        if TOKEN not in self._columns:
+            form = self._token_form()
+            if form is None:
+                raise NotRecordedError(
+                    "a store must hold rows for each token of a text to have token ids."
+                    "\nExtract from text, or from batches with 'input_ids'."
+                )
+            self._columns[TOKEN] = Column(self._shards, form)
+        return self._columns[TOKEN]
+
+    def _token_form(self) -> Form | None:
+        for shard in range(len(self._shards)):
+            if self._shards.n_rows[shard]:
+                span = self._shards.describe(shard).spans.get(TOKEN)
+                return None if span is None else Form(TOKEN, span.dtype, span.shape[1:], True)
+        return None
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """What was extracted: model, sites, options, data, sizes.
+
+        Raises:
+            AmbiguousError: the store joins several, and each has its own.
+        """
+        self._check_single("job")
+        found: Mapping[str, Any] = self._manifest["job"]
+        return found
+
+    @cached_property
+    def names(self) -> Sequence[str] | None:
+        """The name of each item of the data set, such as its file; None if the data had none.
+
+        Raises:
+            AmbiguousError: the store joins several, and each has its own.
+            FolderError: the names are damaged.
+        """
+        self._check_single("names")
+        try:
+            found = json.loads(self.place.read(NAMES))
+            if not isinstance(found, list):
+                raise ValueError("it must be a list")
+        except FileNotFoundError:
+            return None
+        except DAMAGE as error:
+            raise _damaged(self.place, f"its {NAMES}: {first_line(error)}") from error
+        return found
+
+    def __getitem__(self, site: str | Site) -> Column:
+        return self._columns[self._name_of(site)]
+
+    def __contains__(self, site: object) -> bool:
+        """Return whether the store has values at a site."""
+        if not isinstance(site, str | Site):
+            return False
+        try:
+            self._name_of(site)
+        except (NotRecordedError, SelectionError):
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return self.n_items
+
+    def verify(self) -> None:
+        """Verify the checksums of all values. This reads the whole store.
+
+        Raises:
+            FolderError: a shard is gone or damaged.
+        """
+        for shard in range(len(self._shards)):
+            for form in self._forms:
+                self._shards.array(shard, form)
+            if self._token_form() is not None:
+                self._shards.array(shard, self.tokens._form)
+
+    def release(self) -> None:
+        """Unmap the files.
+
+        A file that was read stays mapped and counts as memory of this process until it is released.
+        The next look-up maps it again.
+        """
+        self._shards.release()
+
+    def _name_of(self, site: str | Site) -> str:
+        """Return the name of a site's column, however the site is written.
+
+        Raises:
+            NotRecordedError: the store has no such site. SelectionError: it is malformed.
+        """
+        if isinstance(site, str) and site in self._columns:
+            return site
+        if site == TOKEN:
+            return self.tokens.name
+        if not isinstance(site, str | Site):
+            raise NotRecordedError(
+                f"a key must be a site, got {site!r}.\nGive as the key the site itself, such as"
+                f" {next(iter(self.sites), 'layer1')!r}; rows are in store[site][rows]."
+            )
+        asked = parse_site(site) if isinstance(site, str) else site
+        found = self._by_site.get(asked)
+        if found is None:
+            close = closest(str(site), list(self.sites))
+            there = (
+                f". Did you mean {listed(close)}?"
+                if close
+                else f"; stored: {plural(len(self.sites), 'site')}, such as"
+                f" {listed(list(self.sites))}."
+            )
+            raise NotRecordedError(
+                f"{str(site)!r} was never selected{there}"
+                "\nLook up one that was, or select this one too when extracting."
+            )
+        return found
+
+    def _check_single(self, what: str) -> None:
+        if self.parts:
+            raise AmbiguousError(
+                f"this store joins {len(self.parts)} stores, and each has its own {what}."
+                f"\nWrite store.parts[0].{what} for one of them."
+            )
+
+    # -- how it shows itself --------------------------------------------------------------------
+
+    def _head(self) -> str:
+        where = f"{len(self.parts)} stores" if self.parts else str(self.place)
+        rows = "" if self.n_rows == self.n_items else f", {plural(self.n_rows, 'token')}"
+        return (
+            f"{plural(len(self.sites), 'site')}, {plural(self.n_items, 'item')}{rows}"
+            f" in {plural(len(self._shards), 'shard')}, {size(self.nbytes)}: {where}"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        rows = []
+        for name in self.sites[:MOST_ROWS]:
+            column, found = self._columns[name], self.statistics.get(name, Moments())
+            has_any = found.finite > 0
+            rows.append([
+                name, f"{list(column.shape)}", str(column.dtype).removeprefix("torch."),
+                "token" if column.is_ragged else "item",
+                measure(found.mean if has_any else None), measure(found.std if has_any else None),
+                f"{found.non_finite:,}", size(column.nbytes),
+            ])  # fmt: skip
+        return rows
+
+    def __repr__(self) -> str:
+        names = ["site", "shape", "dtype", "a row for each", "mean", "std", "not finite", "size"]
+        cells = [names, *self._rows()[:_MOST_SITES]]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
+        lines = [f"Store of {self._head()}"]
+        for row in cells:
+            texts = [
+                text.rjust(width) if column > 3 else text.ljust(width)
+                for column, (text, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append(f"  {'  '.join(texts)}".rstrip())
+        if len(self.sites) > _MOST_SITES:
+            lines.append(f"  … and {len(self.sites) - _MOST_SITES:,} more sites: store.sites")
+        return escape_invisible("\n".join(lines))
+
+    def _repr_html_(self) -> str:
+        """Return the notebook table: each site, its form and its statistics."""
+        names = [
+            "site",
+            "shape",
+            "dtype",
+            "a row for each",
+            ">mean",
+            ">std",
+            ">not finite",
+            ">size",
+        ]
+        head = f"<b>Store</b> of {escape(self._head())}"
+        return table(head, names, self._rows(), len(self.sites))
+
+
+def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -> Store:
+    """Open a store that `hl.extract` wrote.
+
+        >>> from hookline.stores import open_store
+        >>> open_store(tmp_path / "features").n_items
+        100
+
+    Args:
+        where: the folder, or a URL of fsspec such as `s3://bucket/features`.
+        verify: verify the checksums of all values now. This reads the whole store.
+
+    Raises:
+        FolderError: there is no store, it is not finished or of another version, or it is damaged.
+    """
+    place = place_of(where) if isinstance(where, str | os.PathLike) else where
+    manifest = read_manifest(place)
+    if manifest is None:
+        raise _without_manifest(place)
+    store = Store(place, manifest)
+    if verify:
+        store.verify()
+    return store
+
+
+def _forms(job: Mapping[str, Any]) -> Iterator[Form]:
+    forms = [
+        Form(row["name"], row["dtype"], tuple(row["shape"]), row["per"] == "token")
+        for row in job["columns"]
+    ]
+    yield from forms
+    yield Form(ITEM, "I64", (), False)
+    if any(form.per_token for form in forms):
+        yield Form(LENGTH, "I64", (), False)
+
+
+def _n_shards(place: Place) -> int:
+    return sum(number_of(name) is not None for name in place.names())
+
+
+def _unfinished(place: Place) -> FolderError:
+    return FolderError(
+        f"{place} is not finished: {plural(_n_shards(place), 'shard')} of it are there."
+        "\nStart the same hl.extract again: it goes on where it was."
+    )
+
+
+def _without_manifest(place: Place) -> FolderError:
+    found = _n_shards(place)
+    if found:
+        return _damaged(place, f"its {MANIFEST} is gone, and {plural(found, 'shard')} are there")
+    return FolderError(
+        f"{place} is not a store: it has no {MANIFEST}.\nGive the folder that hl.extract wrote."
+    )
+
+
+def _damaged(place: Place, why: str) -> FolderError:
+    return FolderError(
+        f"{place} is damaged: {why}.\nMake the manifest again from the shards: `hookline store"
+        f" repair {place}`"
+    )
