@@ -500,7 +500,7 @@ def test_torchvisions_extractor_calls_the_innermost_modules():
     from torchvision.models.feature_extraction import create_feature_extractor
 
     x = torch.zeros(1, 3, 32, 32)
-    with pytest.raises(hl.AttachError, match="attach to what the tracing returns"):
+    with pytest.raises(hl.AttachError, match="attach to the result of the tracing"):
         with hl.record(resnet, "layer1.0"):
             create_feature_extractor(resnet, ["layer1"])
     extractor = create_feature_extractor(resnet, ["layer1"])

@@ -97,14 +97,18 @@ def test_eight_paths_are_all_named_and_nine_are_cut():
             "z",
             "Its only module is the root, ModuleList: give a model with a forward.",
         ),
-        (nn.ReLU(), "z:grad", "Select what flows, as in ':grad_output': it has no parameters."),
+        (
+            nn.ReLU(),
+            "z:grad",
+            "Select a module's gradient, as in ':grad_output': it has no parameters.",
+        ),
         (nn.PReLU(), "z:grad", "Its 1 parameter begins: weight."),
         (nn.ModuleList(), nn.ModuleList, "Select a module that has a forward: it holds none."),
-        (nn.ModuleList([nn.ModuleList([nn.ReLU()])]), "0", "Select what it holds: '0.*'."),
+        (nn.ModuleList([nn.ModuleList([nn.ReLU()])]), "0", "Select a module inside it: '0.*'."),
         (
             nn.ModuleList([nn.ModuleList([nn.ReLU()])]),
             nn.ModuleList,
-            "Select what it holds: '**'.",
+            "Select a module inside it: '**'.",
         ),
         (
             nn.ModuleList([nn.ModuleList([nn.ReLU()])]),
@@ -160,7 +164,7 @@ def test_what_is_matched_but_has_no_such_port_says_what_has():
     )
     assert said(Parts(), "many") == (
         "nothing flows through 'many': ModuleList only holds other modules and has no forward."
-        "\nSelect what it holds: 'many.*'."
+        "\nSelect a module inside it: 'many.*'."
     )
 
 
@@ -191,8 +195,8 @@ def test_a_computed_weight_names_what_it_is_computed_from():
     )
     assert said(model, "many.0.weight").startswith(
         "'many.0.weight' matches no module of Parts. It is computed by a parametrization: select"
-        " 'many.0.parametrizations.weight' for what it computes,"
-        " 'many.0.parametrizations.weight:grad_output' for the gradient of that, or its"
+        " 'many.0.parametrizations.weight' for the computed value,"
+        " 'many.0.parametrizations.weight:grad_output' for its gradient, or the"
         " parameters: 'many.0.parametrizations.weight.original'.\n"
     )
     # Of the model itself, there is nothing before the name.
@@ -244,5 +248,5 @@ def test_a_module_deeper_than_written_is_proposed_at_any_depth():
 
 
 def test_an_index_behind_a_list_of_modules_is_proposed_as_a_path():
-    assert said(Parts(), "many[2]").endswith("\nSelect what it holds: 'many.2'.")
-    assert said(Parts(), "many[7]").endswith("\nSelect what it holds: 'many.*'.")
+    assert said(Parts(), "many[2]").endswith("\nSelect a module inside it: 'many.2'.")
+    assert said(Parts(), "many[7]").endswith("\nSelect a module inside it: 'many.*'.")

@@ -216,7 +216,7 @@ def test_an_edit_ended_before_backward_warns_changing_nothing(model, x):
 
 
 def test_edits_of_what_never_gets_a_gradient_are_warned_of(model, x):
-    with pytest.warns(hl.HooklineWarning, match="what flowed there needs no gradient"):
+    with pytest.warns(hl.HooklineWarning, match="the value there requires no gradient"):
         with hl.edit(model, "0:grad_input", torch.zeros_like):
             backward(model, x)
     with pytest.warns(hl.HooklineWarning, match=r"torch\.no_grad"):

@@ -1,4 +1,4 @@
-"""Aliases of a call's inputs and outputs, so that their gradients are of that call alone."""
+"""Aliases of a call's inputs and outputs, whose gradients belong to that call alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hookline.errors import AttachError
 
 
 def alias_leaves(value: Any) -> Any:
-    """Alias the leaves of an output: a parameter that is returned, an input passed on.
+    """Alias the leaves of an output: a returned parameter, or an input that is passed on.
 
-    A leaf outlives the pass, and a hook on it would, too, and see every other use of it.
+    A leaf outlives the pass. A hook on the leaf itself would outlive the pass, too, and would see
+    the gradients of all its other uses.
     """
     leaves = [tensor for tensor in flowing(value, fixed_only=False) if tensor.is_leaf]
     return tree.replace_tensors(value, aliases_of(leaves), fixed_only=False) if leaves else value
@@ -25,9 +26,9 @@ def alias_leaves(value: Any) -> Any:
 def alias_lasting_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, leaves_only: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Alias the arguments that outlive the pass: leaves, or where it begins, all.
+    """Alias the arguments that outlive the pass: leaves, or at the beginning of the pass, all.
 
-    Hooks on a tensor that several passes share would see what comes back from all of them.
+    A hook on a tensor that several passes share would see the gradients of all of them.
 
     Returns:
         The new (args, kwargs); None if there was nothing to alias.
@@ -42,7 +43,7 @@ def alias_lasting_inputs(
 def replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], new: IdentityMap[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace tensors of arguments, also those in tuples."""
+    """Replace tensors in arguments, also inside tuples."""
     return (
         tuple(tree.replace_tensors(value, new, fixed_only=True) for value in args),
         {name: tree.replace_tensors(value, new, fixed_only=True) for name, value in kwargs.items()},
@@ -63,7 +64,7 @@ def instead_of(tensors: Sequence[Tensor], aliases: Sequence[Tensor]) -> Identity
 
 
 def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
-    """Each tensor through which a gradient can come back, once."""
+    """Return each tensor through which a gradient can flow, once."""
     found: IdentityMap[None] = IdentityMap()
     if not torch.is_grad_enabled():
         return []
@@ -74,17 +75,17 @@ def flowing(value: Any, *, fixed_only: bool) -> list[Tensor]:
 
 
 def has_aliases(tensor: Tensor) -> bool:
-    """Tell whether torch can make an alias of a tensor: not of sparse or old nested ones."""
+    """Tell whether torch can alias a tensor: not sparse tensors, nor strided nested tensors."""
     return tensor.layout is torch.jagged or (
         tensor.layout is torch.strided and not tensor.is_nested
     )
 
 
 def refuse_unaliased(name: str, values: tuple[Any, ...]) -> None:
-    """Refuse what a module takes if torch can make no alias of it.
+    """Refuse inputs of a module that torch cannot alias.
 
     Raises:
-        AttachError: there is one.
+        AttachError: an input cannot be aliased.
     """
     for tensor in _tensors(values, fixed_only=True):
         if torch.is_grad_enabled() and tensor.requires_grad and not has_aliases(tensor):

@@ -1,12 +1,12 @@
-"""Gradients inside compiled code, on their way out of the graph.
+"""Get gradients out of compiled graphs, through an operator.
 
-A hook on a tensor in a graph can run no Python of ours, but it can call an operator, and what the
-operator does when the graph runs is Python again. The operator is defined when the first line needs
-it: importing hookline changes nothing in torch.
+A hook on a tensor in a graph can run none of hookline's Python, but it can call an operator. When
+the graph runs, the operator runs Python again. The operator is defined when the first line needs
+it, since importing hookline changes nothing in torch.
 
-Dynamo puts the call of `_put_hook` into the graph as it is. AOTAutograd runs it while it traces
-forward and backward, on tensors with the autograd graph that eager code would have. So the hook is
-put on a tensor there as in eager code: over all uses, in the same order, and before later writes.
+Dynamo puts the call of `_put_hook` into the graph as it is. AOTAutograd runs this call while it
+traces forward and backward, on tensors with the autograd graph of eager code. So the hook is put on
+the tensor as in eager code: over all uses, in the same order, and before later writes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hookline.engine.torch_private.dynamo import (
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
-# By number, whoever waits. What a graph holds is a tensor with the number in it: another number
-# needs no other graph.
+# The receivers of gradients, by number. A graph holds the number as a tensor, so that a new number
+# triggers no recompilation.
 _waiting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _defining = fork_safe_lock()
@@ -48,7 +48,7 @@ ENDED = (
 
 
 def number_of(waiting: Any) -> Tensor:
-    """A number, as a tensor, under which `waiting.arrived_from_graph` is called."""
+    """Return a number, as a tensor, under which `waiting.arrived_from_graph` is called."""
     define()
     number = next(_numbers)
     _waiting[number] = waiting
@@ -56,7 +56,7 @@ def number_of(waiting: Any) -> Tensor:
 
 
 def define() -> None:
-    """Define the operator. Idempotent, also where several threads need it first."""
+    """Define the operator. Idempotent and thread-safe."""
     with _defining:
         _define()
 
@@ -67,9 +67,9 @@ def _define() -> None:
     def gradient(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
         waiting = _waiting.get(int(tap))
         if waiting is not None:
-            # A copy: the graph may use the memory again.
+            # A copy, because the graph may reuse the memory.
             waiting.arrived_from_graph(int(of_run), call, slot, grad.clone())
-        elif grad.dtype is torch.int64:  # no gradient: what is told where one is changed
+        elif grad.dtype is torch.int64:  # not a gradient, but the notice that a gradient is changed
             raise AttachError(ENDED.format(site="A gradient"))
 
     @gradient.register_fake
@@ -82,17 +82,17 @@ def _define() -> None:
 
 
 def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None:
-    """Hand a tensor's gradient out of the graph that is being compiled, or change it there.
+    """Pass a tensor's gradient out of the graph being compiled, or change the gradient there.
 
-    Dynamo traces the function that changes it as the backward of `_Change`, of which nothing else
-    is used.
+    Dynamo traces the function that changes the gradient as the backward of `_Change`. Nothing else
+    of `_Change` is used.
 
     Args:
         tensor: a tensor that was computed in the graph.
-        address: who waits for its gradient.
-        owner: says whose hook it is, as in `torch_private.autograd.hook_gradient`.
-        on: says what is done with it: what `inside` returns, unless None, takes its place; it is
-            handed out as it was if there is no such function, or a `before_inside`.
+        address: identifies the receiver of the gradient.
+        owner: the owner of the hook, as in `torch_private.autograd.hook_gradient`.
+        on: the callback. A result of its `inside` other than None replaces the gradient. Without
+            `inside`, or with `before_inside`, the unchanged gradient leaves the graph.
     """
     tap, of_run, call, slot = address
     if on.inside is None:
@@ -104,15 +104,15 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
     _put_hook(tensor, tap, of_run, call, slot, owner, is_handed_out, (given, changed))
 
 
-# The tap's number, the run's, the call within the run, and the tensor within the value.
+# The numbers of the tap, the run, the call within the run, and the tensor within the value.
 Address = tuple[Tensor, Tensor, int, int]
 
-# A gradient that cannot be told from others has, in place of its call's number, one below zero.
+# The number in place of the call's for a gradient that cannot be told from others.
 LOST = -1
 
 
 class _Change(torch.autograd.Function):
-    """Holds a function of a gradient, as its backward."""
+    """An autograd function that holds a function of a gradient as its backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
@@ -126,8 +126,11 @@ class _Change(torch.autograd.Function):
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """A leaf like a tensor. What is computed from that may be held by the tensor's hooks: of what
-    is computed from the tensor itself, which holds them, they would be freed never."""
+    """Make a leaf like a tensor, for computations that the tensor's hooks may hold.
+
+    Results computed from the tensor itself hold the tensor, and with it the hooks. Hooks that held
+    such results would never be freed.
+    """
     return tensor.detach().clone().requires_grad_()
 
 
@@ -135,15 +138,18 @@ def _put_hook(
     tensor: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int, owner: str,
     is_handed_out: bool, change: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    """Put the hook on a tensor, while AOTAutograd traces; with backend="eager", in each run.
+    """Register the hook on a tensor while AOTAutograd traces; with backend="eager", in each run.
 
-    `change` is what a function is traced between: its backward takes the gradient to the new one.
+    Args:
+        change: the input and the output of the traced function that changes the gradient. The
+            backward from the output to the input turns the gradient into the new one.
     """
     gradient = torch.ops.hookline.gradient
 
     def hook(grad: Tensor) -> Tensor | None:
         if change is not None:
-            gradient(tap, tap, of_run, call, slot)  # told of it, where Python may refuse
+            # Announces the change, so that Python may refuse it.
+            gradient(tap, tap, of_run, call, slot)
         if is_handed_out:
             gradient(grad, tap, of_run, call, slot)
         if change is None:
@@ -159,7 +165,7 @@ def _put_hook(
         lost()
     elif tensor.requires_grad:
         view = hook_value(tensor, hook, lost, int(owner))
-        # Held until then: of a base that is gone, the node of a write cannot be found.
+        # Held until the view is settled: without the base, the node of a write cannot be found.
         base = None if view is None else view.base()
         if view is None or at_end_of_graph(partial(_settle, view, base)):
             return tensor
@@ -173,7 +179,7 @@ def _settle(view: HookedView, base: Tensor | None) -> None:
 
 
 class _Lane(threading.local):
-    """Views that hooks were put on in graphs which a backend runs as they are, and their bases."""
+    """Hooked views, with their bases, in graphs that a backend runs as they are."""
 
     def __init__(self) -> None:
         self.untraced: list[tuple[HookedView, Tensor | None]] = []
@@ -183,7 +189,7 @@ _lane = _Lane()
 
 
 def untraced_views() -> list[tuple[HookedView, Tensor | None]]:
-    """Hand out the views of which it is not known yet who writes to them, with their bases."""
+    """Return, once, the views whose writes are not known yet, with their bases."""
     found, _lane.untraced = _lane.untraced, []
     return found
 
@@ -202,7 +208,7 @@ def emptied(tensor: Tensor) -> Tensor:
 
 
 def outline(form: Any, slots: tuple[int, ...]) -> Any:
-    """The outline of a structure of emptied tensors, by the slots of their gradients or -1."""
+    """Return the outline of a structure of emptied tensors, given their gradients' slots or -1."""
     numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
     return outlines.outline(
         form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]

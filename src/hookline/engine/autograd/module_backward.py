@@ -1,12 +1,13 @@
 """The gradients of one call of a module, for raw backward hooks.
 
-torch gives a backward hook what comes back *through a module*, not what comes back to a tensor
-through all its uses. So the module is given an alias of each input (a view, to which nothing is
-added but a node in the graph), and the hooks are on the alias. Where several gradients are wanted
-at once, a node of the graph waits for all of them: a `_GradBarrier`.
+torch gives a backward hook the gradient that flows *through a module*, not the gradient of a tensor
+over all its uses. So the module gets an alias of each input, with the hooks on the alias. The alias
+is a view that adds only a node to the graph. Where a hook needs several gradients at once, a node
+of the graph waits for all of them: a `_GradBarrier`.
 
-All hooks of a call stand in one list, by rank, so that hooks of several lines are called in order.
-So a call's gradients belong to the thread that runs it, and not to a pass, which is one line's.
+All hooks of a call are in one list, by rank, so that the hooks of several lines are called in
+order. So a call's gradients belong to the thread that runs it. They do not belong to a pass, since
+a pass is one line's.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class CallGradients:
     """The hooks on the gradients of one call.
 
     Args:
-        key: says which call, while it runs.
-        name: what errors call the module.
-        tensors: its inputs or outputs, before they were aliased. A barrier joins several.
-        is_of_inputs: whether they are its inputs.
+        key: identifies the call while it runs.
+        name: the module's name in errors.
+        tensors: the call's inputs or outputs, before they were aliased. A barrier joins several.
+        is_of_inputs: whether the tensors are the call's inputs.
     """
 
     __slots__ = (
@@ -73,7 +74,7 @@ class CallGradients:
         self._made = aliases
 
     def _join(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Make aliases of several tensors, in a node that waits for all their gradients."""
+        """Alias several tensors through a node that waits for all their gradients."""
         if is_transformed():
             raise AttachError(
                 f"{self._name} takes or returns several tensors, and under torch.func a raw"
@@ -89,30 +90,30 @@ class CallGradients:
 
     @property
     def view(self) -> HookedView | None:
-        """Its only alias, while the call may write to that."""
+        """Return the only alias, while the call may write to it."""
         return self._view
 
     def taken(self) -> Sequence[Tensor]:
-        """Hand out the aliases, once: no tensor is held."""
+        """Return the aliases, once, so that no tensor is held."""
         made, self._made = self._made, ()
         return made
 
     def index(self, tensor: Tensor) -> int | None:
-        """The number of a tensor, if it is one of the aliases."""
+        """Return the index of a tensor among the aliases; None if it is not an alias."""
         for index, ref in enumerate(self._refs):
             if ref() is tensor:
                 return index
         return None
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether all of these are its aliases: none came, or was replaced, since then."""
+        """Tell whether all of these tensors are aliases, so that none was added or replaced."""
         return all(self.index(tensor) is not None for tensor in tensors)
 
     def origin(self, index: int) -> Tensor | None:
-        """Return the input that an alias stands for, if that is in the graph.
+        """Return the input that an alias stands for; None for a leaf and for an output.
 
-        What comes back to all uses of such an input is its gradient. Of a leaf, as of an output,
-        the gradient is that of the alias alone.
+        The gradient of an input in the graph is that of all its uses. The gradient of a leaf or an
+        output is that of the alias alone.
         """
         origin = self._origins[index]() if self._is_of_inputs else None
         return None if origin is None or origin.grad_fn is None else origin
@@ -125,10 +126,10 @@ class CallGradients:
         self._hooks.insert(at, (rank, index, hook))
 
     def close(self, output: Any) -> None:
-        """The call has ended: an alias that it neither changed nor returned, nobody will change.
+        """End the call; an alias that it neither changed nor returned will not change any more.
 
         Raises:
-            AttachError: it changed one of several inputs whose gradients must meet.
+            AttachError: the call changed one of several inputs whose gradients must meet.
         """
         if not self.open:
             return
@@ -152,11 +153,12 @@ class CallGradients:
         return None if new is grad else new
 
     def all_arrived(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Call the hooks with the gradients of several tensors. Return those that flow on.
+        """Call the hooks with the gradients of several tensors. Return the gradients that flow on.
 
         Raises:
-            AttachError: one of the tensors was written to, and whoever else holds it, or its base,
-                has the new numbers without the new history: the gradients would be wrong.
+            AttachError: one of the tensors was written to. Another holder of the tensor, or of its
+                base, then has the new numbers without the new history. The gradients would be
+                wrong.
         """
         for (counter, version, is_view), origin in zip(self._counters, self._origins, strict=True):
             if counter._version != version and (is_view or origin() is not None):
@@ -186,20 +188,20 @@ def refuse(name: str) -> None:
         AttachError: always.
     """
     raise AttachError(
-        f"what {name} took or returned is a view that was changed in place later; a raw backward"
-        " hook on it would be given more than what comes back through the module."
+        f"an input or output of {name} is a view that was changed in place later; a raw backward"
+        " hook on it would be given more than the gradient through the module."
         "\nMake that operation not in place, or .clone() before it."
     )
 
 
 class _GradBarrier(torch.autograd.Function):
-    """Lets tensors through unchanged; in backward, waits for the gradients of all of them."""
+    """Returns tensors unchanged; in backward, waits for the gradients of all of them."""
 
     @staticmethod
     def forward(ctx: Any, call: CallGradients, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        # Detached, not returned as they are: those would be views that refuse in-place operations.
+        # Detached: tensors returned as they are would be views that refuse in-place operations.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -208,9 +210,10 @@ class _GradBarrier(torch.autograd.Function):
 
 
 class _Latest(threading.local):
-    """The calls whose tensors were aliased last in each thread: hooks on one call follow in turn.
+    """The calls whose tensors each thread aliased last, since the hooks on one call run in turn.
 
-    Not held, or the last one would keep its recording alive; the graph holds it.
+    The references are weak: a strong one would keep the last recording alive. The graph holds the
+    call.
     """
 
     inputs: Callable[[], CallGradients | None] = staticmethod(lambda: None)
@@ -223,12 +226,13 @@ _latest = _Latest()
 def alias_inputs(
     key: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], CallGradients | None]:
-    """Alias the inputs of a call, for the first who asks.
+    """Alias the inputs of a call, for the first hook that asks.
 
     Tensors inside lists, dicts and objects are not aliased.
 
     Returns:
-        The arguments with aliases, and the hooks on their gradients; None if they have none.
+        The arguments with aliases, and the hooks on their gradients; None instead of hooks if no
+        input has a gradient.
     """
     found = flowing((args, tuple(kwargs.values())), fixed_only=True)
     refuse_unaliased(name, (args, tuple(kwargs.values())))
@@ -243,16 +247,17 @@ def alias_inputs(
 
 
 def inputs_of(key: int) -> CallGradients | None:
-    """The hooks on the gradients of this call's inputs, if those were aliased."""
+    """Return the hooks on the gradients of this call's inputs; None if no input was aliased."""
     latest = _latest.inputs()
     return latest if latest is not None and latest.open and latest.key == key else None
 
 
 def alias_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients | None]:
-    """Alias the outputs of a call if they are several, for the first who asks.
+    """Alias the outputs of a call if there are several, for the first hook that asks.
 
     Returns:
-        The output with aliases, and the hooks on their gradients; None if nothing was aliased.
+        The output with aliases, and the hooks on their gradients; None instead of hooks if nothing
+        was aliased.
     """
     found = flowing(output, fixed_only=False)
     if len(found) < 2:
@@ -267,15 +272,16 @@ def alias_outputs(key: int, name: str, output: Any) -> tuple[Any, CallGradients 
 
 
 def outputs_of(key: int) -> CallGradients | None:
-    """The hooks on the gradients of this call's outputs, if some of those were aliased."""
+    """Return the hooks on the gradients of this call's outputs; None if no output was aliased."""
     latest = _latest.outputs()
     return latest if latest is not None and latest.key == key else None
 
 
 def alias_saved_outputs(key: int, output: Any) -> Any:
-    """Alias what a call's own backward saved of its output.
+    """Alias the outputs that a call's own backward has saved.
 
-    What comes back to that in a second derivative did not come back to what was returned.
+    In a second derivative, the saved tensor gets a gradient that does not flow through the returned
+    output.
     """
     known = outputs_of(key)
     saved = [

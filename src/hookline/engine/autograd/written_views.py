@@ -1,8 +1,8 @@
-"""Hooks on the gradient of a value as it is now, whatever is done to it later.
+"""Hooks on the gradient of a value as it is now, whatever is done to the value later.
 
-Before an in-place operation a tensor hook stays with the old value, as it should; but not on a
-view, which loses its hooks with its place in the graph (`linear` of a batch of sequences returns
-one, and so does `flatten`). What comes back for the old value is then part of the gradient of the
+Before an in-place operation, a tensor hook stays with the old value, as it should. On a view it
+does not: a view loses its hooks with its place in the graph. (`linear` of a batch of sequences
+returns a view, and so does `flatten`.) The old value's gradient is then part of the gradient of the
 view's base.
 """
 
@@ -33,7 +33,7 @@ Hook = Callable[[Tensor], Any]
 
 
 class GradHook(partial[Any]):
-    """A hook on a tensor of the graph. Pickling that tensor loses it, and need not say so."""
+    """A hook on a tensor of the graph; pickling the tensor drops it, without torch's warning."""
 
     __slots__ = ()
     __torch_unserializable__ = True
@@ -41,10 +41,11 @@ class GradHook(partial[Any]):
 
 @final
 class _Ledger:
-    """The gradients of a view, and of its base, by the run of autograd in which they come.
+    """The gradients of a view and of its base, by the run of autograd.
 
     Attributes:
-        totals: of all views of the base, its gradient before any of them changed it.
+        totals: the base's gradient before any of its views changed the gradient; shared by all
+            views of the base.
     """
 
     __slots__ = ("_base_layout", "_shares", "_view_layout", "totals")
@@ -57,21 +58,22 @@ class _Ledger:
         self.totals: dict[int, Tensor] = {}
 
     def add(self, grad: Tensor) -> None:
-        """Add what comes back to the view."""
+        """Add a gradient that arrived at the view."""
         run = backward_number()
         known = self._shares.get(run)
         self._shares[run] = grad if known is None else known + grad
 
     def add_from_base(self, grad: Tensor) -> None:
-        """Add the view's part of what comes back to the base."""
+        """Add the view's part of a gradient that arrived at the base."""
         self.add(self._part(self._whole(grad)).clone())
 
     def close(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Close the run with the base's gradient.
 
         Returns:
-            It in the base's layout; the view's part of it before any view changed that; and of this
-            part what has come back to the view, None if nothing has.
+            The gradient in the base's layout; the view's part of the gradient before any view
+            changed it; and the share of this part that arrived at the view, None if no gradient
+            did.
         """
         run = backward_number()
         whole = self._whole(grad)
@@ -81,9 +83,9 @@ class _Ledger:
         return whole, self._part(self.totals[run]), self._shares.pop(run, None)
 
     def change(self, whole: Tensor, total: Tensor, share: Tensor, hook: Hook) -> Tensor | None:
-        """Call a hook with the view's share. Return the base's gradient with what it returned."""
+        """Call a hook with the view's share. Return the base's gradient with the hook's result."""
         now = self._part(whole)
-        # Where the share is all there is, nothing is subtracted: inf - inf would be NaN.
+        # Where the share is the whole gradient, nothing is subtracted: inf - inf would be NaN.
         is_all = total == share
         rest = total - share
         new = hook(torch.where(is_all, now, now - rest))
@@ -94,7 +96,7 @@ class _Ledger:
         return whole
 
     def _whole(self, grad: Tensor) -> Tensor:
-        # The view's strides are those of the base's memory, in which a gradient need not lie.
+        # The view's strides refer to the base's memory; a gradient may have another layout.
         return grad.new_empty_strided(*self._base_layout).copy_(grad)
 
     def _part(self, whole: Tensor) -> Tensor:
@@ -103,20 +105,22 @@ class _Ledger:
 
 @final
 class HookedView:
-    """A hook on a view, and on its base for the case that the view is written to.
+    """A hook on a view, and on its base in case the view is written to.
 
-    What was computed from the view before the write comes back to the view; what was computed
-    later, to the node of the write. That is found when `settle` says so, before the backward. Both
-    are there when the base's own gradient is complete, and in that. Where the node was not found,
-    the base's gradient is the view's, if nobody but the view has the base; otherwise nobody can
-    tell what came from where. A node that is found in the midst of a backward may have run before.
+    The gradient of uses before the write arrives at the view. The gradient of later uses arrives at
+    the node of the write. `settle` looks this node up, before the backward. Both gradients are
+    complete when the base's own gradient is complete, and are part of it.
+
+    Without the node of the write, the base's gradient is the view's if only the view holds the
+    base. Otherwise the gradient cannot be told. A node that is found during a backward may have run
+    before.
 
     Args:
-        tensor: the view. It is not held.
-        base: the tensor of the graph whose memory it shows.
-        hook: called with the gradient; what it returns, unless None, takes the gradient's place.
-        lost: called in backward if nobody can tell the gradient.
-        is_alone: whether nobody but the view has the base.
+        tensor: the view, which is not held.
+        base: the tensor of the graph whose memory the view shares.
+        hook: called with the gradient; a result other than None replaces the gradient.
+        lost: called in backward if the gradient cannot be told.
+        is_alone: whether only the view holds the base.
     """
 
     __slots__ = (
@@ -141,18 +145,21 @@ class HookedView:
     def hook_base(
         self, base: Tensor, owner: int, number: int | None, *, is_last: bool = False
     ) -> None:
-        """Put the hook for the case that the view is written to on its base."""
+        """Register a hook on the base, in case the view is written to."""
         for _, hook in tensor_hooks(base):
             other = getattr(hook.func, "__self__", None) if isinstance(hook, GradHook) else None
             if isinstance(other, HookedView):
                 self._ledger.totals = other._ledger.totals
-        # The key and not the hook is kept: the two would hold each other.
+        # Keep the key and not the hook: the view and the hook would hold each other.
         self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
 
     def settle(self, *, is_over: bool = True) -> None:
-        """Say that now is a moment to look for a write; if it `is_over`, nobody writes from now on.
+        """Look for the node of a write to the view.
 
-        The base may outlive the pass, so what it does not need does not stay on it.
+        The base may outlive the pass, so a hook that is no longer needed is removed from the base.
+
+        Args:
+            is_over: whether the view will not be written to from now on.
         """
         base = self._base()
         if self._is_settled or self._found or base is None:
@@ -167,28 +174,28 @@ class HookedView:
             unhook_gradient(base, self._key)
 
     def base(self) -> Tensor | None:
-        """The tensor whose memory it shows, if that is still there."""
+        """Return the tensor whose memory the view shares; None if it has been freed."""
         return self._base()
 
     def is_of(self, base: Tensor) -> bool:
-        """Tell whether this view shows a tensor's memory."""
+        """Tell whether this view shares a tensor's memory."""
         return self._base() is base
 
     def at_view(self, grad: Tensor) -> Any:
-        """The hook on the view itself."""
+        """Handle the gradient at the view: the tensor hook."""
         if self._is_settled or not self._is_written():
             return self._hook(grad)
         self._ledger.add(grad)
         return None
 
     def at_write(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
-        """The hook on the node of the first write: what flows on from there to the old value."""
+        """Add the gradient that flows on from the node of the first write to the old value."""
         self._write_ran = True
         if grads[0] is not None:
             self._ledger.add_from_base(grads[0])
 
     def at_base(self, grad: Tensor) -> Any:
-        """The hook on the base: by now, all that there is has come."""
+        """Handle the gradient at the base, when all gradients have arrived: the tensor hook."""
         if self._is_settled or not self._is_written():
             return None
         whole, total, share = self._ledger.close(grad)
@@ -200,7 +207,7 @@ class HookedView:
         return None if share is None else self._ledger.change(whole, total, share, self._hook)
 
     def _is_known_in(self, run: int) -> bool:
-        """Tell whether what came back to the write in a run of autograd was seen."""
+        """Tell whether the gradient at the write was seen in a run of autograd."""
         return self._found and (self._write_ran or self._found_in < 0 or self._found_in != run)
 
     def _is_written(self) -> bool:
@@ -216,20 +223,21 @@ def hook_value(
     *,
     is_last: bool = False,
 ) -> HookedView | None:
-    """Call a hook with the gradient of a tensor's present value, when it comes back.
+    """Call a hook with the gradient of a tensor's present value.
 
     Args:
-        tensor: a tensor of the graph. It is not held.
-        hook: what it returns, unless None, takes the gradient's place.
-        lost: called in backward if the gradient cannot be told from others any more.
-        owner: whose hook it is; as in `torch_private.autograd.hook_gradient`.
-        number: in which order it came, if it is put on later; likewise.
-        is_last: whether it stays behind the owner's later ones; likewise.
+        tensor: a tensor of the graph, which is not held.
+        hook: called with the gradient; a result other than None replaces the gradient.
+        lost: called in backward if the gradient cannot be told from others.
+        owner: the hook's owner, as in `torch_private.autograd.hook_gradient`.
+        number: the hook's place in order if it is registered later, as in `hook_gradient`.
+        is_last: whether the hook stays behind the owner's later hooks, as in `hook_gradient`.
 
     Returns:
-        The view, if the tensor is one that can be written to.
+        The view, if the tensor is a view that can be written to; else None.
     """
-    is_alone = tensor._is_view() and is_held_by_one_view(tensor)  # before this frame holds it, too
+    # Counted before this frame holds the base, too.
+    is_alone = tensor._is_view() and is_held_by_one_view(tensor)
     base = base_of_view(tensor)
     if base is None:
         hook_gradient(tensor, hook, owner, number, is_last=is_last)

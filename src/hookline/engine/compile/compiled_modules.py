@@ -25,33 +25,35 @@ class Watcher(Protocol):
         """Tell whether this module concerns the watcher."""
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
-        """A compiled module is about to run, called from within this frame."""
+        """Prepare for the run of a compiled module, whose call has this frame."""
 
     def leave(self, module: nn.Module, frame: FrameType) -> None:
-        """It has run, or failed."""
+        """Clean up after a compiled module has returned or raised."""
 
     def explain(self, error: BaseException) -> None:
-        """It failed: say more about it."""
+        """Add a note to the error of a compiled module."""
 
 
 class Borders:
-    """Tells a watcher of each run of compiled modules, outside of the compiled code.
+    """Tells a watcher of each run of compiled modules, outside the compiled code.
 
-    A module is called through `torch.compile(module)`, of which it knows nothing, so torch's class
-    for that is told, and only as long as somebody watches; or it holds its compiled call itself.
+    A module does not know the `torch.compile(module)` through which it is called. So torch's class
+    of such wrappers is patched, only as long as somebody watches. A module compiled by
+    `module.compile()` holds its compiled call, which is replaced instead.
     """
 
     _all: ClassVar[list[Borders]] = []
     _lock: ClassVar[threading.RLock] = fork_safe_lock()
     _original: ClassVar[Callable[..., Any] | None] = None
-    # Those that hold their compiled call themselves: who watches, and what they hold.
+    # The modules that hold their compiled call: the ids of watchers, the compiled call, its
+    # replacement.
     _held: ClassVar[WeakIdentityMap[tuple[set[int], Any, Any]]] = WeakIdentityMap()
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
 
     def open(self) -> None:
-        """Begin to tell. Whatever interrupts it, `remove` puts all back."""
+        """Begin to report runs. `remove` undoes this also after an interrupt."""
         with Borders._lock:
             kind = sys.modules["torch._dynamo"].OptimizedModule
             if kind.__call__ is not _call_optimized:
@@ -60,7 +62,7 @@ class Borders:
             Borders._all.append(self)
 
     def watch(self, module: nn.Module) -> None:
-        """Tell of runs of a module that was compiled by `module.compile()`. Idempotent."""
+        """Report the runs of a module that was compiled by `module.compile()`. Idempotent."""
         with Borders._lock:
             held = Borders._held.get(module)
             if held is None:
@@ -71,7 +73,7 @@ class Borders:
             held[0].add(id(self))
 
     def remove(self) -> None:
-        """Put all back."""
+        """Stop reporting and restore torch's class and the modules."""
         with Borders._lock:
             Borders._all[:] = [one for one in Borders._all if one is not self]
             for module, (watchers, compiled, ours) in Borders._held.items():
@@ -96,8 +98,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
-    """The ids of all modules of a model, wrappers included, and those among them that hold their
-    compiled call, by `module.compile()`."""
+    """Find the modules of a model that were compiled by `module.compile()`.
+
+    Returns:
+        The ids of all modules of the model, wrappers included, and the modules that hold their
+        compiled call.
+    """
     found: set[int] = set()
     compiled: list[nn.Module] = []
     waiting: list[nn.Module | None] = [model]
@@ -114,7 +120,7 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile(module)` was called with; another one is itself."""
+    """Return the module inside `torch.compile(module)`; return any other module unchanged."""
     loaded = sys.modules.get("torch._dynamo")
     while loaded is not None and isinstance(module, loaded.OptimizedModule):
         module = module._orig_mod
@@ -131,7 +137,7 @@ def _around(
 
 
 def _call_optimized(optimized: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an `OptimizedModule`, and tell its watchers. It replaces `OptimizedModule.__call__`."""
+    """Call an `OptimizedModule` and tell its watchers; it replaces `OptimizedModule.__call__`."""
     original = Borders._original or type(optimized).__mro__[1].__call__
     if is_dynamo_compiling():
         return original(optimized, *args, **kwargs)

@@ -1,9 +1,10 @@
-"""Have compiled code notice that a module has other hooks: by guards on its forward.
+"""Make compiled code notice a change of hooks, through guards on a module's forward.
 
-Compiled code is guarded on each module that it calls: that it has no forward of its own, or on the
-code of the one that it has. By default nothing else in it shows that a hook was put where none was.
-So as long as a line has hooks on a module, the module has a forward of its own, which does what the
-usual one does and has a copy of its code: one copy for each set of kinds of hooks that are there.
+Compiled code is guarded on each module that it calls: on the absence of a forward in the module's
+`__dict__`, or on the code of that forward. By default no other guard notices a hook on a module
+that had none. So as long as a line has hooks on a module, the module carries a mark: a forward in
+its `__dict__`. The mark does what the usual forward does, with a copy of its code. There is one
+copy for each set of kinds of hooks on the module.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ class _Note(NamedTuple):
     """The origin of a mark.
 
     Args:
-        source: the function that its code is a copy of.
-        is_own: whether it stands for a forward that the module has of its own, which it holds.
+        source: the function whose code the mark copies.
+        is_own: whether the mark replaces a forward in the module's `__dict__` and holds it.
     """
 
     source: FunctionType
     is_own: bool
 
 
-# Who has marked a module.
+# The ids of the objects that have marked a module.
 _owners: WeakIdentityMap[set[int]] = WeakIdentityMap()
-# The functions of all marks. What wraps a mark copies its attributes, so that none would tell.
+# The functions of all marks. An attribute could not identify a mark, because a wrapper copies the
+# attributes of the function that it wraps.
 _notes: weakref.WeakKeyDictionary[FunctionType, _Note] = weakref.WeakKeyDictionary()
-# The copies of a function's code, by kinds, each with what it is a copy of.
+# The copies of a function's code, by kinds of hooks, each with the original code.
 _copies: weakref.WeakKeyDictionary[FunctionType, dict[int, tuple[CodeType, CodeType]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -48,9 +50,9 @@ _lock = fork_safe_lock()
 
 
 def mark(module: nn.Module, owner: object) -> None:
-    """Have code that was compiled before not serve for a module. Idempotent."""
+    """Keep code that was compiled before from being used for a module. Idempotent."""
     if isinstance(module, torch.jit.ScriptModule):
-        return  # its class has no forward; and no hook on it is ever called
+        return  # its class has no forward, and torch calls no hook on it
     with _lock:
         owners = _owners.get(module)
         if owners is None:
@@ -69,18 +71,22 @@ class Marks:
     """The marks that one line has put on modules."""
 
     _marked: dict[int, nn.Module] = field(default_factory=dict)
-    # The class of each, and the forward of each class, as last looked at.
+    # The class of each marked module, and the forward of each class, at the last renewal.
     _kinds: list[type] = field(default_factory=list)
     _forwards: dict[type, Any] = field(default_factory=dict)
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Mark modules. Idempotent."""
         for module in modules:
-            self._marked[id(module)] = module  # first: an interrupt from here on takes it off, too
+            self._marked[id(module)] = module  # first, so that an interrupt removes the mark, too
             mark(module, self)
 
     def renew(self) -> list[nn.Module]:
-        """Have each mark stand for the forward that the class has now; list those that did not."""
+        """Renew the marks of modules whose class has got another forward.
+
+        Returns:
+            The modules whose marks were renewed.
+        """
         kinds = list(map(type, self._marked.values()))
         if kinds == self._kinds and all(
             forward_of(kind) is was for kind, was in self._forwards.items()
@@ -90,25 +96,26 @@ class Marks:
         return [module for module in self._marked.values() if renew(module)]
 
     def is_stale(self, module: nn.Module) -> bool:
-        """Renew the mark of a module whose class got another forward; tell whether it had to."""
+        """Renew the mark of a module whose class has got another forward; tell whether it had."""
         return id(module) in self._marked and renew(module)
 
     def discard(self, number: int) -> None:
-        """Take back the mark of the module with this id, if it has one."""
+        """Remove the mark of the module with this id, if the module is marked."""
         if number in self._marked:
             unmark(self._marked[number], self)
             del self._marked[number]
 
     def clear(self) -> None:
-        """Take back all marks. Idempotent."""
+        """Remove all marks. Idempotent."""
         while self._marked:
             self.discard(next(iter(self._marked)))
 
 
 def renew(module: nn.Module) -> bool:
-    """Renew the mark of a module whose class got another forward; tell whether that was needed.
+    """Renew the mark of a module whose class has got another forward; tell whether it had.
 
-    For `Class.forward = ...`, another `__class__`, and `recompile()` of a `torch.fx.GraphModule`.
+    The forward changes by `Class.forward = ...`, by another `__class__`, or by `recompile()` of a
+    `torch.fx.GraphModule`.
     """
     with _lock:
         return _renew(module)
@@ -130,7 +137,7 @@ def _renew(module: nn.Module) -> bool:
 def follow(module: nn.Module) -> None:
     """Update the mark of a module whose hooks have changed; a no-op for an unmarked module.
 
-    A module without a forward of its own is not marked, and need not be asked about.
+    A module without a forward in its `__dict__` is unmarked, so callers may skip it.
     """
     with _lock:
         if module in _owners:
@@ -138,27 +145,29 @@ def follow(module: nn.Module) -> None:
 
 
 def unmark(module: nn.Module, owner: object) -> None:
-    """Take an owner's mark back; with the last, the module is as it was. Idempotent."""
+    """Remove an owner's mark; without owners the module is restored. Idempotent."""
     with _lock:
         owners = _owners.get(module)
         if owners is None:
             return
         owners.discard(id(owner))
         if not owners:
-            if _note_of(module.__dict__.get("forward")) is None:  # replaced, so it may be kept
+            # A user has replaced the mark and may still hold it.
+            if _note_of(module.__dict__.get("forward")) is None:
                 _retire(_through, inspect.getattr_static(type(module), "forward"))
             _put_back(module)
             _owners.pop(module)
 
 
 def unmark_copy(module: nn.Module) -> None:
-    """Take away the mark that a copy of a marked module has come with."""
+    """Remove the mark that was copied along with a marked module."""
     with _lock:
         if module in _owners:
             return
         _put_back(module)
         standing: Any = module.__dict__.get("forward")
-        # A pickled one came under its name: as the class's forward, or as the call of the own one.
+        # A pickled mark was loaded by its name: as the class's forward, or as `__call__` of the
+        # module's own forward.
         if getattr(standing, "__name__", None) == "__call__" and hasattr(standing, "__self__"):
             standing = module.__dict__["forward"] = standing.__self__
         if type(module).forward in (standing, getattr(standing, "__func__", None)):
@@ -166,14 +175,14 @@ def unmark_copy(module: nn.Module) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Tell whether somebody gave the module itself a forward; a mark alone is not one."""
+    """Tell whether a user gave the module itself a forward; a mark alone does not count."""
     standing = module.__dict__.get("forward")
     note = _note_of(standing)
     return standing is not None and (note is None or note.is_own)
 
 
 def forward_of(kind: type) -> Any:
-    """Return the forward of a class; None where only its instances have one."""
+    """Return the forward of a class; None where only its instances have a forward."""
     return getattr(kind, "forward", None)
 
 
@@ -185,7 +194,7 @@ def _note_of(forward: Any) -> _Note | None:
 def _retire(*sources: object) -> None:
     """Use other copies of the code for later marks.
 
-    A mark has escaped: code may have been compiled with it while no line was on.
+    A marked forward has escaped and may have been compiled without a line.
     """
     for source in sources:
         if isinstance(source, FunctionType):
@@ -206,12 +215,13 @@ def _put(module: nn.Module) -> None:
     twin = _twin(source, code, held)
     _notes[twin] = _Note(source, is_own)
     ours = module.__dict__["forward"] = MethodType(twin, held)
-    if module.forward is not ours:  # it is a property: compiled code would fail at its guard
+    # `forward` is a property, so the guard of compiled code would fail.
+    if module.forward is not ours:
         _put_back(module)
 
 
 def _usual(module: nn.Module, own: Any) -> tuple[Any, Any, bool]:
-    """Return the parts of a module's mark: a function, what it is bound to, and `_Note.is_own`."""
+    """Return the parts of a module's mark: a function, its bound object and `_Note.is_own`."""
     if own is not None:
         return _through, own, True
     found: Any = inspect.getattr_static(type(module), "forward")
@@ -230,9 +240,10 @@ def _put_back(module: nn.Module) -> None:
     standing: Any = module.__dict__.get("forward")
     note = _note_of(standing)
     if note is None:
-        return  # there is none, or somebody has put a forward of theirs in its place
+        return  # no mark, or a user's forward has replaced the mark
     if note.is_own:
-        module.__dict__["forward"] = standing.__self__  # in a copy it is a copy as well
+        # In a copied module, this forward was copied as well.
+        module.__dict__["forward"] = standing.__self__
     else:
         del module.__dict__["forward"]
 
@@ -243,7 +254,7 @@ def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
     twin = FunctionType(
         code,
         source.__globals__,
-        "__call__" if is_through else "forward",  # under which it is pickled
+        "__call__" if is_through else "forward",  # the name under which the function is pickled
         source.__defaults__,
         source.__closure__,
     )
@@ -259,11 +270,11 @@ def _twin(source: FunctionType, code: CodeType, held: Any) -> FunctionType:
 
 
 def _signature(forward: Callable[..., Any]) -> Any:
-    """Return the signature of a function that takes a forward, and then its arguments."""
+    """Return the signature of a function that takes a forward and the forward's arguments."""
     try:
         signature = inspect.signature(forward)
     except (TypeError, ValueError):
-        return "written in C"  # for which inspect raises an error, as for the forward itself
+        return "written in C"  # inspect raises an error for a string, as it does for the forward
     first = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[first, *signature.parameters.values()])
 

@@ -1,8 +1,9 @@
 """Capture values inside compiled code.
 
-A graph holds tensors, and writes to plain attributes: no locks, no contexts, no lists that grow. So
-inside it a tap keeps what it sees in an attribute, and the rest is done when the graph has run.
-Nothing is read that differs between sites, or each would need a graph of its own.
+A graph can hold tensors and write to plain attributes. It can hold no locks, no contexts and no
+growing lists. So inside a graph a tap keeps its values in an attribute, and the remaining work is
+done after the graph has run. The captures read nothing that differs between sites, or each site
+would need a graph of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class SplitCallback(NamedTuple):
     """A callback split for torch.compile: `inside` runs in the graph, `after` on its result.
 
     Args:
-        callback: all of it, where no code is compiled.
-        inside: the half that compiled code does; what it returns is kept.
-        after: the other half, on what was kept.
+        callback: the whole callback, for code that is not compiled.
+        inside: the half that runs in the graph; its result is kept.
+        after: the other half, which runs on the kept result.
     """
 
     callback: Callback
@@ -38,15 +39,16 @@ class SplitCallback(NamedTuple):
 class GraphCapture:
     """A capture at one site in compiled code, with the values that it holds.
 
-    What code reads is guarded, at each site anew in each run, so each kind reads as little as it
-    can, and nothing that sites share: that they share it would be guarded, too.
+    Dynamo guards each attribute that the code reads, at each site and in each run. So each kind of
+    capture reads as little as it can. This base class reads nothing that sites share, because the
+    sharing would be guarded, too.
 
     Args:
-        call: the call that is meant, if it is but one.
+        call: capture only this call; None captures every call.
 
     Attributes:
-        caught: what was kept, call by call, if anything was.
-        n_before: how many calls there were in the pass before this run of the code.
+        caught: the captured values, one for each call; None before the first.
+        n_before: the number of calls in the pass before this run of the code.
     """
 
     __slots__ = ("call", "caught", "n_before")
@@ -57,11 +59,11 @@ class GraphCapture:
         self.n_before = 0
 
     def capture(self, value: Any) -> Any:
-        """A value flows by, in a graph: keep a copy."""
+        """Keep a copy of a value in a graph."""
         self.add(snapshot(value))
 
     def add(self, what: Any) -> None:
-        """Keep something of a call."""
+        """Add a call's result to the captured values."""
         self.caught = (what,) if self.caught is None else (*self.caught, what)
 
     def n_calls(self) -> int:
@@ -69,18 +71,18 @@ class GraphCapture:
         return 0 if self.caught is None else len(self.caught)
 
     def is_meant(self) -> bool:
-        """Tell whether the present call is a wanted one."""
+        """Tell whether the present call should be captured."""
         return self.call is None or self.call == self.n_before + self.n_calls()
 
     def taken(self) -> tuple[Any, ...]:
-        """Hand out what was kept, once."""
+        """Return the captured values and clear them."""
         caught, self.caught = self.caught, None
         return caught or ()
 
 
 @final
 class GraphReduce(GraphCapture):
-    """Keeps what a function makes of a value.
+    """A capture that keeps a function's result for each value.
 
     Args:
         inside: the function.
@@ -93,16 +95,16 @@ class GraphReduce(GraphCapture):
         self.inside = inside
 
     def capture(self, value: Any) -> Any:
-        """A value flows by: keep what the function makes of it."""
+        """Keep the function's result for a value."""
         self.add(self.inside(value))
 
 
 @final
 class GraphEdit(GraphCapture):
-    """Changes a value, and keeps for each call whether it was one that is meant.
+    """A capture that changes values, and keeps for each call whether the call was to be changed.
 
     Args:
-        alter: changes it.
+        alter: the function that changes a value.
     """
 
     __slots__ = ("alter",)
@@ -112,7 +114,7 @@ class GraphEdit(GraphCapture):
         self.alter = alter
 
     def capture(self, value: Any) -> Any:
-        """A value flows by: change it, if this is a call that is meant."""
+        """Change a value, if this call should be changed."""
         is_meant = self.is_meant()
         self.add(is_meant)
         return self.alter(NO_PASS, value) if is_meant else None
@@ -120,11 +122,11 @@ class GraphEdit(GraphCapture):
 
 @final
 class GraphGradient(GraphCapture):
-    """Keeps what waits for its gradients.
+    """A capture of values whose gradients are pending.
 
     Args:
-        number: the site's, as a tensor.
-        switch: the line's, for the number of the run.
+        number: the site's number, as a tensor.
+        switch: the line's switch, which holds the number of the run.
     """
 
     __slots__ = ("number", "switch")
@@ -136,14 +138,14 @@ class GraphGradient(GraphCapture):
 
 
 def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[..., Any]:
-    """A user's function, called with its own defaults from then on.
+    """Bind a user's function to its own defaults.
 
-    Compiled code of torch 2.11 takes two functions of the same code for one, whatever their
-    defaults are: of `lambda value, k=k: value * k` in a loop it would use the first `k` for all.
+    Compiled code of torch 2.11 treats two functions of the same code as one, whatever their
+    defaults are. For `lambda value, k=k: value * k` in a loop, it would use the first `k` for all.
 
     Args:
         function: the function.
-        n_given: how many arguments it is called with, by position.
+        n_given: the number of positional arguments in each call.
     """
     if not isinstance(function, types.FunctionType) or not function.__defaults__:
         return function
@@ -156,15 +158,15 @@ def defaults_by_name(function: Callable[..., Any], n_given: int) -> Callable[...
 
 
 def snapshot(value: Any) -> Any:
-    """A value with its tensors copied: what is done to it in place later in the graph is not seen.
+    """Copy the tensors of a value, so that later in-place operations in the graph do not show.
 
-    In compiled code, versions tell nothing.
+    In compiled code, a tensor's version does not tell whether it was written to.
     """
     return tree.map_tensors(_copy, value)
 
 
 def graph_snapshot(value: Any) -> Any:
-    """A copy that gradients flow through."""
+    """Copy the tensors of a value with clones that gradients flow through."""
     return tree.map_tensors(torch.clone, value)
 
 
@@ -172,4 +174,4 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-NO_PASS = Pass(-1)  # for what changes a value inside compiled code: nothing may be noted there
+NO_PASS = Pass(-1)  # the pass given to edits inside compiled code, which may note nothing

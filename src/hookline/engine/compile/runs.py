@@ -1,4 +1,4 @@
-"""The runs of compiled code: which taps see which pass, and what a run has left on them."""
+"""The runs of compiled code: the taps and the pass of each run, and the values it has left."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ _numbers = itertools.count()
 
 @final
 class CompiledRun:
-    """One run of compiled code, in a pass: what comes back from its graph later belongs to that.
+    """One run of compiled code in a pass.
+
+    Gradients that the run's graph returns later belong to this pass.
 
     Args:
-        current: the pass. It keeps the run, and is not kept by it. Of a checkpointed region that
-            is computed again it is that of the first run, if gradients flow in the second only.
-        is_again: whether a region is computed again.
+        current: the pass. The pass holds the run, and the run refers to the pass weakly. In a
+            recomputation this is the pass of the first run, if gradients flow in the second only.
+        is_again: whether this is the recomputation of a checkpointed region.
 
     Attributes:
-        number: the run's.
-        n_before: by tap, how many calls there were in the pass before the run.
-        pending: by tap and call, values whose gradients arrive in several parts.
+        number: the number of the run.
+        n_before: the number of calls in the pass before the run, by tap.
+        pending: values whose gradients arrive in several parts, by tap and call.
     """
 
     __slots__ = ("__weakref__", "_current", "is_again", "n_before", "number", "pending")
@@ -45,11 +47,11 @@ class CompiledRun:
 
     @property
     def current(self) -> Pass | None:
-        """The pass, if anybody still has it."""
+        """Return the pass; None if it has been freed."""
         return self._current()
 
     def as_tensor(self) -> Tensor:
-        """The number, as graphs take it: another tensor is no other graph."""
+        """Return the number as a tensor: a graph is not recompiled for a new tensor."""
         return torch.tensor(self.number, device="cpu")
 
 
@@ -57,11 +59,11 @@ class CompiledRun:
 class Calls(dict[Any, int]):
     """The number of calls of each tap in a pass, while compiled code runs.
 
-    Between two pieces of compiled code there may be eager code that calls the same taps.
+    Eager code between two pieces of compiled code may call the same taps.
 
     Args:
-        calls: what was counted before.
-        settle: sees what compiled code has left so far; called before a number is read.
+        calls: the counts so far.
+        settle: collects the values left by compiled code; called before a count is read.
     """
 
     __slots__ = ("_settle",)
@@ -71,7 +73,7 @@ class Calls(dict[Any, int]):
         self._settle = settle
 
     def get(self, tap: Any, default: Any = None) -> Any:
-        """The number of a tap's calls."""
+        """Return the number of a tap's calls."""
         self._settle()
         return super().get(tap, default)
 
@@ -83,7 +85,7 @@ class Calls(dict[Any, int]):
 
 @final
 class _Note:
-    """The log of a pass while compiled code runs."""
+    """The `note` of a pass while compiled code runs: compiled code's values are logged first."""
 
     __slots__ = ("before", "settle")
 
@@ -97,15 +99,17 @@ class _Note:
 
 
 def flush_before_reads(current: Pass, settle: Callable[[], None]) -> None:
-    """Between pieces of compiled code there may be eager ones: before something is counted or noted
-    there, in a pass, see what compiled code has left."""
+    """Have the values of compiled code collected before eager code counts or logs in a pass.
+
+    Eager code may run between two pieces of compiled code.
+    """
     if not isinstance(current.calls, Calls):
         current.calls = Calls(current.calls, settle)
         current.note = _Note(current.note, settle)
 
 
 def stop_settling(current: Pass) -> None:
-    """The compiled code that ran in a pass is over."""
+    """Restore a pass's counts and log, after its compiled code has ended."""
     if isinstance(current.calls, Calls):
         current.calls = dict(current.calls)
     if isinstance(current.note, _Note):
@@ -113,15 +117,15 @@ def stop_settling(current: Pass) -> None:
 
 
 def run_of(number: int) -> CompiledRun | None:
-    """The run with this number, if anybody still has its pass."""
+    """Return the run with this number; None if its pass has been freed."""
     return _runs.get(number)
 
 
-# Under which a pass keeps its runs.
+# The key in `Pass.opened` of a pass's runs.
 _RUNS = object()
 
 
-# The taps that compiled code is to see, and the pass that it runs in.
+# The taps that compiled code uses, and the pass that the code runs in.
 ActiveTaps = tuple[list[Any], Pass | None]
 
 
@@ -131,7 +135,7 @@ class CurrentRun:
     """Switches the taps of a line on for one run of compiled code after another.
 
     Args:
-        switch: the line's, which compiled code reads.
+        switch: the line's switch, which compiled code reads.
     """
 
     switch: Switch
@@ -141,7 +145,7 @@ class CurrentRun:
     _has_gradients: bool = field(default=False, init=False)
 
     def add(self, taps: list[Any], *, has_gradients: bool) -> None:
-        """Prepare to switch taps on."""
+        """Add taps that may be switched on."""
         self._of_one_call += [tap for tap in taps if tap.site.call is not None]
         self._has_gradients = self._has_gradients or has_gradients
 
@@ -150,17 +154,17 @@ class CurrentRun:
         self._of_one_call = [tap for tap in self._of_one_call if id(tap) not in gone]
 
     def end(self) -> None:
-        """Switch all taps off, and forget them."""
+        """Switch all taps off and forget them."""
         self.turn([], None)
         self._of_one_call = []
 
     def turn(self, taps: list[Any], current: Pass | None) -> ActiveTaps:
-        """Have compiled code see these taps in this pass, and no others.
+        """Let compiled code use these taps in this pass, and no other taps.
 
-        What it has left on the taps before is seen first.
+        The values that earlier code has left on the taps are collected first.
 
         Returns:
-            The taps and the pass that it saw before.
+            The taps and the pass that compiled code used before.
         """
         before = self._active
         if before[1] is not None and before[1] is not current:
@@ -191,9 +195,9 @@ class CurrentRun:
             self.switch.number = number if region is None else region.run_number(number)
 
     def _settle(self, *, is_over: bool = False) -> None:
-        """See what compiled code has left so far. What it leaves from then on is another run's."""
+        """Collect the values left by compiled code so far; later values belong to another run."""
         taps, current = self._active
-        run, self._run = self._run, None  # what is seen here is not to be settled in turn
+        run, self._run = self._run, None  # the callbacks called here must not collect again
         if run is None or current is None:
             return
         is_new = False

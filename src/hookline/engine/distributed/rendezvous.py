@@ -1,8 +1,8 @@
-"""The rendezvous of the ranks: they come together before they exchange anything.
+"""The rendezvous of the ranks, before they exchange anything.
 
-A collective that one rank does not call hangs the others for half an hour and then names nobody. So
-each rank first says in the store what it asks and what it has; all read the same verdict, within a
-bounded time, and only then do they talk.
+A collective that one rank does not call hangs the other ranks for half an hour, and the error then
+names no rank. So each rank first writes its question and its data into the store. All ranks read
+the same verdict within a bounded time, and only then do they exchange anything.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch.distributed as dist
 from hookline.engine.torch_private.distributed import default_store, is_grouped
 from hookline.errors import RanksError
 
-# How long ranks wait for one another unless told otherwise.
+# The default time that ranks wait for one another, in seconds.
 TIMEOUT_S = 60.0
 
 
 def ranks_of(group: Any, question: str) -> list[int]:
-    """The ranks of a process group; None is the group of all.
+    """Return the ranks of a process group; None is the group of all.
 
     Raises:
-        RanksError: no process group is initialised, or this process is not in it.
+        RanksError: no process group is initialised, or this process is not in the group.
     """
     if not is_grouped():
         raise RanksError(
             f"{question} asks all ranks of a process group, and there is none (or no longer)."
             "\nCall it between torch.distributed.init_process_group(...) and"
-            " destroy_process_group(); what this process has is there without: run['...']."
+            " destroy_process_group(). Read this process's own values without it: run['...']."
         )
     ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
@@ -47,19 +47,19 @@ def ranks_of(group: Any, question: str) -> list[int]:
 def gather_json(
     question: str, said: Any, ranks: Sequence[int], timeout: float = TIMEOUT_S
 ) -> list[Any]:
-    """Wait until every rank has asked the same question.
+    """Wait until every rank has asked the same question, and gather their data.
 
     Args:
-        question: what is asked, as a person would write it.
-        said: what this rank has to say, as JSON.
-        ranks: whose meeting it is.
-        timeout: how long to wait for the others, in seconds.
+        question: the question, as a user would write the call.
+        said: this rank's data, as JSON.
+        ranks: the ranks that take part.
+        timeout: how long to wait for the other ranks, in seconds.
 
     Returns:
-        What each rank said, in the order of `ranks`; the same on all of them.
+        Each rank's data, in the order of `ranks`; the same on all of them.
 
     Raises:
-        RanksError: on every rank: one of them did not come, or asked something else.
+        RanksError: on every rank: a rank did not come, or asked another question.
     """
     if len(ranks) == 1:
         return [said]
@@ -91,7 +91,7 @@ def gather_json(
 def _verdict(question: str, said: Any, ranks: Sequence[int], timeout: float) -> dict[str, Any]:
     store, me = default_store(), dist.get_rank()
     name = f"hookline/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:12]}"
-    # The store counts, not the process: it begins anew with each process group.
+    # The store counts, not the process: the count begins again with each process group.
     number = store.add(f"{name}/{me}", 1)
     base = f"{name}/{number}"
     verdict_key = f"{base}/verdict"
@@ -99,11 +99,11 @@ def _verdict(question: str, said: Any, ranks: Sequence[int], timeout: float) -> 
     keys = {rank: f"{base}/{rank}" for rank in ranks}
     is_judge = me == ranks[0]
     wanted = list(keys.values()) if is_judge else [verdict_key]
-    is_settled = store.check([verdict_key])  # this rank comes too late
+    is_settled = store.check([verdict_key])  # a verdict exists, so this rank is late
     if is_settled or (_has_come(store, wanted, timeout) and not is_judge):
         text = store.get(verdict_key)
     else:
-        # The first to settle it settles it for all, those that come too late included.
+        # The first rank that sets the verdict sets it for all, late ranks included.
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         mine = {"question": question, "seconds": timeout, "missing": missing, "asked": []}
         if not missing and not is_judge:
@@ -113,25 +113,25 @@ def _verdict(question: str, said: Any, ranks: Sequence[int], timeout: float) -> 
         text = store.compare_set(verdict_key, "", json.dumps(mine))
     verdict: dict[str, Any] = json.loads(text)
     if is_judge and number > 1 and not verdict["missing"]:
-        for last in (*ranks, "verdict"):  # all have left the meeting before this one
+        for last in (*ranks, "verdict"):  # all ranks have left the previous rendezvous
             store.delete_key(f"{name}/{number - 1}/{last}")
     return verdict
 
 
 def _has_come(store: Any, keys: list[str], timeout: float) -> bool:
-    """Wait for keys; False if they were not there in time."""
+    """Wait for keys; return False if they did not come in time."""
     until = time.monotonic() + timeout
     try:
         store.wait(keys, timedelta(seconds=max(timeout, 0.001)))
     except RuntimeError:
         if time.monotonic() < until - 0.5:
-            raise  # no timeout: the store is gone
+            raise  # not a timeout: the store is gone
         return False
     return True
 
 
 def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
-    """Collect what all ranks have said. Equal statements appear once."""
+    """Collect the data of all ranks; equal data appear once."""
     posts = [json.loads(store.get(key)) for key in keys]
     texts = list(dict.fromkeys(text for _, text in posts))
     said = [texts.index(text) for _, text in posts]
@@ -139,7 +139,7 @@ def _gathered(store: Any, keys: list[str]) -> dict[str, Any]:
 
 
 def say_by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """`rank 0: this; ranks 1, 2: that`: who says what, ranks that say the same together."""
+    """Write each rank's text, with equal texts together: `rank 0: this; ranks 1, 2: that`."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)

@@ -11,9 +11,10 @@ from hookline.engine.torch_private.distributed import local_part
 
 
 def local_shards(value: Any) -> Any:
-    """A value with this rank's part in the place of each DTensor; itself if there is none.
+    """Return a value with this rank's part in place of each DTensor.
 
-    No rank talks to another for it, nor for anything that is computed from it.
+    A value without DTensors is returned itself. Neither this function nor any computation on its
+    result communicates with another rank.
     """
     if type(value) is Tensor or all(local_part(part) is part for _, part in tree.tensors(value)):
         return value

@@ -1,1 +1,1 @@
-"""Taps on gradients: of what flows, and of parameters."""
+"""Taps on gradients, eager and compiled."""

@@ -1,4 +1,4 @@
-"""Taps that see gradients, by port: they stand in forward, and put hooks on what flows."""
+"""Gradient taps by port: forward hooks that register tensor hooks on the values."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from hookline.errors import AttachError, StructureError, warn
 
 
 class GradOutputTap(GradientTap):
-    """Sees the gradients of what a module returns: a forward hook."""
+    """A tap on the gradients of a module's output: a forward hook."""
 
     __slots__ = ()
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook on the module."""
+        """Wait for the gradients of the output: the forward hook on the module."""
         if is_dynamo_compiling():
             value = aliases.alias_leaves(output)
             self.trace(value)
@@ -73,7 +73,7 @@ class GradOutputTap(GradientTap):
 def _is_made_anew(module: nn.Module, value: Any) -> bool:
     """Tell whether a module compiled by itself returned several tensors that share memory.
 
-    Those are views that were made outside of the compiled code.
+    Such tensors are views that were made outside the compiled code.
     """
     if isinstance(value, Tensor):
         return False
@@ -86,7 +86,7 @@ def _is_made_anew(module: nn.Module, value: Any) -> bool:
 
 
 class GradInputTap(GradientTap):
-    """Sees the gradients of what a module is called with: a forward-pre hook."""
+    """A tap on the gradients of a module's inputs: a forward-pre hook."""
 
     __slots__ = ("arguments",)
 
@@ -97,9 +97,10 @@ class GradInputTap(GradientTap):
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The hook on the module."""
+        """Wait for the gradients of the inputs: the forward-pre hook on the module."""
         if kwargs is None:
-            return None  # another thread is taking it off, and has the mark that it wants them
+            # Another thread is removing this hook and has already cleared its with_kwargs flag.
+            return None
         if is_dynamo_compiling():
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=True)
             args, kwargs = new or (args, kwargs)
@@ -120,14 +121,14 @@ class GradInputTap(GradientTap):
 
 
 def all_at(module: nn.Module, port: str) -> list[GradientTap]:
-    """The taps on a module's gradients at a port, in their order."""
+    """Return the taps on a module's gradients at a port, in their order."""
     kind = "forward" if port == "grad_output" else "forward_pre"
     owners = [getattr(hook, "__self__", None) for hook in hook_dict(module, kind).values()]
     return [tap for tap in owners if isinstance(tap, GradientTap) and tap.site.port == port]
 
 
 class BorderTap(Tap):
-    """A tap at the borders of the root: it tells the gradients of one pass from all others."""
+    """A tap at the border of the root that keeps the gradients of different passes apart."""
 
     __slots__ = ()
 
@@ -137,9 +138,10 @@ class BorderTap(Tap):
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The forward-pre hook on the root."""
+        """Alias the root's inputs: the forward-pre hook on the root."""
         if kwargs is None:
-            return None  # another thread is taking it off, and has the mark that it wants them
+            # Another thread is removing this hook and has already cleared its with_kwargs flag.
+            return None
         if is_dynamo_compiling():
             return aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
         current = self._pass_of(module)
@@ -149,7 +151,7 @@ class BorderTap(Tap):
             new = aliases.alias_lasting_inputs(args, kwargs, leaves_only=False)
         if new is None:
             return None
-        # What outlives the pass, and the views of it that the pass has hooks on.
+        # The tensors that outlive the pass, and their views on which the pass has hooks.
         current.opened.setdefault(ROOT_INPUTS, []).extend(
             (weakref.ref(base), [])
             for _, alias in tree.tensors((new[0], tuple(new[1].values())))
@@ -161,7 +163,7 @@ class BorderTap(Tap):
         return current if current.recomputation.has_gradients else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook on the root, always called."""
+        """Settle the views of the root's inputs: the always-called forward hook on the root."""
         if is_dynamo_compiling():
             return
         current = self.lane.running
@@ -176,18 +178,19 @@ class BorderTap(Tap):
 
 
 _WRITTEN = (
-    "it is a view that was written to in place while the line lasted, or whose base was, and with"
-    " that a view loses its hooks; make that operation not in place, or name a .clone() of the view"
-    " that is used in its stead"
+    "it is a view that was written to in place while the line lasted, or whose base was, and such a"
+    " write drops a view's hooks; make that operation not in place, or name a .clone() of the view"
+    " and use the clone in its place"
 )
 _REPLACED = "torch.func.functional_call, a parametrization or pruning made after the line"
 
 
 @final
 class ParameterTap(GradientTap):
-    """Sees the gradient of a parameter, or of a tensor: a hook on it.
+    """A tap on the gradient of a parameter or tensor: a tensor hook.
 
-    What FSDP2 shards takes no part in the graph; its reduced gradient is first seen in `.grad`.
+    A parameter that FSDP2 shards is not in the graph. Its reduced gradient first appears in
+    `.grad`.
     """
 
     __slots__ = ("_counter", "_held", "_is_elsewhere", "_n_parts", "_run", "_version")
@@ -197,10 +200,14 @@ class ParameterTap(GradientTap):
         self._run, self._n_parts = -1, 0
         self._counter: Tensor | None = None
         self._version = 0
-        self._is_elsewhere = False  # whether a gradient came where the line does not see
+        # Whether a gradient came in a context that the line does not see.
+        self._is_elsewhere = False
 
     def hook_for(self, tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
-        """Return the hook to register on a tensor. A view is watched: a write takes its hooks."""
+        """Return the hook to register on a tensor.
+
+        A view's version is watched, because an in-place write drops the view's hooks.
+        """
         if not is_lazy(tensor) and base_of_view(tensor) is not None:
             self._counter = version_counter(tensor)
             self._version = self._counter._version
@@ -211,15 +218,16 @@ class ParameterTap(GradientTap):
         return self._counter is not None and self._counter._version != self._version
 
     def wait_for_reduced(self, parameter: Tensor) -> None:
-        """It is to be put behind the accumulation of a sharded parameter's gradient."""
+        """Prepare for a post-accumulate-grad hook on a sharded parameter."""
         self._held = None if parameter.grad is None else weakref.ref(parameter.grad)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def fire_reduced(self, parameter: Tensor) -> None:
-        """The hook there.
+        """Handle the reduced gradient: the post-accumulate-grad hook.
 
         Raises:
-            AttachError: it is to be changed, and cannot be told from what was in `.grad` before.
+            AttachError: the gradient was to be changed, but FSDP2 has added it to an earlier
+                `.grad`.
         """
         current = self._pass(outer_backward())
         grad = parameter.grad
@@ -228,14 +236,14 @@ class ParameterTap(GradientTap):
         self.ran += 1
         if self._held is not None and self._held() is grad:
             self._is_sum()
-        # .grad is clipped, zeroed and added to in place: who keeps it has to copy it.
+        # .grad is clipped, zeroed and added to in place, so a callback that keeps it must copy it.
         given = grad if self.on.changes else grad.detach()
         new = self.arrive(current, PendingGradient(0), 0, given)
         if new is not None:
             if type(new) is not type(grad):
                 raise StructureError(
                     f"the edit at {self.site} returned a plain tensor for this rank's shard."
-                    "\nReturn what is computed from the DTensor that it is given: g.clamp(min=0)."
+                    "\nCompute the result from the DTensor that it is given: g.clamp(min=0)."
                 )
             parameter.grad = grad = new
         self._held = weakref.ref(grad)
@@ -255,13 +263,16 @@ class ParameterTap(GradientTap):
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def fire(self, grad: Tensor) -> Tensor | None:
-        """The hook itself. Pickling the tensor leaves it behind, and need not say so."""
+        """Handle the gradient: the tensor hook.
+
+        Pickling the tensor drops the hook, without torch's warning.
+        """
         number = outer_backward()
         current = self._pass(number)
         if current is None:
             return None
-        if self._is_written():  # it is what came back to the old value past the write, a part
-            if self.on.changes or self.fired:  # else the line says so at its end
+        if self._is_written():  # a part only: the gradient of the value before the write
+            if self.on.changes or self.fired:  # else the line reports this at its end
                 self.lose(_WRITTEN)
             return None
         self.ran += 1
@@ -277,7 +288,7 @@ class ParameterTap(GradientTap):
         return self.arrive(current, PendingGradient(self._n_parts - 1), 0, grad)
 
     def retire(self) -> None:
-        """Fire no more, and let what was to be done with the gradients go."""
+        """Stop firing and release the callback."""
         super().retire()
         self.on = GradientCallback()
 

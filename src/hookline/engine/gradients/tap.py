@@ -1,9 +1,10 @@
 """The base of all taps on gradients.
 
-Not on `register_full_backward_hook`, which misses outputs in dicts and dataclasses and keyword
-inputs, and forbids in-place operations behind a module. A hook on a value's gradient holds the pass
-that the value flowed in, so that it is right in whichever thread autograd calls it, and holds no
-tensor, so that it keeps no graph alive. In compiled code it is part of the graph.
+Gradient taps do not use `register_full_backward_hook`. That hook misses outputs in dicts and
+dataclasses, misses keyword inputs, and forbids in-place operations after a module. The tensor hook
+on a value holds the pass in which the value flowed, so it is right in any thread that autograd
+uses. The tensor hook holds no tensor, so it keeps no graph alive. In compiled code it is part of
+the graph.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, w
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
 
-# Under which a pass keeps what came in at its border.
+# The key in `Pass.opened` of the root's inputs.
 ROOT_INPUTS = object()
 
 
 @final
 class PendingGradient:
-    """One value of one call, whose gradients are to arrive.
+    """One value of one call, whose gradients are pending.
 
     Args:
         call: the number of the call within its pass.
@@ -62,7 +63,7 @@ class PendingGradient:
             a lone tensor.
 
     Attributes:
-        gathered: by the run of autograd, what a verb keeps of a value of several tensors.
+        gathered: the state that a verb keeps for a value of several tensors, by run of autograd.
     """
 
     __slots__ = ("call", "form", "gathered")
@@ -74,13 +75,13 @@ class PendingGradient:
 
 
 class Call(NamedTuple):
-    """One call of a module, while the value at a site is there.
+    """One call of a module, while the value at a site is available.
 
     Attributes:
         current: the pass.
-        number: the call's within the pass.
-        owner: the module's id, by which the hooks of several modules on one tensor are ordered.
-        aliases: what raw backward hooks have put in the place of the call's tensors.
+        number: the number of the call within the pass.
+        owner: the module's id; it orders the hooks of several modules on one tensor.
+        aliases: the aliases that raw backward hooks have put in place of the call's tensors.
     """
 
     current: Pass
@@ -90,52 +91,53 @@ class Call(NamedTuple):
 
     @property
     def first(self) -> Pass:
-        """The pass that its gradients belong to."""
+        """Return the pass that the call's gradients belong to."""
         again = self.current.recomputation
         return self.current if again is None else again.pass_of_gradients()
 
 
-# Of a call in the second run of a checkpoint, whose gradients are waited for since the first.
+# Stands for a call in a recomputation whose gradients have been pending since the first run.
 NO_GRADIENT = PendingGradient(-1)
 
-# Tensors that a graph got from outside: slot, tensor, and the number of the hook as it was met.
+# Tensors that a graph got from outside: slot, tensor, and the hook's number in tracing order.
 Outside = tuple[tuple[int, Tensor, str], ...]
 
 
 class GradientCallback:
-    """A verb's callback for the gradients at one site. The base does nothing."""
+    """A verb's callback for the gradients at one site. The base class does nothing."""
 
     __slots__ = ()
-    # Whether the model trains on other numbers when this is not called any more.
+    # Whether the model trains on other numbers once this callback is no longer called.
     changes = False
-    # Whether what is kept holds the graph: then the graph's hooks may not hold it in turn.
+    # Whether the kept values hold the graph; the graph's hooks must then not hold these values.
     keeps_graph = False
-    # Whether it is all the same if nothing ever arrives.
+    # Whether it is fine if no gradient ever arrives.
     optional = False
-    # What changes a gradient inside compiled code; and what is called with it before, outside.
+    # `inside` changes a gradient inside compiled code. `before_inside` is called outside the graph
+    # with the gradient before the change.
     inside: Callable[[Tensor], Any] | None = None
     before_inside: Callable[[Tensor], Any] | None = None
-    # What is called with a tensor whose gradient is waited for.
+    # Called with each tensor whose gradient is pending.
     awaits: Callable[[Pass, PendingGradient, int, Tensor], None] | None = None
 
     def arrived(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor
     ) -> Tensor | None:
-        """The gradient of one tensor is there; what is returned, unless None, takes its place."""
+        """Handle the gradient of one tensor; a result other than None replaces the gradient."""
 
     def missing(self, current: Pass, pending: PendingGradient) -> None:
-        """A value flowed that needs no gradient: none will arrive."""
+        """Handle a value that requires no gradient, so that no gradient will arrive."""
 
 
 class GradientTap(Tap):
     """The base of the taps on gradients.
 
     Attributes:
-        placed: how many values it waits or waited for.
-        needless: how many values needed no gradient.
-        n_lost: how many gradients could not be told from others.
-        lost: why.
-        off: how many values flowed while gradients were switched off.
+        placed: the number of values whose gradients are or were pending.
+        needless: the number of values that required no gradient.
+        n_lost: the number of gradients that could not be told from others.
+        lost: the reason.
+        off: the number of values that flowed while gradients were disabled.
     """
 
     __slots__ = ("lost", "n_lost", "needless", "off", "on", "placed", "told")
@@ -162,7 +164,7 @@ class GradientTap(Tap):
         return GraphGradient(self.site.call, number_of(self), self.passes.switch)
 
     def trace(self, value: Any) -> None:
-        """Have the gradients of a value come out of the graph that is being compiled."""
+        """Hook a value in the graph being compiled, so that its gradients leave the graph."""
         self.is_traced()
         traced = self.active
         if not isinstance(traced, GraphGradient):
@@ -174,7 +176,8 @@ class GradientTap(Tap):
         is_on = torch.is_grad_enabled()
         found: list[Tensor] = []
         slots: list[int] = []
-        is_early = True  # where gradients are off, whether all of the value may be from before that
+        # With gradients disabled, whether the whole value may come from before that.
+        is_early = True
         for _, tensor in tree.tensors(value):
             slot = -1
             if tensor.requires_grad:
@@ -185,14 +188,17 @@ class GradientTap(Tap):
                 is_early = False
             slots.append(slot)
         outside = self._hook_found(traced, found, is_on=is_on) if found and is_early else ()
-        # Of a value with parts, its structure: with tensors that hold nothing.
+        # The structure of a value with parts, with empty tensors.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
         traced.add((tuple(slots), form, is_on, outside))
 
     def _hook_found(self, traced: GraphGradient, found: list[Tensor], *, is_on: bool) -> Outside:
-        """Put hooks on tensors in a graph, unless gradients are off. Gives those, by slot, that the
-        graph got from outside: what comes back to them comes from outside, too, so they have hooks
-        there."""
+        """Hook tensors in a graph, unless gradients are disabled.
+
+        Returns:
+            The tensors that the graph got from outside, by slot. Their gradients come from outside,
+            too, so these tensors get hooks there.
+        """
         call, of_run, owner = traced.n_calls(), traced.switch.number, self._owner()
         are_outside = come_from_outside(found)
         outside: Outside = ()
@@ -207,12 +213,12 @@ class GradientTap(Tap):
 
     @while_tracing
     def _owner(self) -> str:
-        """The module, as a number."""
+        """Return the module's id as a string."""
         compiler = self.passes.compiler
         return "0" if compiler is None else str(compiler.owner_of(self))
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
-        """Count what waits for its gradients in a graph."""
+        """Count the values whose gradients are pending in a graph."""
         caught = () if self.traced is None else self.traced.taken()
         for view, _ in untraced_views():
             view.settle(is_over=False)
@@ -251,8 +257,11 @@ class GradientTap(Tap):
             self.on.missing(current, pending)
 
     def _collect_off(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
-        """Gradients were off. What came into a reentrant checkpoint from outside has its hooks now,
-        as in `wait`; a change of it inside of the graph would be of the checkpoint's share alone.
+        """Handle a value that flowed while gradients were disabled.
+
+        A tensor that came into a reentrant checkpoint from outside gets its hooks now, as in
+        `wait`. A change inside the graph would reach only the checkpoint's share of the tensor's
+        gradient.
         """
         if current.recomputation is not None and not current.region.is_reentrant:
             return
@@ -267,14 +276,14 @@ class GradientTap(Tap):
             self._wait_outside(current, pending, outside)
 
     def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
-        """Wait for the gradients of what a graph got from outside: those have come to be there."""
+        """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
         compiler = self.passes.compiler
         owner = 0 if compiler is None else compiler.owner_of(self)
         first = (
             current if current.recomputation is None else current.recomputation.pass_of_gradients()
         )
         for slot, tensor, number in outside:
-            # Who wrote last is known, not when: it may be code that ran before.
+            # It is known who wrote last, not when: the write may be of code that ran earlier.
             if not number or is_written_by_compiled(tensor):
                 self.lose(_WRITTEN_BY_GRAPH)
             else:
@@ -291,7 +300,7 @@ class GradientTap(Tap):
     def _put(
         self, current: Pass, tensor: Tensor, hook: GradHook, owner: int, number: int | None = None
     ) -> None:
-        """Put a hook on a tensor."""
+        """Register a hook on a tensor."""
         node = tensor.grad_fn
         if isinstance(node, PYTHON_NODE):
             source = source_of(tensor)
@@ -308,7 +317,10 @@ class GradientTap(Tap):
     def _put_on_source(
         self, current: Pass, source: Source, hook: GradHook, owner: int, number: int | None
     ) -> None:
-        """Put a hook on what a parallel library has replaced: its gradient is over all uses."""
+        """Register a hook on the tensor that a parallel library has replaced.
+
+        This tensor's gradient is over all uses.
+        """
         if source.layout is not None:
             hook = GradHook(source.layout.call, hook)
         if source.tensor is not None:
@@ -326,17 +338,18 @@ class GradientTap(Tap):
         version: int,
         grads: tuple[Tensor | None, ...],
     ) -> Any:
-        """A gradient has come to the node of a view: all of it, if nobody wrote to the view."""
+        """Call the hook at a view's node; the gradient is complete if nobody wrote to the view."""
         if counter._version != version:
             self.lose()
             return None
         return _at_node(hook, index, grads)
 
     def _at_compiled(self, hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
-        """Gradients have come to what compiled code returned: the hook on the node that it is.
+        """Call a hook at the node of a compiled run, for one of the tensors that it returned.
 
-        What comes back to one of several tensors through another one, inside that code, does not
-        show there. So the gradient of one is known if it alone has one from outside.
+        The node does not show gradients that flow from one returned tensor to another inside the
+        compiled code. So the gradient is known only if no other returned tensor has a gradient from
+        outside.
         """
         if any(one is not None for k, one in enumerate(grads) if k != index):
             self.lose(INSIDE)
@@ -344,7 +357,7 @@ class GradientTap(Tap):
         return _at_node(hook, index, grads)
 
     def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
-        """A gradient has come out of a compiled graph."""
+        """Handle a gradient that has left a compiled graph."""
         if call == LOST:
             self.lose(_SHARED_OUTPUT)
             return
@@ -361,7 +374,7 @@ class GradientTap(Tap):
         pending = run.pending.get((self, call))
         if pending is NO_GRADIENT:
             return
-        if pending is None:  # it came back before the code had run
+        if pending is None:  # the gradient arrived before the run was collected
             pending = PendingGradient(run.n_before.get(self, 0) + call)
         if self.on.inside is None:
             self.arrive(current, pending, slot, grad)
@@ -369,7 +382,7 @@ class GradientTap(Tap):
             self._arrives(pending)
 
     def wait(self, call: Call, value: Any) -> None:
-        """Wait for the gradients of a value: put a hook on each of its tensors."""
+        """Hook each tensor of a value and wait for the gradients."""
         current = call.current
         is_on = torch.is_grad_enabled()
         if not is_on and not self._comes_later(current):
@@ -395,7 +408,7 @@ class GradientTap(Tap):
             self.on.missing(call.first, pending)
 
     def _hook_all(self, call: Call, pending: PendingGradient, value: Any) -> dict[int, int]:
-        """Put a hook on each tensor of a value. Return the slots of the tensors, by their ids."""
+        """Hook each tensor of a value. Return the slots of the hooked tensors, by tensor id."""
         slots: dict[int, int] = {}
         for tensor in (value,) if isinstance(value, Tensor) else tree.distinct(value):
             slot = len(slots)
@@ -408,7 +421,7 @@ class GradientTap(Tap):
         return slots
 
     def _hook_tensor(self, call: Call, tensor: Tensor, hook: GradHook) -> bool:
-        """Put a hook on a tensor. Tell whether one was: on a leaf, it would outlive the pass."""
+        """Hook a tensor and tell whether it was hooked; a hook on a leaf would outlive the pass."""
         aliases = call.aliases
         index = None if aliases is None else aliases.index(tensor)
         if aliases is not None and index is not None:
@@ -426,7 +439,7 @@ class GradientTap(Tap):
         return True
 
     def _comes_later(self, current: Pass) -> bool:
-        """Tell whether gradients that are off come when a checkpointed region is computed again."""
+        """Tell whether gradients, disabled now, come in the recomputation of a region."""
         region = current.region
         if region is None or not region.is_reentrant:
             self.off += 1
@@ -439,7 +452,7 @@ class GradientTap(Tap):
     def _is_from_outside(self, current: Pass, call: int, found: list[Tensor]) -> bool:
         """Tell whether all of a value came into the checkpointed region from outside.
 
-        Then its whole gradient is meant, and not the part that comes back through the region.
+        Then the value's whole gradient is wanted, not only the part that flows through the region.
         """
         if not found or any(tensor.grad_fn is None for tensor in found):
             return False
@@ -450,20 +463,20 @@ class GradientTap(Tap):
         return current if current.recomputation.has_gradients else None
 
     def count_needless(self, value: Any) -> None:
-        """A value flowed that needs no gradient, as far as can be seen.
+        """Count a value that seems to require no gradient.
 
         Raises:
-            AttachError: it does need one, which nothing here would be told of.
+            AttachError: the value does require a gradient, and no hook on it would be called.
         """
         if not self.on.optional and any(hides_gradients(one) for _, one in tree.tensors(value)):
             refuse_mapped(str(self.site))
         self.needless += 1
 
     def lose(self, why: str = "") -> None:
-        """A gradient cannot be told from others.
+        """Warn that a gradient cannot be told from others.
 
         Raises:
-            AttachError: it was to be changed.
+            AttachError: the gradient was to be changed.
         """
         self.lost = why or _LOST
         if self.on.changes:
@@ -473,9 +486,9 @@ class GradientTap(Tap):
         self.n_lost += 1
 
     def note_view(self, current: Pass, view: HookedView) -> None:
-        """Have it settled when the pass ends, and at the border if it shows what came in there."""
+        """Settle a view when the pass ends, and at the root's border if it is of a root input."""
         lasts = current.roots or current.recomputation is not None or current.opened.get(self)
-        if lasts:  # the base is held until then, or the write could not be found
+        if lasts:  # hold the base until then, or the write could not be found
             current.at_end.append(partial(_settle, view, view.base()))
         for base, views in current.opened.get(ROOT_INPUTS, ()):
             if (outside := base()) is not None and view.is_of(outside):
@@ -484,10 +497,10 @@ class GradientTap(Tap):
     def arrive(
         self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor | None
     ) -> Tensor | None:
-        """A gradient is there: the hook that is put on tensors.
+        """Handle a gradient: the hook that is registered on tensors.
 
         Where one operation has several results, torch calls the hooks on all of them, with None for
-        those that nothing comes back to.
+        each result without a gradient.
         """
         if grad is None:
             return None
@@ -499,8 +512,8 @@ class GradientTap(Tap):
             new = self.on.arrived(current, pending, slot, grad)
             if new is not None and grad.is_nested and grad.layout is torch.strided:
                 raise StructureError(
-                    f"{self.site}: torch takes no changed gradient of a nested tensor of the"
-                    " strided layout.\nMake it with layout=torch.jagged, of which it does."
+                    f"{self.site}: torch accepts no changed gradient of a strided nested tensor."
+                    "\nMake the tensor with layout=torch.jagged."
                 )
             return new
         except Exception as error:
@@ -512,7 +525,7 @@ class GradientTap(Tap):
             self.fired += 1
             return
         run = outer_backward()
-        if run not in pending.gathered:  # one value, however many tensors it holds
+        if run not in pending.gathered:  # count each value once, however many tensors it holds
             pending.gathered[run] = None
             self.fired += 1
 
@@ -537,7 +550,7 @@ class GradientTap(Tap):
 
     @property
     def is_excused(self) -> bool:
-        """Tell whether no gradient was due: the site is optional, or nothing there requires one."""
+        """Tell whether no gradient was due: the site is optional, or no value requires one."""
         needless = self.needless > 0 and not self.placed
         return not self.on.changes and (self.on.optional or needless)
 
@@ -555,7 +568,7 @@ class GradientTap(Tap):
 
 
 def _at_node(hook: GradHook, index: int, grads: tuple[Tensor | None, ...]) -> Any:
-    """Call the hook on one of a node's results: the hook on the node."""
+    """Call a hook with one of the gradients at a node: the hook on the node."""
     grad = grads[index]
     new = None if grad is None else hook(grad)
     return None if new is None else (*grads[:index], new, *grads[index + 1 :])
@@ -566,39 +579,39 @@ def _settle(view: HookedView, base: Tensor | None) -> None:
 
 
 _LOST = (
-    "it is a view that was changed in place later, and what comes back to it cannot be told from"
-    " what comes back to the tensor it shows; make that operation not in place, or .clone() before"
+    "it is a view that was changed in place later, so its gradient cannot be told from its base's;"
+    " make that operation not in place, or .clone() before"
 )
 _WRITTEN_BY_GRAPH = (
-    "compiled code got it from outside, and such code writes to it in place, so what comes back to"
-    " it as it was then cannot be told; make that operation not in place, or .clone() before"
+    "compiled code got it from outside and writes to it in place, so the gradient of its earlier"
+    " value cannot be told; make that operation not in place, or .clone() before"
 )
 _FROM_BEFORE = (
-    "it came into a reentrant checkpoint from outside, and compiled code in there is given only"
-    " what comes back through the checkpoint; checkpoint with use_reentrant=False, or change it"
-    " where it was computed"
+    "it came into a reentrant checkpoint from outside, and compiled code in the checkpoint gets"
+    " only the gradient that flows through the checkpoint; checkpoint with use_reentrant=False, or"
+    " change it where it was computed"
 )
 INSIDE = (
-    "code that was compiled by itself returned it together with others, and what comes back to it"
-    " through those, inside, cannot be seen; compile the model as a whole, or select a part that is"
-    " used alone (':grad_output[0]'), or keep dynamo away: torch.compiler.disable(part)"
+    "code that was compiled by itself returned it together with others, and the gradient that flows"
+    " to it through those, inside, cannot be seen; compile the model as a whole, or select a part"
+    " that is used alone (':grad_output[0]'), or disable compilation: torch.compiler.disable(part)"
 )
 _SHARED_OUTPUT = (
     "it is a view that was changed in place later, or that compiled code returns together with"
-    " others of the same memory, and what comes back to it cannot be told from what comes back to"
-    " those; make the operation not in place, or .clone() the view"
+    " others of the same memory, so its gradient cannot be told from theirs; make the operation not"
+    " in place, or .clone() the view"
 )
 _NO_ALIAS = (
-    "it is a leaf of a layout of which torch makes no alias (sparse), so what comes back to it here"
-    " cannot be told from what comes back to all its uses; record those, a parameter's"
-    " ports='grad'; or have the module return the result of an operation"
+    "it is a leaf of a layout of which torch makes no alias (sparse), so its gradient here cannot"
+    " be told from the gradient of all its uses; record the latter, a parameter's ports='grad'; or"
+    " have the module return the result of an operation"
 )
 NO_BACKWARD = (
     "no gradient flowed back to it while the line lasted; call backward() inside the block, on a"
     " loss that depends on it, and not for others alone (backward(inputs=...), autograd.grad)"
 )
 _NEEDLESS = (
-    "what flowed there needs no gradient; nothing before it requires one (frozen parameters, an"
+    "the value there requires no gradient; nothing before it requires one (frozen parameters, an"
     " input without requires_grad)"
 )
 
@@ -615,10 +628,10 @@ def _whole(_: Pass, value: Any) -> Any:
 
 
 def guarded(function: Callable[[Any], Any], given: Any, where: str) -> Any:
-    """Call a user's function on gradients, which it may replace but not write to.
+    """Call a user's function on gradients, which it may replace but not change in place.
 
     Raises:
-        StructureError: it changed one in place.
+        StructureError: the function changed a gradient in place.
     """
     tensors = [tensor for _, tensor in tree.tensors(given)]
     before = [None if tensor.is_inference() else tensor._version for tensor in tensors]

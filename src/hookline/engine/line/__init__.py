@@ -1,1 +1,1 @@
-"""A line's lifetime: what it has put where, compiled borders, handles, its end."""
+"""The lifetime of a line: registration, attachments, handles, borders of compiled code."""

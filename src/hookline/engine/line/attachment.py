@@ -1,6 +1,6 @@
-"""Attachments: what a line has put somewhere, and how it comes off.
+"""Attachments: the hooks that a line has put in place, and their removal.
 
-Also of a line that nobody holds.
+A line that nobody references any more is ended here, too.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Attachment:
         return False
 
     def end(self) -> None:
-        """Take off all of them. Idempotent."""
+        """Remove all hooks. Idempotent."""
 
     def drop(self, taps: Iterable[Tap]) -> None:
-        """Take off those of some taps. Idempotent."""
+        """Remove the hooks of some taps. Idempotent."""
 
     def note(self) -> str | None:
-        """Return a note for the report at the end; None without one."""
+        """Return a note for the report at the end; None without a note."""
         return None
 
     def why_silent(self) -> str | None:
-        """Say why a tap of this attachment may not have fired; None where others say so."""
+        """Say why a tap of this attachment may not have fired; None without a reason."""
         return None
 
 
 def surely(step: Callable[[], Any]) -> None:
-    """Take an idempotent step; once more if it is interrupted, by Ctrl-C for one."""
+    """Run an idempotent step; run it again if it is interrupted, for example by Ctrl-C."""
     try:
         step()
     except BaseException:
@@ -49,7 +49,7 @@ def surely(step: Callable[[], Any]) -> None:
 
 
 def remove_all(attached: list[Attachment], taps: list[Tap], passes: Passes) -> None:
-    """Take off all hooks of a line. Idempotent."""
+    """Remove all hooks of a line. Idempotent."""
     for attachment in attached:
         attachment.end()
     for tap in taps:
@@ -60,7 +60,7 @@ def remove_all(attached: list[Attachment], taps: list[Tap], passes: Passes) -> N
 def dropped(
     name: str, made_at: Place, attached: list[Attachment], taps: list[Tap], passes: Passes
 ) -> None:
-    """End a line that nobody holds any more; warn where it was made, if it had hooks."""
+    """End a line that nobody references; warn at the place that made the line, if it had hooks."""
     had_hooks = any(attachment.has_hooks for attachment in attached)
     remove_all(attached, taps, passes)
     passes.leave()

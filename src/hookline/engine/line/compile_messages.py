@@ -1,4 +1,4 @@
-"""Messages about hooks that a graph cannot hold: added to errors of torch.compile, or raised."""
+"""Messages about hooks in compiled code: notes on torch.compile's errors, and own errors."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from hookline.engine.torch_private.dynamo import TracingAttachError, is_limit, i
 
 _UNTRACEABLE = (
     "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
-    " above.\nWrite it in tensor operations (no print, no `if` on values); or compile without"
-    " fullgraph=True, so that the graph breaks there; or run without compiled code:"
+    " above.\nWrite it in tensor operations (no print, no `if` on values). Or compile without"
+    " fullgraph=True, so that the graph breaks there. Or run without compiled code:"
     "\n    with torch.compiler.set_stance('force_eager'): ..."
 )
 _UNTRACEABLE_GRADIENT = (
     "hookline: the gradients at {site} ({type}) cannot come out of this compiled graph; the reason"
-    " is above.\nAn edit of them has to be written in tensor operations. If there is none, it is"
-    " torch that cannot trace a hook on a tensor beside what the model does (transformers' cache,"
-    " made inside the graph, is such a thing: use_cache=False). Or compile without fullgraph=True;"
-    " or run without compiled code:"
+    " is above.\nWrite an edit of them in tensor operations. Without an edit, torch cannot trace a"
+    " tensor hook beside something in the model, such as transformers' cache made inside the graph"
+    " (use_cache=False). Or compile without fullgraph=True. Or run without compiled code:"
     "\n    with torch.compiler.set_stance('force_eager'): ..."
 )
 _LIMIT = (
-    "hookline: hooks are part of compiled code, so another function in a hook, another Python"
-    " number, or hooks at other sites cost another graph.\nMake the function once and keep it; give"
-    " numbers as tensors, or by hl.edits, which does; in a sweep over sites, have a line at each of"
-    " them all the time, with hl.edits.scale(1.0) where nothing is to change; or raise"
+    "hookline: hooks are part of compiled code. A new hook function, a new Python number or a"
+    " different set of sites triggers a recompilation.\nMake the function once and keep it. Give"
+    " numbers as tensors, or use hl.edits, which does so. In a sweep over sites, keep a line at"
+    " every site, with hl.edits.scale(1.0) where nothing should change. Or raise"
     " torch._dynamo.config.recompile_limit."
 )
 _REVERSED = (
-    "{site} is changed by one line, and changed or seen by another, in one compiled graph, where"
-    " torch {version} calls the later one first.\nUpdate torch, to 2.13 or newer; or run without"
-    " compiled code:\n    with torch.compiler.set_stance('force_eager'): ..."
+    "one line changes the gradient at {site}, and another line changes or reads it, in one compiled"
+    " graph. There, torch {version} calls the later line's hook first."
+    "\nUpdate torch to 2.13 or newer, or run without compiled code:"
+    "\n    with torch.compiler.set_stance('force_eager'): ..."
 )
 
 _STALE = (
-    "{kind} got another forward while this line is on, and torch had fetched the old one for this"
-    " call.\nCall the model again: from now on the new one runs."
+    "{kind} got another forward while this line is on, but torch had already fetched the old"
+    " forward for this call.\nCall the model again: the new forward runs from now on."
 )
 
 
@@ -49,11 +49,14 @@ def stale_forward(module: nn.Module) -> str:
 
 
 def note_on(error: BaseException, site: Site | None) -> str | None:
-    """Explain how an error of torch.compile is related to hooks, and the fix; None if unrelated.
+    """Explain how an error of torch.compile is related to hooks, and the fix.
 
     Args:
-        error: what was raised where code was compiled, or ran.
-        site: where the last hook was met in that code, if any was.
+        error: the error raised while code was compiled or ran.
+        site: the site of the hook that dynamo traced last, if it traced any.
+
+    Returns:
+        The note; None if the error is unrelated to hooks.
     """
     if site is not None and is_untraceable(error):
         why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
@@ -62,12 +65,12 @@ def note_on(error: BaseException, site: Site | None) -> str | None:
 
 
 def refuse_reversed(tap: GradientTap, module: nn.Module) -> None:
-    """Refuse that lines on one module change a gradient, or change and see it.
+    """Refuse two lines on one module if one changes a gradient and the other uses it.
 
-    For torch before 2.13, which calls the hooks on a tensor in a graph in the reverse order.
+    Called for torch before 2.13, which calls the tensor hooks in a graph in the reverse order.
 
     Raises:
-        AttachError: they do.
+        AttachError: two lines do so.
     """
     for other in all_at(module, tap.site.port):
         is_beside = other is not tap and other.passes.is_here()

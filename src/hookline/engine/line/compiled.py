@@ -1,12 +1,12 @@
-"""Have torch.compile honour a line.
+"""Make torch.compile honour a line.
 
-Compiled code is reused as long as its guards hold, and by default they look at no hook that comes
-where none was. So each hooked module carries a mark that code compiled before is guarded against
-(`compile/guards.py`). When the mark goes with the line, the old code serves again.
+Compiled code is reused as long as its guards hold. By default the guards notice no hook on a module
+that had none. So each hooked module carries a mark, against which earlier compiled code is guarded
+(`compile/guards.py`). When the mark is removed with the line, the earlier code is used again.
 
-No Python of ours runs inside a graph. So at the border of compiled code, where a compiled module is
-called, the line is switched on and passes begin; and when the code has run, what it has left on the
-taps is seen.
+None of hookline's Python runs inside a graph. So hookline acts at the border of compiled code,
+where a compiled module is called. There the line is switched on and passes begin. When the code has
+run, the values that it has left on the taps are collected there.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
-# Under which a pass keeps the run of compiled code that has no border.
+# The key in `Pass.opened` of a compiled run without a border.
 _NO_BOUNDARY = object()
 
-# Models in which something is compiled that has no border.
+# Models that contain compiled code without a border.
 _with_gaps: WeakIdentityMap[bool] = WeakIdentityMap()
 
 
 @final
 class _CompiledCall:
-    """One call of a compiled module, and what has been done for it so far."""
+    """One call of a compiled module, and the steps taken for it so far."""
 
     __slots__ = ("before", "frame", "is_locked", "is_on", "settings")
 
@@ -64,7 +64,7 @@ class _CompiledCall:
 
 
 class _CallStack(threading.local):
-    """The calls of compiled modules that are under way in a thread."""
+    """The running calls of compiled modules in a thread."""
 
     def __init__(self) -> None:
         self.calls: list[_CompiledCall] = []
@@ -72,11 +72,11 @@ class _CallStack(threading.local):
 
 @final
 class _Border:
-    """The calls of the compiled modules that a line has to do with, told by `Borders`.
+    """The calls of the compiled modules that concern a line, reported by `Borders`.
 
     Args:
         line: switched on for each call.
-        passes: the line's, begun and ended here where the model itself is compiled.
+        passes: the line's passes, begun and ended here where the model itself is compiled.
         root: the line's model.
     """
 
@@ -89,19 +89,19 @@ class _Border:
         self._passes = passes
         self._root: nn.Module | None = root
         self._here = _CallStack()
-        # The switch is one for all threads, so compiled code runs in one of them at a time.
+        # All threads share the switch, so compiled code runs in one thread at a time.
         self._lock = fork_safe_lock()
-        self._members: set[int] | None = None  # the modules of the model, by id, once asked for
+        self._members: set[int] | None = None  # ids of the model's modules; None until first needed
         self._around_root: WeakIdentityMap[bool] = WeakIdentityMap()
         self._borders = Borders(self)
 
     def open(self, compiled: list[nn.Module] | None) -> None:
-        """Begin to be told. Whatever interrupts it, `close` puts all back."""
+        """Begin to watch calls. `close` undoes this also after an interrupt."""
         self._borders.open()
         self.find(compiled)
 
     def find(self, compiled: list[nn.Module] | None = None) -> None:
-        """Watch the modules that hold their compiled call; None is to look for them."""
+        """Watch the modules that hold their compiled call; with None, find these modules first."""
         if self._root is None:
             return
         if compiled is None:
@@ -110,7 +110,7 @@ class _Border:
             self._borders.watch(module)
 
     def close(self) -> None:
-        """Be told no more. Calls under way are still left."""
+        """Stop watching calls. `leave` still runs for the calls under way."""
         self._root = None
         self._borders.remove()
 
@@ -126,7 +126,7 @@ class _Border:
         return self._holds_root(module) or id(module) in (self._members or ())
 
     def _holds_root(self, module: nn.Module) -> bool:
-        """Tell whether a pass is a run of this compiled module: the model or one around it."""
+        """Tell whether a compiled module is the model or contains it, so that its run is a pass."""
         if module is self._root:
             return True
         is_around = self._around_root.get(module)
@@ -136,9 +136,9 @@ class _Border:
         return is_around
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
-        """A compiled module is about to run."""
+        """Switch the line on before a compiled module runs."""
         call = _CompiledCall(frame)
-        self._here.calls.append(call)  # first: `leave` undoes what of it was done
+        self._here.calls.append(call)  # first, so that `leave` undoes the steps that were taken
         self._lock.acquire()
         call.is_locked = True
         is_whole = self._holds_root(module)
@@ -149,7 +149,7 @@ class _Border:
         call.settings.begin()
 
     def leave(self, module: nn.Module, frame: FrameType) -> None:
-        """A compiled module has run, or failed."""
+        """Switch the line back after a compiled module has returned or raised."""
         calls = self._here.calls
         if not calls or calls[-1].frame is not frame:
             return
@@ -167,22 +167,22 @@ class _Border:
                     self._lock.release()
 
     def explain(self, error: BaseException) -> None:
-        """A compiled module failed: say what that has to do with hooks."""
+        """Add a note on hooks to the error of a compiled module."""
         self._line.explain(error)
 
 
 @final
 class Compiled(Attachment):
-    """One line's state in torch.compile, from when dynamo is loaded until the line ends.
+    """The state of one line in torch.compile, from when dynamo is loaded until the line ends.
 
     Args:
-        passes: the line's, begun and ended at the border of the compiled model.
+        passes: the line's passes, begun and ended at the border of the compiled model.
         root: the line's model, if it has one.
-        taps: the line's, which grow.
-        nodes: where they are, by id.
+        taps: the line's taps; the list grows.
+        nodes: the taps' modules and parameters, by the tap's id.
 
     Attributes:
-        border: where calls of compiled modules are met; None as long as dynamo is not loaded.
+        border: watches the calls of compiled modules; None until dynamo is loaded.
     """
 
     __slots__ = (
@@ -204,19 +204,20 @@ class Compiled(Attachment):
         self.border: _Border | None = None
         self._marks = Marks()
         self._run = CurrentRun(passes.switch)
-        self._new: list[Tap] = []  # that code compiled before knows nothing of
-        self._parts: dict[int, list[Tap]] = {}  # the taps in a compiled module, by its id
-        self._traced: Site | None = None  # of the tap that was met last in code being compiled
+        self._new: list[Tap] = []  # taps that earlier compiled code does not contain
+        self._parts: dict[int, list[Tap]] = {}  # the taps in a compiled module, by the module's id
+        self._traced: Site | None = None  # the site of the tap that dynamo traced last
 
     # -- the beginning ---------------------------------------------------------------------------
 
     def enable_if_dynamo_loaded(self, compiled: list[nn.Module] | None = None) -> None:
-        """Unless it is done: if dynamo is loaded by now, have it look at hooks.
+        """Make dynamo honour hooks, if dynamo is loaded. Idempotent.
 
-        As long as it is not, nothing can be compiled.
+        Nothing can be compiled before dynamo is loaded.
 
         Args:
-            compiled: the modules that hold their compiled call; None is to look for them.
+            compiled: the modules that hold their compiled call; with None, the modules are
+                searched.
         """
         if self.border is not None or self._root is None or dynamo_config() is None:
             return
@@ -228,7 +229,7 @@ class Compiled(Attachment):
             self.hooked(self._taps)
 
     def hooked(self, taps: list[Tap]) -> None:
-        """Modules have got hooks."""
+        """Add taps that have been attached."""
         self._parts.clear()
         self._new += taps
         gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
@@ -240,7 +241,7 @@ class Compiled(Attachment):
                 tap.prepare()
 
     def drop(self, taps: Iterable[Tap]) -> None:
-        """Modules have lost hooks. Where none of the line's is left, the mark goes, too."""
+        """Forget taps that have been removed, and unmark modules that keep no tap of the line."""
         if self.border is None:
             return
         gone = set(map(id, taps))
@@ -252,11 +253,12 @@ class Compiled(Attachment):
             self._marks.discard(number)
 
     def _make_ready(self) -> None:
-        """Code is compiled by now, or is about to be: that compiled before is not to serve while
-        the line lasts. In whatever pieces it was compiled, each that a hook belongs to is about
-        the module that has it.
+        """Mark newly hooked modules, so that code compiled before is not used while the line lasts.
 
-        What code reads has to be there before it is called, or its guards would fail."""
+        Called when code has been compiled or is about to be. Every piece of compiled code that
+        calls a hook contains the hook's module, however the model was cut into pieces. The state
+        that compiled code reads must exist before the code is called, or its guards would fail.
+        """
         if not self._new or self._root is None:
             return
         hooked = {id(self._root): self._root}
@@ -269,20 +271,20 @@ class Compiled(Attachment):
         self._new.clear()
 
     def refuse_stale(self, module: nn.Module) -> None:
-        """Refuse a call for which torch has fetched a forward that the class has no longer.
+        """Refuse a call for which torch has fetched a forward that the class no longer has.
 
-        Told by hooks on a module that is called by hand.
+        Called by the hooks of a module that runs outside the root.
 
         Raises:
-            AttachError: it is so. The next call finds the new one.
+            AttachError: the forward is stale. The next call finds the new forward.
         """
         if self._marks.is_stale(module):
             raise AttachError(stale_forward(module))
 
-    # -- passes, told by `Passes` ----------------------------------------------------------------
+    # -- called by `Passes` ----------------------------------------------------------------------
 
     def begin_pass(self, current: Pass) -> None:
-        """A pass begins, in which compiled code may run."""
+        """Prepare for a pass, in which compiled code may run."""
         self._traced = None
         if self.border is None:
             self.enable_if_dynamo_loaded()
@@ -303,18 +305,18 @@ class Compiled(Attachment):
         settings.begin()
 
     def end_pass(self, current: Pass) -> None:
-        """A pass has ended: see what compiled code has left that has no border."""
+        """Finish a pass: collect the values left by compiled code without a border."""
         for settings, before in current.opened.pop(_NO_BOUNDARY, ()):
             settings.end()
             is_inside = self.border is not None and self.border.is_crossed
             self._run.turn(*(before if is_inside else ([], None)))
 
     def is_traced(self, tap: Tap | None) -> None:
-        """Code is being compiled that calls the line's tap, or with None its root.
+        """Prepare for code being compiled that calls the line's tap, or with None its root.
 
         Raises:
-            AttachError: it is called where no pass is under way, and none can be begun; or this
-                torch would call it out of its order.
+            AttachError: the code runs outside any pass, and no pass can begin; or this torch would
+                call the tap in the wrong order.
         """
         passes = self._passes
         self._traced = None if tap is None else tap.site
@@ -331,7 +333,8 @@ class Compiled(Attachment):
                 "\nCompile the model, torch.compile(model), before the line is made; or put"
                 " torch.compiler.set_stance('force_eager') around the block."
             )
-        # A function within the model is compiled, or a module was since the line was made.
+        # Either a function within the model is compiled, or a module was compiled after the line
+        # was made.
         if self.border is not None:
             self.border.find()
         if self._root is not None:
@@ -339,27 +342,27 @@ class Compiled(Attachment):
         self._open_gap(current)
 
     def owner_of(self, tap: Tap) -> int:
-        """The module that a tap is on, as a number; 0 if it is on none."""
+        """Return the id of the module that a tap is on; 0 if the tap is on no module."""
         node = self._nodes.get(id(tap))
         return id(node.module) if isinstance(node, ModuleNode) else 0
 
     def explain(self, error: BaseException) -> None:
-        """Compiled code could not be made, or failed: say what that has to do with hooks.
+        """Add a note to an error of compilation or of compiled code, if hooks are the reason.
 
-        Told where that is known first: at its border, or where there is none, by the pass.
+        Called where the error is first known: at the border, or without a border, by the pass.
         """
         site, self._traced = self._traced, None
         note = note_on(error, site)
         if note is not None and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
-    # -- calls of compiled modules, told by the border -------------------------------------------
+    # -- called by the border --------------------------------------------------------------------
 
     def switch_on(self, module: nn.Module | None) -> ActiveTaps:
-        """Have compiled code see the taps in a module, or with None all.
+        """Let compiled code use the taps in a module, or with None all taps.
 
         Returns:
-            What it saw before.
+            The taps and the pass that compiled code used before.
         """
         passes = self._passes
         passes.switch.is_on, self._traced = False, None
@@ -370,11 +373,11 @@ class Compiled(Attachment):
         return self._run.turn([] if current is None else taps, current)
 
     def switch_back(self, before: ActiveTaps) -> None:
-        """Have compiled code see what it saw before; nothing, if the line has ended meanwhile."""
+        """Let compiled code use the earlier taps again; none, if the line has ended meanwhile."""
         self._run.turn(*(([], None) if self._passes.closed else before))
 
     def _taps_in(self, module: nn.Module) -> list[Tap]:
-        """The taps that a compiled module may call."""
+        """Return the taps that a compiled module may call."""
         found = self._parts.get(id(module))
         if found is None:
             inside = {id(part) for part in module.modules()}
@@ -385,12 +388,12 @@ class Compiled(Attachment):
     # -- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Put all back."""
+        """Undo all changes."""
         self._root = None
         border, self._nodes, self._new = self.border, {}, []
         if border is None:
             return
-        self._run.end()  # it may be ended in the midst of compiled code
+        self._run.end()  # the line may end while compiled code runs
         self._marks.clear()
         border.close()
         self.border = None
@@ -398,7 +401,7 @@ class Compiled(Attachment):
 
 @while_tracing
 def refuse_inside(name: str) -> None:
-    """A function is being compiled in which a line is made.
+    """Raise an error for a line that is made inside a function being compiled.
 
     Raises:
         AttachError: always.
@@ -412,10 +415,10 @@ def refuse_inside(name: str) -> None:
 
 @functools.cache
 def _hooks_of(kinds: tuple[type, ...]) -> list[FunctionType]:
-    """Find the functions that torch calls as hooks, in classes and in all below them.
+    """Find the functions that torch calls as hooks, in classes and all their subclasses.
 
-    Outside of a graph, as on a compiled model, they are to run as ever. All classes are there when
-    hookline has been imported, so that they are found once and not for each line.
+    Outside a graph, as on a compiled model, these functions run as usual. All classes exist once
+    hookline is imported, so they are searched once and not for each line.
     """
     names = ("fire", "leave", "begin", "end")
     found = [vars(kind).get(name) for kind in kinds for name in names]

@@ -1,7 +1,7 @@
 """A handle removes the hooks that one call on a line registered, before the line ends.
 
-The line holds what was registered. A handle refers to it weakly, so that it keeps alive neither the
-line nor the model.
+The line holds the hooks. A handle refers to them weakly, so that it keeps neither the line nor the
+model alive.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hookline.engine.taps.base import Tap
 
 @final
 class CallHooks:
-    """The hooks that one call on a line registered; the line holds it.
+    """The hooks that one call on a line registered; the line holds this object.
 
     Args:
-        registrations: those of the line.
-        attached: all that the line has attached.
+        registrations: the line's registrations.
+        attached: all attachments of the line.
     """
 
     __slots__ = (
@@ -40,19 +40,19 @@ class CallHooks:
         self.is_on = False
 
     def hold(self, taps: list[Tap], entries: list[Entry]) -> None:
-        """Hold the taps of the call, and the entries of where they were placed."""
+        """Store the taps of the call and the entries of their hooks."""
         self._taps, self._entries = taps, entries
         self.sites += [tap.site for tap in taps]
         self.is_on = True
 
     def remove(self) -> None:
-        """Take off these hooks, also when interrupted meanwhile. Idempotent."""
+        """Remove these hooks, also if interrupted meanwhile. Idempotent."""
         surely(self._remove)
 
     def _remove(self) -> None:
         if not self.is_on:
             return
-        # First: whatever hook of a tap is still in place from here on does nothing.
+        # First, so that any hook of a tap that is still in place does nothing from here on.
         for tap in self._taps:
             tap.retire()
         self._registrations.remove_these(self._without_closers())
@@ -62,9 +62,9 @@ class CallHooks:
         self._taps, self._entries = [], []
 
     def _without_closers(self) -> list[Entry]:
-        """Return the entries that can go at once.
+        """Return the entries that can be removed at once.
 
-        In a call under way, a hook that undoes another's work stays until that call ends.
+        In a running call, a hook that undoes another hook's work stays until that call ends.
         """
         off = self._entries
         for tap in self._taps:
@@ -78,7 +78,7 @@ class CallHooks:
 
 @final
 class HookHandle:
-    """Takes off the hooks that one call on a line registered, as torch's `RemovableHandle` does.
+    """A handle to the hooks of one call on a line, like torch's `RemovableHandle`.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> with hl.attach(model) as line:
@@ -91,8 +91,8 @@ class HookHandle:
         >>> handle
         HookHandle(forward, 2 sites, off)
 
-    A context manager, too: `with line.forward(...):` takes them off at the end of the block. The
-    line takes off all its hooks when it ends. A handle does not keep the line alive.
+    A handle is also a context manager: `with line.forward(...):` removes the hooks at the end of
+    the block. The line removes all its hooks when it ends. A handle does not keep the line alive.
     """
 
     __slots__ = ("__weakref__", "_kind", "_registration", "_sites")
@@ -103,7 +103,7 @@ class HookHandle:
         self._registration = weakref.ref(registration)
 
     def remove(self) -> None:
-        """Take off what this call registered. Idempotent; a no-op once the line has ended."""
+        """Remove the hooks of this call. Idempotent; a no-op once the line has ended."""
         registration = self._registration()
         if registration is not None:
             registration.remove()

@@ -1,7 +1,7 @@
-"""A line holds taps together for a while.
+"""A line: taps attached together for a while.
 
-Attaching is all or nothing; whatever ends a line, an exception half-way included, nothing of it is
-left on the model.
+Attaching is all or nothing. However a line ends, also by an exception while it attaches, nothing of
+it stays on the model.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class LineOptions:
     """The settings of a line's messages at its end.
 
     Args:
-        quiet: no warnings: the verb says itself what is wrong.
-        lenient: everything was chosen, so some of it may well never fire.
-        remark: gives what the verb has to say at the end.
+        quiet: give no warnings, because the verb gives its own.
+        lenient: everything was selected, so some sites may well never fire.
+        remark: returns the verb's own note for the end.
     """
 
     quiet: bool = False
@@ -71,10 +71,10 @@ class Line:
     Args:
         model: the model; tensors by name, of which only gradients can be seen; `hl.EVERYWHERE` for
             the modules of any model that run in this context; or None.
-        name: what the report and the inventory call this line.
-        sink: told when passes begin and end.
-        every_thread: whether it sees every thread and task.
-        lenient: whether everything was chosen; see `LineOptions`.
+        name: the line's name in the report and the inventory.
+        sink: an object to tell when passes begin.
+        every_thread: whether the line sees every thread and task.
+        lenient: whether everything was selected; see `LineOptions`.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class Line:
         self.taps: list[Tap] = []
         self.layout = layout_of(model, name)
         self._nodes: dict[int, ModuleNode | ParameterNode] = {}
-        self._may_fuse: bool | None = None  # whether it has such layers, once asked
+        # Whether the model has layers with a fast path; None until first asked.
+        self._may_fuse: bool | None = None
         self._fused: dict[int, FusedTap] = {}
         self.root = model if isinstance(model, nn.Module) else None
         self.is_everywhere = isinstance(model, Everywhere)
@@ -109,30 +110,31 @@ class Line:
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
         self.attached: list[Attachment] = [self._registrations, self._compiled]
         self._had_handles = False
-        # A handle that nobody holds needs not be known.
+        # Weak keys: a line need not know a handle that nobody holds.
         self._handles: weakref.WeakKeyDictionary[HookHandle, CallHooks] = (
             weakref.WeakKeyDictionary()
         )
-        self._beside: str | None = None  # of the notes, the one that the warning may say as well
-        self._last: Report | None = None  # once the line has ended, nothing in it changes
-        # A line that nobody holds could not be ended any more.
+        self._beside: str | None = None  # the note that the warning may repeat
+        # The final report; the line no longer changes once it has ended.
+        self._last: Report | None = None
+        # Nobody could end a line that is no longer referenced, so its finalizer ends it.
         parts = self.attached, self.taps, self.passes
         self._drop = weakref.finalize(self, dropped, name, caller(), *parts)
         self._drop.atexit = False
-        self.passes.belong_here()  # last: from here on it has to be ended
+        self.passes.belong_here()  # last: after this the line must be ended
 
-    # -- what verbs use -------------------------------------------------------------------------
+    # -- the interface for verbs ----------------------------------------------------------------
 
     @property
     def nodes(self) -> list[ModuleNode]:
-        """The modules of the line's model, in registration order."""
+        """Return the modules of the line's model, in registration order."""
         return self.layout.nodes
 
     def select(self, selector: Selector, ports: tuple[str, ...] = ("output",)) -> Selection:
-        """The sites that a selector matches in the line's model.
+        """Return the sites that a selector matches in the line's model.
 
         Raises:
-            AttachError: the line has no model: it is everywhere, or nowhere.
+            AttachError: the line has no model, or is attached to `hl.EVERYWHERE`.
         """
         if self.is_everywhere:
             raise AttachError(
@@ -146,11 +148,14 @@ class Line:
         return select_in(self.layout, selector, ports)
 
     def tap(self, selection: Selection, bind: Callable[[Site], Bound], rank: Order) -> None:
-        """Put a tap on each site: what `bind(site)` returns is told of the values there.
+        """Attach a tap to each site, all or none.
 
-        For an input or an output it is a function of the pass and the value; for a gradient a
-        `GradientCallback`. Where a verb must be as fast as a hand-written hook, it may give a tap
-        of its own. All are attached, or none.
+        Args:
+            selection: the sites.
+            bind: returns the callback of a site. For an input or an output, a function of the pass
+                and the value; for a gradient, a `GradientCallback`. A verb that must be as fast as
+                a hand-written hook may return a tap of its own.
+            rank: the order of the taps among the hooks of a module.
         """
         places = selection.places()
         sites, nodes = [site for site, _ in places], [node for _, node in places]
@@ -173,7 +178,8 @@ class Line:
                 if isinstance(node, ParameterNode):
                     self._place_on_tensor(node, tap, rank)
                 elif not (self.options.lenient and is_scripted(node.module)):
-                    # Naming a scripted module is an error; met among all, it is in the report.
+                    # Selecting a scripted module by name is an error. Among all modules, the report
+                    # mentions it.
                     on_modules.append((node.module, tap))
             self._registrations.register_taps(on_modules)
 
@@ -209,15 +215,15 @@ class Line:
         elif self.root is None:
             raise AttachError(
                 f"the tensor {node.path!r} needs no gradient and has no graph.\nCall"
-                " .requires_grad_() on it, or on what it is computed from, before the forward."
+                " .requires_grad_() on it, or on a tensor it is computed from, before the forward."
             )
         else:
-            tap.off += 1  # frozen: said in the report
+            tap.off += 1  # a frozen parameter; the report says so
 
     # -- the beginning ---------------------------------------------------------------------------
 
     def keep(self, tap: Tap, node: ModuleNode | ParameterNode | None = None) -> None:
-        """Let a tap that was placed stand in the report."""
+        """Add a registered tap to the line and its report."""
         self._keep_all([tap], [] if node is None else [node])
 
     def _keep_all(self, taps: list[Tap], nodes: list[ModuleNode | ParameterNode]) -> None:
@@ -241,8 +247,9 @@ class Line:
 
     @contextmanager
     def hooking(self, kind: str) -> Iterator[tuple[Registrations, HookHandle]]:
-        """Attach the hooks of one call, all or none, and give their handle."""
-        # Threads that share a line register one after the other: each has a handle of its own.
+        """Register the hooks of one call, all or none, and yield their handle."""
+        # Threads that share a line register one after the other, since each call has its own
+        # handle.
         with self._registering, self.all_or_nothing() as registrations:
             n_taps, n_placed = len(self.taps), len(registrations)
             registration = CallHooks(registrations, self.attached)
@@ -255,7 +262,7 @@ class Line:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[Registrations]:
-        """Attach what the block attaches, or if it raises, nothing of it."""
+        """Attach everything that the block attaches, or nothing if the block raises."""
         placed, n_taps = len(self._registrations), len(self.taps)
         try:
             self._start(is_first=not placed)
@@ -272,7 +279,7 @@ class Line:
             raise
 
     def _start(self, *, is_first: bool) -> None:
-        """Before the first hook, and no sooner: learn when the root begins and ends."""
+        """Register the hooks that begin and end a pass on the root, before the first hook."""
         if self.passes.closed:
             raise AttachError(f"this hl.{self.name} line has ended; make a new one.")
         self._refuse_elsewhere()
@@ -302,7 +309,8 @@ class Line:
         try:
             self._is_entered = True
             return self
-        except BaseException:  # Ctrl-C: there will be no block whose end takes the hooks off
+        # Ctrl-C here means that no block will run, so no __exit__ removes the hooks.
+        except BaseException:
             self._end()
             raise
 
@@ -312,13 +320,13 @@ class Line:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        was_on = not self.passes.closed  # else removed inside the block, and said then
+        was_on = not self.passes.closed  # else removed inside the block, which has warned already
         surely(self._end)
         if error is None and was_on:
             self._warn()
 
     def remove(self) -> None:
-        """End the line: take its hooks off. Idempotent."""
+        """End the line and remove its hooks. Idempotent."""
         if self.passes.closed:
             return
         self._end()
@@ -327,13 +335,13 @@ class Line:
     def _end(self) -> None:
         remove_all(self.attached, self.taps, self.passes)
         try:
-            # The report outlives the line; the model must not be kept alive by it.
+            # The report outlives the line and must not keep the model alive.
             if self._last is None:
                 self._last = self._make_report(ended=True)
         finally:
             self.passes.leave()
             self._drop.detach()
-        if self._last.passes != self.passes.started:  # another thread has begun one meanwhile
+        if self._last.passes != self.passes.started:  # another thread has begun a pass meanwhile
             self._last = self._make_report(ended=True)
         self._handles.clear()
         self._nodes, self.root = {}, None
@@ -349,7 +357,7 @@ class Line:
     def _make_report(self, *, ended: bool) -> Report:
         taps, passes = self.taps, self.passes
         silent = [tap for tap in taps if not tap.fired]
-        # Of the line of a verb, a handle takes off nothing.
+        # Only raw hooks have handles that can remove taps.
         removed = [k for k, tap in enumerate(taps) if tap.is_removed] if self._had_handles else []
         return Report(
             name=self.name,
@@ -375,7 +383,7 @@ class Line:
         }
 
     def _gathered(self) -> str | None:
-        """Write the warning where several runs of modules are one pass, and passes matter."""
+        """Write the warning that several runs of modules share one pass, where passes matter."""
         if self.passes.outside_root < self.passes.started:
             return None
         keeps_passes = self.passes.sink is not None or any(tap.site.call for tap in self.taps)
@@ -398,13 +406,13 @@ class Line:
         if self.options.quiet:
             return
         report = self.report()
-        # A pass that failed, or a choice of everything there is, may well leave sites out.
+        # A failed pass, or a selection of everything, may well leave sites out.
         some = any(count for _, count in report.fired)
         excused = self.passes.failed > 0 or (self.options.lenient and some)
-        # Of what runs everywhere, nobody can say what should have run.
+        # With hl.EVERYWHERE, no module is known that should have run.
         message = None if excused or self.is_everywhere else report.warning()
         for note in report.notes:
-            if note != self._beside or message is None:  # else the warning says it as well
+            if note != self._beside or message is None:  # else the warning repeats the note
                 warn(note)
         if message:
             warn(message)

@@ -1,6 +1,6 @@
 """Register hooks on modules, tensors, optimizers and torch itself, and remove them again.
 
-The only file that registers with torch.
+Only this file registers hooks with torch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[..., Any]
-# The dictionaries that a hook stands in (its own, then those of its flags), its key, its module.
+# The dictionaries that hold a hook (the hook's own, then those of its flags), its key, its module.
 Entry = tuple[Sequence[Any], int, nn.Module | None]
 
-# Stands where an entry was, so that the places of the others do not change.
+# Replaces a removed entry, so that the indices of the other entries stay valid.
 _TAKEN_OFF: Entry = ((), 0, None)
 
-# Threads may put lines on one model at once; a handler of a signal, in the midst of it.
+# Several threads may attach lines to one model at once, and a signal handler may do so in between.
 _lock = fork_safe_lock()
 
 
 @final
 class Registrations(Attachment):
-    """The hooks that one line has in place, in the order in which they were put there."""
+    """The registered hooks of one line, in the order of registration."""
 
     __slots__ = ("_placed",)
 
@@ -56,7 +56,7 @@ class Registrations(Attachment):
 
     @property
     def has_hooks(self) -> bool:
-        """Tell whether any hook is in place."""
+        """Tell whether any hook is registered."""
         return any(entry is not _TAKEN_OFF for entry in self._placed)
 
     def register(
@@ -70,7 +70,7 @@ class Registrations(Attachment):
         with_kwargs: bool = False,
         always_call: bool = False,
     ) -> None:
-        """Put a hook on a module, among the hooks that are there by its rank.
+        """Register a hook on a module, ordered by rank among the module's hooks.
 
         Raises:
             AttachError: torch would accept the hook and never call it.
@@ -83,9 +83,9 @@ class Registrations(Attachment):
         dicts = hook_dicts(module, kind, with_kwargs=with_kwargs, always_call=always_call)
         hooks = dicts[0]
         with _lock:
-            is_first = not hooks  # mostly: then there is no order to look after
+            is_first = not hooks  # the common case, in which no order must be kept
             key = own_hook_id(0) if is_first else self._free_id(hooks)
-            # First: an interrupt from here on takes it off, too.
+            # First, so that an interrupt from here on removes the hook, too.
             self._placed.append((dicts, key, module))
             for flags in dicts[1:]:
                 flags[key] = True
@@ -99,7 +99,7 @@ class Registrations(Attachment):
     def register_taps(self, taps: Iterable[tuple[nn.Module, Any]]) -> None:
         """Register each tap's `fire` on its module, under one lock.
 
-        A line has many taps, and most modules have no other hook: then no order is to be kept.
+        A line has many taps. Most modules have no other hook, so no order must be kept on them.
 
         Raises:
             AttachError: torch would accept a hook and never call it.
@@ -123,10 +123,10 @@ class Registrations(Attachment):
                     follow(module)
 
     def register_all(self, module: nn.Module, tap: Tap, *, prepend: bool = False) -> None:
-        """Register all hooks of a tap that has several."""
+        """Register all hooks of a tap that has several hooks."""
         for kind, method, order, with_kwargs, always_call in tap.hooks:
-            # A hook that is always called ends what another began: prepended, it begins first and
-            # ends last.
+            # An always-called hook closes what another hook of the tap opened. With prepend, the
+            # opening hook runs first and the closing hook still runs last.
             self.register(
                 module,
                 kind,
@@ -147,10 +147,13 @@ class Registrations(Attachment):
         prepend: bool = False,
         name: str = "this parameter",
     ) -> None:
-        """Put a hook on a tensor's gradient ("grad"), or behind its accumulation ("accumulated").
+        """Register a hook on a tensor's gradient.
+
+        The kind "grad" registers a tensor hook; "accumulated" registers a post-accumulate-grad
+        hook.
 
         Raises:
-            AttachError: the tensor needs no gradient, or accumulates none.
+            AttachError: the tensor requires no gradient, or accumulates none.
         """
         if is_lazy(tensor):
             raise AttachError(
@@ -160,8 +163,8 @@ class Registrations(Attachment):
         if not tensor.requires_grad:
             raise AttachError(
                 f"this tensor, of shape {list(tensor.shape)}, needs no gradient and has no graph:"
-                " no hook on it would ever be called.\nCall .requires_grad_() on it, or on what it"
-                " is computed from, before the forward; and do not compute it under no_grad()."
+                " no hook on it would ever be called.\nCall .requires_grad_() on it, or on a tensor"
+                " it is computed from, before the forward; and do not compute it under no_grad()."
             )
         if kind == "accumulated" and not tensor.is_leaf:
             raise AttachError(
@@ -179,28 +182,34 @@ class Registrations(Attachment):
         _move_to_end(hooks, later)
 
     def register_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
-        """Put a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
+        """Register a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""
         self._hold(getattr(optimizer, f"register_{kind}_hook"), hook)
 
     def register_before_loading(self, module: nn.Module, hook: Hook) -> None:
-        """Put a hook before a module loads a state dict; torch adds the module to its arguments."""
+        """Register a load_state_dict pre-hook; torch passes the module to the hook, too."""
         self._hold(module.register_load_state_dict_pre_hook, hook)
 
     def register_everywhere(self, kind: str, hook: Hook) -> None:
-        """Put a process-wide hook on torch: "forward_pre", "forward" (which gets kwargs), "after"
-        (a forward hook that is always called), a registration's or a step's."""
+        """Register a process-wide hook on torch.
+
+        Args:
+            kind: "forward_pre", "forward" (which gets kwargs), "after" (a forward hook that is
+                always called), or the kind of a registration hook or a step hook.
+            hook: the hook.
+        """
         hooks, *marks = global_hook_dicts(kind)
         with _lock:
-            # Of its own: by its id torch takes a mark for one on any module's hook, too.
+            # A new id: torch looks up flags by the id alone, so a shared id would flag a module's
+            # hook, too.
             key = new_hook_id()
-            # First: an interrupt from here on takes it off, too.
+            # First, so that an interrupt from here on removes the hook, too.
             self._placed.append(((hooks, *marks), key, None))
             for flags in marks:
                 flags[key] = True
             hooks[key] = hook
 
     def _hold(self, register: Callable[[Hook], RemovableHandle], hook: Hook) -> int:
-        """Register a hook by torch's own function; if interrupted meanwhile, not at all."""
+        """Register a hook with torch's own function; an interrupt leaves no hook registered."""
         handle = None
         try:
             handle = register(hook)
@@ -214,12 +223,12 @@ class Registrations(Attachment):
         return handle.id
 
     def end(self) -> None:
-        """Take off all that was placed."""
+        """Remove all hooks."""
         self.remove()
 
     def remove(self, keep: int = 0) -> None:
-        """Take off all that was placed after the first `keep`, also when interrupted meanwhile."""
-        with _lock:  # held until all is off: a hook of another line may come to bear the same id
+        """Remove all hooks after the first `keep`, also if interrupted meanwhile."""
+        with _lock:  # held until all are removed: another line's hook may get the same id
             try:
                 self._remove(keep)
             except BaseException:
@@ -234,29 +243,29 @@ class Registrations(Attachment):
                 try:
                     follow(module)
                 except BaseException:
-                    del self._placed[keep : keep + number]  # the rest comes off all the same
+                    del self._placed[keep : keep + number]  # `remove` retries for the rest
                     raise
         del self._placed[keep:]
 
     def of(self, taps: Iterable[Tap], start: int = 0, hook: str | None = None) -> list[Entry]:
-        """Find where taps are placed, from the entry `start` on; with `hook`, that method alone."""
+        """Find the entries of taps, from the entry `start` on; with `hook`, only of that method."""
         owners = set(map(id, taps))
         found = []
         for entry in self._placed[start:]:
             if entry is _TAKEN_OFF:
                 continue
             placed = entry[0][0].get(entry[1])
-            placed = getattr(placed, "hook", placed)  # torch wraps those before loading
+            placed = getattr(placed, "hook", placed)  # torch wraps load_state_dict pre-hooks
             is_meant = hook is None or getattr(placed, "__name__", None) == hook
             if is_meant and id(getattr(placed, "__self__", None)) in owners:
                 found.append(entry)
         return found
 
     def remove_these(self, entries: Iterable[Entry]) -> None:
-        """Take off some of what was placed, also when interrupted meanwhile. Idempotent.
+        """Remove some of the hooks, also if interrupted meanwhile. Idempotent.
 
-        What stands where torch walks over the living dictionary stays until the line ends; its tap
-        has to be retired.
+        While torch iterates over a live hook dictionary, the dictionary's hooks stay until the line
+        ends. The taps of these hooks must be retired.
         """
         with _lock:
             surely(partial(self._remove_these, entries))
@@ -264,7 +273,7 @@ class Registrations(Attachment):
     def _remove_these(self, entries: Iterable[Entry]) -> None:
         wanted = set(map(id, entries))
         for index, entry in enumerate(self._placed):
-            # By what is in the list: whatever is there no more, the line's end has taken off.
+            # Entries that the line's end has removed are no longer in this list.
             if id(entry) in wanted and not _is_walked_over(entry[0][0]):
                 dicts, key, module = entry
                 for hooks in dicts:
@@ -274,9 +283,9 @@ class Registrations(Attachment):
                 self._placed[index] = _TAKEN_OFF
 
     def _free_id(self, hooks: HookDict) -> int:
-        """The first of hookline's ids that is not taken in this dictionary.
+        """Return the first of hookline's hook ids that is free in this dictionary.
 
-        Always the same ones: compiled code is guarded on them.
+        The ids are always the same, because compiled code is guarded on them.
         """
         index = 0
         while (key := own_hook_id(index)) in hooks:
@@ -285,17 +294,17 @@ class Registrations(Attachment):
 
 
 def _move_to_end(hooks: HookDict, keys: list[Any]) -> None:
-    """Have these hooks be called after the others.
+    """Move hooks to the end of the dictionary, so that torch calls them last.
 
-    They are taken out and put in again, since autograd, and dynamo up to torch 2.11, go by the
-    plain dictionary underneath, of which `OrderedDict.move_to_end` knows nothing. All of it in C,
-    so that no other thread, and no handler of a signal, finds a hook taken out.
+    The hooks are taken out and put in again. autograd, and dynamo up to torch 2.11, read the
+    underlying plain dictionary, whose order `OrderedDict.move_to_end` does not change. The loop
+    runs in C, so that no other thread and no signal handler finds a hook missing.
     """
     deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
 
 
 def _is_walked_over(hooks: HookDict) -> bool:
-    """Tell whether torch is just walking over this dictionary itself to call its hooks."""
+    """Tell whether torch is iterating over this dictionary itself to call its hooks."""
     if not walked_over:
         return False
     owners = [getattr(getattr(h, "hook", h), "__self__", None) for h in list(hooks.values())]
@@ -303,7 +312,7 @@ def _is_walked_over(hooks: HookDict) -> bool:
 
 
 def _later(hooks: HookDict, rank: Order, foreign: Order, *, prepend: bool) -> list[Any]:
-    """The keys of the hooks that are to be called after a new one of this rank."""
+    """Return the keys of the hooks that are called after a new hook of this rank."""
     return [
         key
         for key, hook in list(hooks.items())

@@ -1,1 +1,1 @@
-"""Whose memory a value lies in: what torch cannot tell of, and what must not be written to."""
+"""Memory that changes without a version counter, and values that must not be written to."""

@@ -1,6 +1,6 @@
-"""Functions of users that may replace a value, but may not write to it.
+"""Call users' functions that may replace a value, but must not write to it.
 
-Others hold the tensors of a value, too: other branches of the model, and whoever called it.
+The tensors of a value have other holders, too: other branches of the model, and the model's caller.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def call_read_only(
     refusal: Callable[[], StructureError],
     unreturned: Callable[[], StructureError],
 ) -> Any:
-    """Call a function on a value, and undo what the function writes to the value's tensors.
+    """Call a function on a value, and undo the function's writes to the value's tensors.
 
-    A function that changes a container in place is to return one: None says that it left the value
-    as it was. In compiled code that is not looked at.
+    A function that changes a container in place must return a container: None says that the
+    container is unchanged. In compiled code, changes of containers are not checked.
 
-    In compiled code the versions are those of the tensors that stand for the value's while the
-    code is traced. The code that runs has nothing of it.
+    In compiled code, writes are found by the versions of the stand-in tensors while the code is
+    traced. The check adds nothing to the code that runs.
 
     Args:
-        function: the user's.
-        value: what it is called with. Inference tensors have no version: it gets copies of them.
+        function: the user's function.
+        value: the function's argument. Inference tensors have no version, so the function gets
+            copies of them.
         refusal: makes the error for a write to a tensor.
         unreturned: makes the error for a container that was changed, or an iterator that was used
             up, by a function that returns None.
@@ -96,13 +97,13 @@ def _without_inference_tensors(value: Any) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # what is made in inference mode has no version
+    with torch.inference_mode(False):  # a tensor made in inference mode has no version
         return tensor.clone()
 
 
 @final
 class _Before:
-    """A tensor as it was before a function was called that might write to it."""
+    """The state of a tensor before the call of a function that might write to it."""
 
     __slots__ = ("_copy", "_node", "_tensor", "_version")
 
@@ -112,16 +113,16 @@ class _Before:
         self._node = tensor.grad_fn
         self._copy: Tensor | None = None
         if not is_freed(innermost(tensor)):
-            # Not every kind of tensor can be copied. A write to it is refused all the same.
+            # Some kinds of tensors cannot be copied. A write to them is refused all the same.
             with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
                 self._copy = tensor.clone()
 
     def is_written(self) -> bool:
-        """Tell whether the tensor was written to since."""
+        """Tell whether the tensor has been written to since."""
         return self._version != _version(self._tensor)
 
     def put_back(self, refusal: Callable[[], StructureError]) -> None:
-        """Put back the tensor's numbers. The caller may well hold it."""
+        """Restore the tensor's numbers, since the caller may hold the tensor."""
         tensor, kept = self._tensor, self._copy
         with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
             if kept is not None:
@@ -132,7 +133,8 @@ class _Before:
             if self._node is None:
                 tensor.detach_()
                 return
-            # Its numbers are those from before, and its gradient would be that of what was undone.
+            # The tensor's numbers are restored, but its gradient would be that of the undone
+            # operation.
             for one in (tensor, tensor._base):
                 if one is not None:
                     hook_gradient(one, partial(_refuse_gradient, refusal))

@@ -1,8 +1,8 @@
-"""Memory that changes without a word: torch counts no version for it.
+"""Memory that may change while torch's version counter does not.
 
-A tensor's `_version` tells of every operation in place that goes through torch's dispatcher. It
-does not tell of collectives, of running statistics that a kernel updates, and of fused optimizers.
-These write to parameters and buffers, and in a job of several ranks to anything.
+A tensor's `_version` counts every in-place operation that goes through torch's dispatcher. It does
+not count collectives, running statistics that a kernel updates, and fused optimizers. These write
+to parameters and buffers, and in a job of several ranks to any tensor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _COMPRESSED = frozenset(
     {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
 _PLAIN = frozenset({Tensor, nn.Parameter})
-# Memory is told apart by lines of 64 bytes. Addresses as they are, all of them multiples of 64,
-# would meet in few places of a set: it takes ten times as long then. Two tensors of one line are
-# both taken for unversioned, which costs a copy.
+# Memory is compared by cache lines of 64 bytes. Plain addresses are all multiples of 64, so they
+# would collide in a set, which makes look-ups ten times slower. If one of two tensors on a line is
+# unversioned, both count as unversioned, which costs a copy.
 LINE = 6
 # fmt: on
 
@@ -45,7 +45,7 @@ def makes_new_memory(kind: type[nn.Module]) -> bool:
 
 @final
 class _Everything:
-    """Stands for all memory there is."""
+    """Stands for all memory."""
 
     def __contains__(self, address: object) -> bool:
         return True
@@ -56,14 +56,14 @@ _EVERYTHING = _Everything()
 
 @final
 class Unversioned:
-    """Tells of a tensor whether its memory may change without its version counter.
+    """Tells whether a tensor's memory may change without its version counter.
 
-    It is the memory of the model's parameters and buffers. Where weights are sharded, and in a
-    process group of several ranks, it is all memory.
+    This memory is that of the model's parameters and buffers. With sharded weights, or in a process
+    group of several ranks, it is all memory.
 
     Args:
-        root: the model. It is not held. None if there is none.
-        n_modules: how many modules it has.
+        root: the model, which is not held; None without a model.
+        n_modules: the number of the model's modules.
     """
 
     __slots__ = ("_n_modules", "_root", "_seen")
@@ -74,7 +74,7 @@ class Unversioned:
         self._seen: tuple[int, Container[int]] = -1, ()
 
     def begin_pass(self, current: Any) -> bool:
-        """Note in a pass which memory is unversioned; tell whether all is."""
+        """Note in a pass that all memory is unversioned; tell whether it is."""
         if not is_grouped() or not is_shared_job(self._model()):
             return False
         current.unversioned = _EVERYTHING
@@ -85,16 +85,17 @@ class Unversioned:
         known = current.unversioned
         if known is None:
             known = self.look(current)
-        # FSDP gathers parameters in memory of its own, and a stranger's parameter is trained, too.
+        # FSDP gathers parameters in its own memory, and another model's parameter is trained, too.
         if type(tensor) is not Tensor and (isinstance(tensor, nn.Parameter) or is_dtensor(tensor)):
             return True
         return _is_within(tensor, known)
 
     def look(self, current: Any) -> Container[int]:
-        """Look up where such memory begins in this pass, as cache lines: `address >> LINE`.
+        """Look up the unversioned memory of this pass, as cache lines: `address >> LINE`.
 
-        Some of the parameters are asked once a pass whether they have moved, since all of them
-        would take longer than a small model. Where only others have, a look-up says so (`has_now`).
+        Once a pass, only a sample of the parameters is checked for having moved. A check of all
+        parameters would take longer than a small model. If only other parameters have moved,
+        `has_now` finds it.
         """
         model = self._model()
         known = None if model is None else _memories.get(model)
@@ -106,9 +107,13 @@ class Unversioned:
         return known.lines
 
     def has_now(self, tensors: Sequence[Tensor], n_passes: int) -> bool:
-        """Tell whether it may change of any of these tensors, now that so many passes have begun.
+        """Tell whether any of these tensors lies in unversioned memory now.
 
-        Jobs of several ranks are left out: there everything was copied in time.
+        Jobs of several ranks are left out, because every value there was copied in time.
+
+        Args:
+            tensors: the tensors.
+            n_passes: the number of passes begun; the memory is looked up again when it changes.
         """
         if self._seen[0] != n_passes:
             self._seen = n_passes, _Memory(self._model(), self._n_modules).lines
@@ -123,20 +128,20 @@ def _is_within(tensor: Tensor, known: Container[int]) -> bool:
     if type(tensor) is Tensor:
         try:
             return tensor.untyped_storage().data_ptr() >> LINE in known
-        except RuntimeError:  # sparse, or of a transform
+        except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
     return any(address in known for address in addresses(tensor))
 
 
 def addresses(tensor: Tensor) -> Iterator[int]:
-    """Yield the cache lines where a tensor begins; of a wrapper, those of all tensors inside it."""
+    """Yield the cache line where a tensor begins; for a wrapper, those of all tensors inside."""
     if is_lazy(tensor):
-        return  # it has none before its module's first run
+        return  # a lazy parameter has no memory before its module's first run
     tensor = innermost(tensor)
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass, as of torchao; a DTensor
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
-            if isinstance(part, Tensor):  # a DTensor's mesh is named as well
+            if isinstance(part, Tensor):  # a DTensor also lists its mesh
                 yield from addresses(part)
     elif tensor.layout is torch.sparse_coo:
         yield from addresses(tensor._values())
@@ -145,16 +150,16 @@ def addresses(tensor: Tensor) -> Iterator[int]:
     elif has_numbers(tensor):
         try:
             start = tensor.untyped_storage().data_ptr() >> LINE
-        except RuntimeError:  # a kind of tensor without memory of its own
+        except RuntimeError:  # a kind of tensor without its own memory
             return
         if start:
             yield start
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Tell whether the storage of a tensor was freed, as FSDP does: a read would crash the process.
+    """Tell whether a tensor's storage was freed, as FSDP does; a read would crash the process.
 
-    Of a tensor that a transform has wrapped, ask with `innermost(tensor)`.
+    For a tensor that a transform has wrapped, pass `innermost(tensor)`.
     """
     if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         return False
@@ -168,14 +173,14 @@ def is_freed(tensor: Tensor) -> bool:
 
 @final
 class _Memory:
-    """The memory of a model's parameters and buffers, as it was when it was asked for.
+    """The memory of a model's parameters and buffers, at the time of the look-up.
 
     Args:
-        root: the model. It is not held.
-        n_modules: how many modules it has.
+        root: the model, which is not held.
+        n_modules: the number of the model's modules.
 
     Attributes:
-        lines: where it begins, in lines.
+        lines: the cache lines where parameters and buffers begin.
     """
 
     __slots__ = ("_witnesses", "lines", "n_modules")
@@ -183,14 +188,14 @@ class _Memory:
     def __init__(self, root: nn.Module | None, n_modules: int) -> None:
         self.n_modules = n_modules
         self.lines: set[int] = set()
-        # Some parameters, each by a module that has it and its name there, and where it was.
+        # A sample of the parameters: the module, the parameter's name, and its address.
         self._witnesses: list[tuple[weakref.ref[nn.Module], str, int]] = []
         if root is None:
             return
         tables = tensor_tables(root)
         for _, own, its_buffers in tables:
             self.lines.update(_lines_of(own), _lines_of(its_buffers))
-        self.lines.discard(0)  # of tensors without memory
+        self.lines.discard(0)  # 0 stands for tensors without memory
         named = [
             (module, name, tensor)
             for module, own, _ in tables
@@ -212,12 +217,12 @@ class _Memory:
 
 
 def _lines_of(table: Mapping[str, Tensor | None]) -> list[int]:
-    """List the cache lines where a module's own parameters, or its buffers, begin."""
+    """Return the cache lines where a module's own parameters, or its buffers, begin."""
     tensors = [tensor for tensor in table.values() if tensor is not None]
     try:
         if all(type(tensor) in _PLAIN for tensor in tensors):
             return [tensor.untyped_storage().data_ptr() >> LINE for tensor in tensors]
-    except RuntimeError:  # sparse, or of a transform
+    except RuntimeError:  # a sparse tensor, or a tensor of a transform
         pass
     return [line for tensor in tensors for line in addresses(tensor)]
 
@@ -227,10 +232,10 @@ def _place_of(parameter: Tensor | None) -> int:
     if type(parameter) in _PLAIN:
         try:
             return parameter.data_ptr()  # type: ignore[union-attr]
-        except RuntimeError:  # sparse, or of a transform
+        except RuntimeError:  # a sparse tensor, or a tensor of a transform
             pass
     return 0 if parameter is None else next(addresses(parameter), 0)
 
 
-# Of the models that were recorded: a loop that attaches in each step asks for the same.
+# Kept for each recorded model: a loop that attaches in each step looks up the same memory.
 _memories: WeakIdentityMap[_Memory] = WeakIdentityMap()

@@ -1,1 +1,1 @@
-"""Which run of the model a value belongs to: calls, modes, checkpointing."""
+"""Passes: the run of the model that a value belongs to, with calls, modes and checkpointing."""

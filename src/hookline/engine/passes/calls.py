@@ -1,4 +1,4 @@
-"""The calls of a module that are under way, told without keeping their frames."""
+"""The running calls of a module, identified without keeping their frames."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import final
 
 @final
 class Calls:
-    """The calls of one module that are under way in a thread, outermost first.
+    """The running calls of one module in a thread, outermost first.
 
-    A call is told by the id of its frame. The frame itself would keep what its callers hold, the
-    line included, where Ctrl-C has ended the call and no hook was told.
+    A call is identified by the id of its frame. The frame itself would keep its callers' locals
+    alive, the line included, when Ctrl-C has ended the call and torch has called no hook.
     """
 
     __slots__ = ("_calls",)
@@ -23,17 +23,23 @@ class Calls:
         return len(self._calls)
 
     def begin(self, frame: FrameType, module: object = None) -> None:
-        """A call begins; `module` is the `self` of its frame, if that has one."""
+        """Add a call that begins.
+
+        Args:
+            frame: the frame of the call.
+            module: the `self` of the frame, if the frame has one.
+        """
         self._calls.append((id(frame), frame.f_code, None if module is None else id(module)))
 
     def end(self, frame: FrameType) -> int:
-        """A call has ended, and with it those inside it.
+        """Remove a call that has ended, and the calls inside it.
 
         Returns:
-            How many; 0 if it never began.
+            The number of calls removed; 0 if the call was never added.
         """
-        calls = self._calls[:]  # another thread, as it ends the line, may clear them meanwhile
-        if len(calls) == 1 and calls[0][0] == id(frame):  # mostly: the root seldom calls itself
+        calls = self._calls[:]  # another thread that ends the line may clear the list meanwhile
+        # The common case: the root seldom calls itself.
+        if len(calls) == 1 and calls[0][0] == id(frame):
             self._calls.clear()
             return 1
         keys = [key for key, _, _ in calls]
@@ -42,12 +48,15 @@ class Calls:
         return n_ended
 
     def drop_dead(self, frame: FrameType | None) -> int:
-        """Forget the calls that are not on this thread's stack, seen from a frame.
+        """Remove the calls that are no longer on this thread's stack.
 
-        After a BaseException, such as Ctrl-C, torch tells no hook that a module has ended.
+        After a BaseException such as Ctrl-C, torch calls no hook at the end of a module.
+
+        Args:
+            frame: the frame from which the stack is walked.
 
         Returns:
-            How many were forgotten.
+            The number of calls removed.
         """
         if not self._calls:
             return 0
@@ -61,7 +70,7 @@ class Calls:
         return before - len(self._calls)
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Remove all calls."""
         self._calls.clear()
 
 
@@ -69,15 +78,15 @@ def _is_under_way(call: tuple[int, CodeType, int | None], stack: dict[int, Frame
     key, code, owner = call
     frame = stack.get(key)
     if frame is None or frame.f_code is not code:
-        return False  # a frame that came later may have the id of one that is gone
+        return False  # a later frame may have the id of a freed frame
     return owner is None or id(frame.f_locals.get("self")) == owner
 
 
 def call_frame(frame: FrameType) -> FrameType:
-    """The frame of the call of a module, seen from the frame that calls its hooks.
+    """Return the frame of a module's call, given the frame that calls the module's hooks.
 
-    torch calls hooks from an inner function, and the always-called ones, after an exception, from
-    the outer.
+    torch calls hooks from an inner function. After an exception, torch calls the always-called
+    hooks from the outer function.
     """
     outer = frame.f_back
     return outer if outer is not None and frame.f_code.co_name == "inner" else frame

@@ -1,9 +1,9 @@
-"""Recomputation: hooks while torch computes a checkpointed region of a pass again.
+"""Recomputation: hooks while torch recomputes a checkpointed region of a pass.
 
-The first run is the one that counts: what only looks is left out of the second. What changes values
-has to change them in both, and alike, or the gradients would be those of neither; it finds its
-pass, the numbers of the calls and the random draws as they were. Where the first run had no
-gradients (`use_reentrant=True`), the second one's are waited for.
+The first run counts: hooks that only read do nothing in the recomputation. Hooks that change values
+must change them alike in both runs, or the gradients would match neither run. For this the
+recomputation restores the pass, the call numbers and the random draws. Where the first run had no
+gradients (`use_reentrant=True`), the line waits for the gradients of the recomputation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hookline.engine.torch_private.checkpoint import Telling, aside
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
-# Of a changed value, this many elements and partial sums are kept to compare.
+# The number of elements, and of partial sums, kept of a changed value for the comparison.
 _N_SAMPLES = 64
 
 
@@ -31,17 +31,18 @@ class CheckpointedRegion:
     """The record of one line's first run of a checkpointed region.
 
     Args:
-        passes: the line's.
+        passes: the line's passes.
         current: the pass.
         is_reentrant: whether the first run has no gradients.
-        by_root: None where the pass was there before; else whether a run of the root began it.
+        by_root: None where the pass began before the region; else whether a run of the root began
+            the pass.
 
     Attributes:
-        changes: what was changed, in order.
-        calls: how often each tap that counts had run when the region began.
-        waiting: the calls whose gradients are waited for since the first run.
-        runs: the numbers of the runs of compiled code, which its gradients come back under.
-        at_late: called when the second run comes after the line's end.
+        changes: the changes of values, in order.
+        calls: how often each tap that counts calls had run when the region began.
+        waiting: the calls whose gradients have been pending since the first run.
+        runs: the numbers of the compiled code's runs; gradients come back under these numbers.
+        at_late: functions to call when the recomputation comes after the line's end.
     """
 
     __slots__ = (
@@ -61,37 +62,37 @@ class CheckpointedRegion:
         self.calls = dict(current.calls) if by_root is None else {}
         self.changes: list[Change] = []
         self.within_root = by_root is None and bool(current.roots)
-        # A copy: a call that waits since this first run is not one that waited before it.
+        # A copy: a call that is pending since this first run was not pending in the outer region's.
         self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.region.waiting}
         self.at_late: set[Callable[[], None]] = set()
         self.runs: list[Tensor] = []
-        # Weakly: the graph holds the region, and what was recorded may hold the graph.
+        # A weak reference: the graph holds the region, and recorded values may hold the graph.
         real = current if again is None else again.first() or current
         self._first = weakref.ref(real)
 
     def first(self) -> Pass | None:
-        """The pass, if anybody still holds it."""
+        """Return the pass; None if it has been freed."""
         return self._first()
 
     def run_number(self, number: Tensor) -> Tensor:
-        """The number for a run of compiled code that begins: this one, which is kept."""
+        """Keep and return the number of a compiled run that begins."""
         number = number if self.outer is None else self.outer.run_number(number)
         self.runs.append(number)
         return number
 
     def changed(self, where: str, value: Any, new: Any) -> None:
-        """A value was changed; it has to be changed alike in the second run."""
+        """Record that a hook changed a value; the recomputation must make the same change."""
         self.note(Change(where, _fingerprint(value), _fingerprint(new)))
 
     def note(self, change: Change) -> None:
-        """Keep a change: for each region in which it happened."""
+        """Keep a change for this region and for each region around it."""
         self.changes.append(change)
         if self.outer is not None:
             self.outer.note(change)
 
 
 class Change(NamedTuple):
-    """That a value was changed, and enough of both to tell whether the second run did the same."""
+    """A change of a value, with fingerprints to compare the two runs."""
 
     where: str
     before: list[Tensor]
@@ -103,12 +104,12 @@ class Recomputation:
     """The second run of a region, for one line.
 
     Args:
-        region: the first.
-        rest: the passes that runs of the root are to begin, where the region holds such.
+        region: the record of the first run.
+        rest: the passes for runs of the root inside the region, if it contains any.
 
     Attributes:
-        has_gradients: whether gradients will flow through what is computed.
-        roots: the root's calls that are under way.
+        has_gradients: whether gradients will flow through the recomputed values.
+        roots: the running calls of the root.
     """
 
     __slots__ = (
@@ -136,23 +137,27 @@ class Recomputation:
 
     @property
     def is_reentrant(self) -> bool:
-        """Tell whether the first run has no gradients, which the recomputation has."""
+        """Tell whether this run has no gradients: never, since it is the second run."""
         return False
 
     def first(self) -> Pass | None:
-        """The pass of the first run, if anybody still holds it."""
+        """Return the pass of the first run; None if it has been freed."""
         return self.region.first()
 
     def pass_of_gradients(self) -> Pass:
-        """The pass that gradients belong to: the first run's, if they flow in the second only."""
+        """Return the pass that gradients belong to.
+
+        Returns:
+            The pass of the first run if gradients flow only in the second; else the stand-in pass.
+        """
         return (self.first() if self.has_gradients else None) or self.current
 
     def waits_since_first(self, tap: Any, call: int) -> bool:
-        """Tell whether a call's gradients are waited for since the first run."""
+        """Tell whether a call's gradients have been pending since the first run."""
         return (tap, call) in self.region.waiting
 
     def root_begins(self) -> Pass:
-        """The root runs: the pass that it ran in, the first time."""
+        """Return the pass that this run of the root had in the first run."""
         is_new = bool(self.rest) and not self.roots and not self.region.within_root
         if is_new and self.region.by_root and not self._ran:
             is_new = False
@@ -160,28 +165,32 @@ class Recomputation:
         return self.rest.pop(0) if is_new else self.current
 
     def run_number(self, number: Tensor) -> Tensor:
-        """The number for a run of compiled code that begins: if gradients flow in the first run, it
-        is that one's, since torch gives its backward what the second one saves."""
+        """Return the number of a compiled run that begins.
+
+        If gradients flow in the first run, this is the number of that run: torch gives the first
+        run's backward the tensors that the second run saves.
+        """
         return number if self.has_gradients else next(self._runs, number)
 
     def changed(self, where: str, value: Any, new: Any) -> None:
-        """A value was changed: was it the first time, and into this?"""
+        """Record that a hook changed a value, to compare it with the first run's change."""
         self.note(Change(where, _fingerprint(value), _fingerprint(new)))
 
     def note(self, change: Change) -> None:
-        """Keep a change, to compare it when the run is over: not even the device waits for it."""
+        """Keep a change for `close`, so that the device need not be synchronised now."""
         self._changes.append(change)
 
     def close(self) -> None:
-        """The second run is over.
+        """End the recomputation and compare its changes with those of the first run.
 
         Raises:
-            AttachError: a hook gave other values than the first time.
+            AttachError: a hook returned other values than in the first run.
         """
         self.current.close()
-        self.current.recomputation = None  # the two hold each other
+        self.current.recomputation = None  # break the reference cycle
         self.rest.clear()
-        # Where the two took different ways, torch stopped one early, or says so itself.
+        # Where the two runs took different paths, torch stopped one early or raises an error
+        # itself.
         for first, second in zip(self.region.changes, self._changes, strict=False):
             if first.where == second.where and _is_other(first, second):
                 raise AttachError(
@@ -193,9 +202,9 @@ class Recomputation:
 
 
 def _is_other(first: Change, second: Change) -> bool:
-    """Tell whether the hook changed the same value into another one in its second run.
+    """Tell whether a hook changed the same value differently in the second run.
 
-    A value that differs already before the hook is not the hook's fault.
+    A value that already differs before the hook is not the hook's fault.
     """
     if not _match(first.before, second.before) or not all(
         torch.equal(old.nan_to_num(), now.nan_to_num())
@@ -209,7 +218,7 @@ def _is_other(first: Change, second: Change) -> bool:
 
 
 def _fingerprint(value: Any) -> list[Tensor]:
-    """Some elements and partial sums of each tensor, without making the device wait."""
+    """Compute some elements and partial sums of each tensor, without synchronising the device."""
     found = []
     with torch.no_grad(), aside(True):
         for _, tensor in tree.tensors(value):
@@ -226,7 +235,7 @@ def _fingerprint(value: Any) -> list[Tensor]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Numbers that can be summed."""
+    """Convert a tensor to numbers that can be summed."""
     if tensor.is_quantized:
         return tensor.dequantize()
     if tensor.is_complex():
@@ -241,9 +250,9 @@ def _match(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @final
 class _Checkpoint:
-    """One region that torch will compute again, and what each line did in it.
+    """A region that torch will recompute, with each line's record of the first run.
 
-    Called, it computes it again.
+    Calling the object recomputes the region.
     """
 
     __slots__ = ("_draws", "_is_reentrant", "_recompute", "_regions", "_running", "_thread")
@@ -271,18 +280,18 @@ class _Checkpoint:
             current.note = partial(_note_detached, current.note)
 
     def pass_begins(self, passes: Passes, current: Pass, *, by_root: bool) -> None:
-        """A pass begins inside of the region."""
+        """Add a pass that begins inside the region."""
         self._add(passes, current, by_root)
 
     def end(self) -> None:
-        """The first run is over."""
+        """End the first run."""
         THREAD.checkpoints = tuple(one for one in THREAD.checkpoints if one is not self)
         while self._running:
             current, region, note = self._running.pop()
             current.region, current.note = region.outer, note
 
     def draws(self, generator: torch.Generator) -> None:
-        """Somebody is about to draw from a generator."""
+        """Save the state of a generator that a hook is about to draw from."""
         self._draws.append(generator.get_state())
 
     def __call__(self, *args: Any) -> Any:
@@ -310,15 +319,16 @@ class _Checkpoint:
 
 
 def _note_detached(note: Callable[..., None], entry: Any) -> None:
-    # What the region returns has no graph yet, and will be given one, itself.
+    # The region's outputs have no graph yet; torch gives these same tensors a graph when it
+    # returns.
     note((entry[0], tree.map_tensors(Tensor.detach, entry[1]), *entry[2:]))
 
 
 def _replay(regions: list[CheckpointedRegion], made: list[Recomputation]) -> Pass:
     """Return the stand-in for a line's pass while its regions are recomputed.
 
-    The first is one that no run of the root began. A run of the root then takes the next of the
-    rest.
+    The stand-in is the first pass that no run of the root began. Each run of the root then takes
+    the next of the remaining passes.
     """
     rest: list[Pass] = []
     runs = [Recomputation(region, rest) for region in regions]
@@ -342,16 +352,16 @@ def _refuse_late(regions: list[CheckpointedRegion]) -> None:
 
 
 def same_draws(generator: torch.Generator) -> torch.Generator:
-    """The generator to draw from, where the second run of a region must draw what the first drew.
+    """Return a generator whose draws a recomputation repeats.
 
         >>> bool(torch.randn(2, generator=same_draws(torch.Generator())).isfinite().all())
         True
 
     Args:
-        generator: a generator of one's own; torch takes care of its default ones itself.
+        generator: a generator of the caller; torch itself restores its default generators.
 
     Returns:
-        It; or while a region is computed again, one in the state that it had the first time.
+        The generator. During a recomputation, a generator in the state of the first run.
     """
     if THREAD.draws is not None:
         state = next(THREAD.draws, None)
@@ -365,7 +375,7 @@ def same_draws(generator: torch.Generator) -> torch.Generator:
 
 @final
 class _Watch:
-    """Torch is told to say when it checkpoints as long as any line needs it."""
+    """The notifications of torch's checkpoints, on as long as any line needs them."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
@@ -373,11 +383,11 @@ class _Watch:
         self._telling: Telling | None = None
 
     def lines(self) -> tuple[Passes, ...]:
-        """The passes of all lines that are on."""
+        """Return the passes of all lines that are on."""
         return self._lines
 
     def hold(self, passes: Passes) -> None:
-        """A line begins. Idempotent."""
+        """Turn the notifications on for a line that begins. Idempotent."""
         with self._lock:
             if passes in self._lines:
                 return
@@ -387,7 +397,7 @@ class _Watch:
                 self._telling.start()
 
     def release(self, passes: Passes) -> None:
-        """A line ends. Idempotent."""
+        """Turn the notifications off for a line that ends. Idempotent."""
         with self._lock:
             self._lines = tuple(one for one in self._lines if one is not passes)
             if not self._lines and self._telling is not None:
@@ -407,6 +417,6 @@ watch_checkpoints, forget_checkpoints = _WATCH.hold, _WATCH.release
 
 
 def stop_all() -> None:
-    """End the passes of all lines whose forward in this thread was left half-way, on purpose."""
+    """End this thread's passes of all lines after a deliberate early exit."""
     for passes in _WATCH.lines():
         passes.stop()

@@ -1,6 +1,7 @@
 """The modes that the present code runs in: tracing, transforms, recomputation, autocast.
 
-Asked once a pass, or where a value is looked at after the model has run; never at a site.
+The mode is looked up once a pass, or when a value is read after the model has run. It is never
+looked up at a site.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from hookline.errors import AttachError
 
 
 class Mode(Enum):
-    """The modes of torch that change how a pass is seen."""
+    """The modes of torch that change how a line handles a pass."""
 
     TRANSFORMED = auto()  # a transform of torch.func: vmap, grad, jvp, ...
-    RECOMPUTED = auto()  # a checkpointed region that torch computes again
+    RECOMPUTED = auto()  # the recomputation of a checkpointed region
 
 
 def mode_now() -> Mode | None:
-    """Look at what the present code runs in, as a pass begins: once. None is nothing special.
+    """Return the mode that the present code runs in; None for an ordinary run.
+
+    Called once, when a pass begins.
 
     Raises:
-        AttachError: something traces the model.
+        AttachError: a tracer runs the model.
     """
     if is_ordinary() and backward_number() == -1:
         return None
@@ -48,16 +51,16 @@ def mode_now() -> Mode | None:
 
 
 def refuse_tracing() -> None:
-    """Refuse to go on if a graph is made of what runs now: hooks would become part of it.
+    """Raise an error while a tracer makes a graph: the hooks would become part of the graph.
 
     Raises:
-        AttachError: something traces the model.
+        AttachError: a tracer runs the model.
     """
     name = tracer()
     if name is not None:
         raise AttachError(
             f"{name} traces this model while a line is on, and would bake its hooks into the graph."
-            "\nTrace it outside of the block, and attach to what the tracing returns, or to the"
+            "\nTrace it outside of the block, and attach to the result of the tracing, or to the"
             " Python model."
         )
 
@@ -68,9 +71,9 @@ def is_transformed() -> bool:
 
 
 def hides_gradients(tensor: Tensor) -> bool:
-    """Tell whether vmap's batch, of which this tensor is one example, requires a gradient.
+    """Tell whether a tensor is one example of a vmapped batch that requires a gradient.
 
-    No hook on one example's tensor is ever called.
+    torch never calls a hook on one example's tensor.
     """
     while is_wrapped(tensor) and is_mapped(tensor):
         tensor, _ = unwrapped(tensor)
@@ -80,7 +83,7 @@ def hides_gradients(tensor: Tensor) -> bool:
 
 
 def refuse_mapped(name: str) -> None:
-    """Refuse gradients of one example under vmap.
+    """Raise an error for the gradients of one example under vmap.
 
     Raises:
         AttachError: always.
@@ -93,10 +96,11 @@ def refuse_mapped(name: str) -> None:
 
 
 def plain(tensor: Tensor, *, keeps_graph: bool = False) -> Tensor:
-    """A tensor without the wrappers of transforms that are over.
+    """Return a tensor without the wrappers of transforms that have ended.
 
-    Under vmap a module sees one example; what it saw in all of them comes with the batch in front,
-    the outermost vmap's first. While the transform runs, the tensor is what its functions see.
+    Under vmap a module sees one example. Its value then comes back with the batch dimension in
+    front, the outermost vmap's first. While the transform runs, the tensor is left as the
+    transform's functions see it.
     """
     if not is_wrapped(tensor):
         return tensor
@@ -113,7 +117,7 @@ def plain(tensor: Tensor, *, keeps_graph: bool = False) -> Tensor:
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The tensor that holds the numbers: under vmap, only its version tells of writes."""
+    """Return the tensor that holds the numbers; under vmap, only its version counts the writes."""
     while is_wrapped(tensor):
         tensor, _ = unwrapped(tensor)
     return tensor
@@ -127,12 +131,15 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
-    """Autocast switched off for a kind of device, as in `device.type`, where it is on."""
+    """Return a context in which autocast is off for a kind of device, as in `device.type`.
+
+    Where autocast is off already, the context does nothing.
+    """
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
 
 
-@while_tracing  # dynamo of torch 2.11 does not know the question
+@while_tracing  # dynamo of torch 2.11 cannot trace is_autocast_available
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)

@@ -1,19 +1,19 @@
-"""Which run of the root model a value belongs to.
+"""Assign each value to a run of the root model: a pass.
 
-A pass begins when the root model is called and ends when it returns; everything hooked in between,
-in the same thread, belongs to it. What runs outside a run of the root (a submodule called by hand)
-is gathered in a pass of its own, which lasts until the root runs next.
+A pass begins when the root model is called and ends when it returns. Every hook that fires in
+between, in the same thread, belongs to the pass. A submodule that is called outside a run of the
+root belongs to a separate pass, which lasts until the root runs next.
 
-What flows back through a value belongs to the pass in which the value flowed forward, whichever
-thread autograd uses: the hook on the value carries its pass. A parameter's gradient comes from all
-the passes of a graph, and belongs to the latest.
+A gradient belongs to the pass in which its value flowed forward, whichever thread autograd uses:
+the hook on the value carries its pass. A parameter's gradient comes from all the passes of a graph
+and belongs to the latest pass.
 
-What torch computes a second time, for a checkpoint, is no pass: it belongs to the one in which it
-ran first (`checkpointing.py`).
+The recomputation of a checkpointed region begins no pass. It belongs to the pass of the first run
+(`checkpointing.py`).
 
-A line belongs to the context that made it: its thread, its async task, and what takes a copy of
-that context along. It sees no other, from its first hook on; if `every_thread` was asked for, it
-sees all, each thread's passes apart.
+A line belongs to the context that made it: its thread, its async task, and code that takes a copy
+of that context along. From its first hook on, the line sees no other context. With `every_thread`,
+the line sees all contexts and keeps each thread's passes apart.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ class Pass:
     """One run of the root model.
 
     Args:
-        number: counts from 0 for each line.
-        is_transformed: whether it runs inside a transform of torch.func.
+        number: the index of the pass, from 0 for each line.
+        is_transformed: whether the pass runs inside a transform of torch.func.
 
     Attributes:
-        log: what the line's hooks chose to note, in the order in which they fired.
-        note: adds to the log.
+        log: the entries that the line's hooks added, in the order in which the hooks fired.
+        note: adds an entry to the log.
         calls: how often each of the line's taps that counts calls has run.
-        at_end: what is to be done when it ends.
-        opened: what taps keep between the beginning and the end of a call.
+        at_end: functions to call when the pass ends.
+        opened: state that taps keep between the beginning and the end of a call.
         backward: the run of autograd that began the pass, if no run of the root did.
         failed: whether the run ended by an exception; None while it runs.
-        roots: the root's calls that are under way: several where it calls itself.
-        exception_at_start: the id of the exception that was being handled when it began.
+        roots: the running calls of the root: several where the root calls itself.
+        exception_at_start: the id of the exception that was being handled when the pass began.
         region: the innermost checkpointed region that runs, if one does.
-        recomputation: the recomputation of a region that this is; None for true passes.
-        unversioned: the memory that changes without a word (`memory.py`); None until somebody asks.
+        recomputation: the recomputation that this pass stands for; None for true passes.
+        unversioned: the memory that changes without a version counter (`memory/unversioned.py`);
+            None until first asked for.
     """
 
     __slots__ = (
@@ -80,7 +81,7 @@ class Pass:
         self.unversioned: Any = None
 
     def close(self) -> None:
-        """Do what is to be done at the end: of the pass, or of what is called outside of one."""
+        """Call the functions that wait for the end of the pass, or of a call outside the root."""
         while self.at_end:
             self.at_end.pop()()
 
@@ -90,8 +91,9 @@ class Switch:
     """The state of a line that its taps read in compiled code.
 
     Attributes:
-        is_on: whether compiled code runs in a pass of the line; outside, it does nothing.
-        number: the run's of that code, as a tensor: for gradients, which come back later.
+        is_on: whether compiled code runs in a pass of the line; otherwise its taps do nothing.
+        number: the number of the compiled code's run, as a tensor. Gradients carry the number,
+            since they come back later.
     """
 
     __slots__ = ("is_on", "number")
@@ -105,40 +107,40 @@ class Compiler(Protocol):
     """The interface of a line to torch.compile."""
 
     def begin_pass(self, current: Pass) -> None:
-        """A pass begins, in which compiled code may run."""
+        """Prepare for a pass, in which compiled code may run."""
 
     def end_pass(self, current: Pass) -> None:
-        """A pass has ended: see what compiled code has left."""
+        """Finish a pass: collect the values that compiled code has left on the taps."""
 
     def owner_of(self, tap: Any) -> int:
-        """The module that a tap is on, as a number; 0 if it is on none."""
+        """Return the id of the module that a tap is on; 0 if the tap is on no module."""
 
     def refuse_stale(self, module: Any) -> None:
-        """Refuse a call by hand that would run a forward which the module's class has no longer."""
+        """Refuse a call outside the root that would run a forward which the class no longer has."""
 
     def explain(self, error: BaseException) -> None:
-        """A pass has failed: say more about it, if it was where code was compiled."""
+        """Add a note to the error of a failed pass, if the error comes from compilation."""
 
     def is_traced(self, tap: Any) -> None:
-        """Code is being compiled that calls the line's tap, or with None its root."""
+        """Prepare for code being compiled that calls the line's tap, or with None its root."""
 
 
 class Sink(Protocol):
     """The destination of a line's values: taps that fire in a pass fill its `Pass.log`."""
 
     def begin_pass(self, current: Pass) -> None:
-        """A pass begins."""
+        """Prepare for a pass that begins."""
 
 
 class _Lane(threading.local):
-    """The pass that runs in each thread, and the one for calls outside the root."""
+    """The running pass of each thread, and the thread's pass for calls outside the root."""
 
     current: Pass | None = None
     outside: Pass | None = None
 
     @property
     def running(self) -> Pass | None:
-        """Return the pass that runs in this thread, in a run of the root or outside of one."""
+        """Return the pass that runs in this thread, inside a run of the root or outside."""
         return self.current or self.outside
 
 
@@ -147,8 +149,8 @@ class _Thread(threading.local):
     draws: Iterator[Any] | None = None
 
 
-# The checkpointed regions that each thread runs for the first time, and what was drawn in the one
-# that it runs again; of both, `recompute` takes care.
+# The checkpointed regions whose first run is under way in each thread, and the random draws of the
+# region that the thread recomputes. `checkpointing.py` maintains both.
 THREAD = _Thread()
 
 
@@ -157,8 +159,8 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`.
 
     Args:
-        sink: told when passes begin.
-        every_thread: whether the line sees every thread and task, and not only its own.
+        sink: an object to tell when passes begin.
+        every_thread: whether the line sees every thread and task, or only its own.
     """
 
     __slots__ = (
@@ -175,7 +177,8 @@ class Passes:
         self.closed = False
         self.transformed = False  # whether a pass ran inside torch.func
         self.started = 0
-        self.outside_root = 0  # of these, those of modules that were run outside a run of the root
+        # The part of `started` for modules that ran outside a run of the root.
+        self.outside_root = 0
         self.other_contexts = 0
         self.failed = 0
         self._numbers = itertools.count()
@@ -184,22 +187,26 @@ class Passes:
         self._lock = fork_safe_lock()
 
     def belong_here(self) -> None:
-        """Belong to the present context, and to no other, unless to all; before the first hook."""
+        """Bind the line to the present context, unless it sees every thread.
+
+        Called before the first hook is registered.
+        """
         if not self.every_thread:
             _made_here.set((*_still_open(), self))
 
     def leave(self) -> None:
-        """The line has ended: nothing that fires from now on is seen."""
-        with self._lock:  # a pass that another thread begins is either open by now, or never is
+        """End all passes: from now on no hook of the line sees anything."""
+        with self._lock:  # a pass that another thread begins is open by now or never opens
             self.closed = True
-        # Not ContextVar.reset: a line may be closed in another context than it was made in.
+        # Not ContextVar.reset: a line may end in another context than the one that made it.
         _made_here.set(_still_open())
         mine = self.lane.current
         if mine is not None:
-            # Ended inside the forward: no failure. Not on the stack any more: it was interrupted.
+            # A line that ends inside the forward has not failed. A root call that is no longer on
+            # the stack was interrupted.
             mine.roots.drop_dead(sys._getframe(1))
             self._finish(mine, failed=not mine.roots)
-        for current in list(self._open.values()):  # those of other threads too
+        for current in list(self._open.values()):  # other threads' passes too
             self._finish(current, failed=False)
         self.lane, self.sink, self._latest = _Lane(), None, None
         self.compiler = None
@@ -210,9 +217,10 @@ class Passes:
         return not self.closed and (self.every_thread or self in _made_here.get())
 
     def is_ours(self) -> bool:
-        """`is_here`, from a hook that autograd may call in a thread of its own.
+        """Tell whether a backward hook belongs to the line.
 
-        Those threads have no context; a backward that runs there is taken for the line's.
+        autograd may call the hook in one of its own threads. Such a thread has no context, so every
+        backward in it counts as the line's.
         """
         if self.is_here():
             return True
@@ -222,10 +230,14 @@ class Passes:
         return True
 
     def begin(self, root: object = None, frame: FrameType | None = None) -> None:
-        """The root is about to run. Only to be called by the tap on the root, or with the frame of
-        its call by what stands around a compiled one."""
+        """Begin a pass before the root runs.
+
+        Only two callers may use this method: the tap on the root, and the border of a compiled
+        root, which gives the frame of the root's call.
+        """
         lane = self.lane
-        # Above this frame: the tap's, then torch's function that calls the hooks, then the call.
+        # Above this frame are the tap's frame, torch's function that calls the hooks, and the
+        # call's frame.
         frame = call_frame(sys._getframe(2)) if frame is None else frame
         if lane.outside is not None and lane.outside.recomputation is not None:
             again = lane.outside.recomputation.root_begins()
@@ -233,7 +245,7 @@ class Passes:
             lane.outside = again
             return
         current = lane.current
-        if current is not None:  # whoever runs it: one that was interrupted is over
+        if current is not None:  # an interrupted pass is over, whoever runs the root now
             current.roots.drop_dead(frame.f_back)
             if not current.roots:
                 lane.current = None
@@ -244,16 +256,17 @@ class Passes:
             return
         mode = mode_now() if current is None else None
         if mode is not None and mode is Mode.RECOMPUTED:
-            return  # of a forward that ran before the line was there
+            return  # the forward ran before the line was attached
         if lane.outside is not None:
             outside, lane.outside = lane.outside, None
             self._finish(outside, failed=False)
         if current is None:
             with self._lock:
-                if self.closed:  # by another thread, since we asked
+                if self.closed:  # another thread has closed the line since is_here()
                     return
                 current = lane.current = self._start(is_transformed=mode is not None)
-            current.roots.begin(frame, root)  # first: `end` ends the pass if what follows raises
+            # First, so that `end` ends the pass if the lines below raise.
+            current.roots.begin(frame, root)
             for one in THREAD.checkpoints:
                 one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
@@ -262,7 +275,10 @@ class Passes:
             current.roots.begin(frame, root)
 
     def end(self, frame: FrameType | None = None) -> None:
-        """The root has run, or failed. Only to be called by those who call `begin`."""
+        """End the pass after the root has returned or raised.
+
+        Only the callers of `begin` may use this method.
+        """
         lane = self.lane
         current = lane.current
         frame = call_frame(sys._getframe(2)) if frame is None else frame
@@ -280,7 +296,7 @@ class Passes:
             self._finish(current, failed=has_failed)
 
     def stop(self) -> None:
-        """The forward in this thread was left half-way, on purpose: passes that ended by it did."""
+        """End the pass of this thread after a deliberate early exit; the pass has not failed."""
         current = self.lane.current
         if current is not None:
             current.roots.drop_dead(sys._getframe(1))
@@ -289,7 +305,11 @@ class Passes:
                 self._finish(current, failed=False)
 
     def outside(self) -> Pass | None:
-        """The pass for a hook that fires while the root does not run; None if not ours to see."""
+        """Return the pass for a hook that fires while the root does not run.
+
+        Returns:
+            The pass; None if the line does not see this hook.
+        """
         known = self.lane.outside
         if known is not None and known.recomputation is not None:
             return known
@@ -299,7 +319,7 @@ class Passes:
             return None
         mode = mode_now()
         if mode is Mode.RECOMPUTED:
-            return None  # of a forward that ran before the line was there
+            return None  # the forward ran before the line was attached
         lane = self.lane
         if lane.outside is None:
             with self._lock:
@@ -311,10 +331,11 @@ class Passes:
         return lane.outside
 
     def at_parameter(self, backward: int) -> Pass | None:
-        """The pass for a parameter's gradient, in a run of autograd; None if not ours to see.
+        """Return the pass for a parameter's gradient in a run of autograd.
 
-        It is the latest one, or where the root has not run since the line began, one of its own for
-        each run of autograd.
+        Returns:
+            The latest pass. Where the root has not run since the line began, a pass for each run of
+            autograd. None if the line does not see this run.
         """
         if not self.is_ours():
             return None
@@ -346,7 +367,7 @@ class Passes:
         current.roots.clear()
 
 
-# Why nothing was seen of what did happen.
+# The reason why a line has seen nothing of a run.
 ELSEWHERE = (
     "in another thread or async task, and a line sees the one that made it; do it in this one, or"
     " attach with every_thread=True"

@@ -1,6 +1,6 @@
-"""The arguments of a module's call as one value.
+"""Bind the arguments of a module's call to one value.
 
-That value is the tensor itself if the module got nothing else, otherwise a dict by parameter name.
+The value is the tensor itself if the module gets nothing else, otherwise a dict by parameter name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Positional(NamedTuple):
 
     Args:
         names: the parameters that take one argument each.
-        rest: the parameter that takes all others, `*rest`; None if the forward has none.
+        rest: the parameter that takes all further arguments, `*rest`; None without one.
     """
 
     names: list[str]
@@ -30,17 +30,17 @@ class _Positional(NamedTuple):
 
 @final
 class Arguments:
-    """Bind the arguments of one module's calls by name, and take bound ones apart again."""
+    """Binds the arguments of one module's calls by name, and unbinds them again."""
 
     __slots__ = ("_forward", "_positional")
 
     def __init__(self) -> None:
-        # Weakly: a forward that was put on a module may hold that module.
+        # A weak reference, because a forward in a module's `__dict__` may hold that module.
         self._forward: Callable[[], Any] = _nothing
         self._positional = _Positional([], None)
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Bind a call's arguments to one value. A lone tensor needs no names: the hot path."""
+        """Bind a call's arguments to one value; on the hot path, a lone tensor needs no names."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return args[0]
         if not args and len(kwargs) == 1:
@@ -62,7 +62,7 @@ class Arguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a changed value as (args, kwargs), in the form in which the `old` one came."""
+        """Convert a changed value to (args, kwargs), in the form of the `old` value."""
         if isinstance(old, Tensor):
             return ((new,), kwargs) if args else ((), dict.fromkeys(kwargs, new))
         names, rest = self._parameters_of(module)
@@ -74,23 +74,23 @@ class Arguments:
         return tuple(positional), {name: new[keywords[name]] for name in kwargs}
 
     def _parameters_of(self, module: nn.Module) -> _Positional:
-        """The positional parameters of the forward that runs, which may be another one by now."""
+        """Return the positional parameters of the module's present forward."""
         if is_dynamo_compiling():
             names, rest = _traced_names(module).split(";")
             return _Positional(names.split(",") if names else [], rest or None)
         forward = module.forward
-        function = getattr(forward, "__func__", forward)  # a method is a new object at each look-up
+        function = getattr(forward, "__func__", forward)  # each look-up makes a new method object
         if self._forward() is not function:
             self._positional = _positional(forward)
             try:
                 self._forward = weakref.ref(function)
-            except TypeError:  # it allows no weak reference: its signature is read each time
+            except TypeError:  # without weak references, the signature is read in each call
                 self._forward = _nothing
         return self._positional
 
 
 def _nothing() -> object:
-    """Stand for the forward of which nothing is known."""
+    """Stand for an unknown forward."""
     return _nothing
 
 
@@ -112,31 +112,33 @@ def _positional(forward: Any) -> _Positional:
 def _traced_names(module: nn.Module) -> str:
     """Join the names of a forward's positional parameters in one text, which a graph can hold.
 
-    Compiled code is guarded on the code of the forward, by which it calls that. Were it to read the
-    signature itself, it would be guarded on the function, of which each line has another one.
+    Compiled code is guarded on the code of the forward, through which it calls the forward. If
+    compiled code read the signature itself, it would be guarded on the function, and each line has
+    another function.
     """
     names, rest = _positional(module.forward)
     return f"{','.join(names)};{rest or ''}"
 
 
 def _bind(args: tuple[Any, ...], parameters: _Positional) -> dict[str, Any]:
-    """Bind positional arguments by name. Those that no parameter takes are numbered: `arg2`."""
+    """Bind positional arguments by name; arguments without a parameter are numbered: `arg2`."""
     names, rest = parameters
     bound = dict(zip(names, args, strict=False))
     if len(args) > len(names):
         if rest is not None:
             bound[rest] = args[len(names) :]
         else:
-            # A decorated forward may take more than its signature says, which may have an `arg2`.
+            # A decorated forward may take more arguments than its signature says, and the signature
+            # may have an `arg2`.
             for k in range(len(names), len(args)):
                 bound[_distinct(f"arg{k}", "*", bound)] = args[k]
     return bound
 
 
 def _keyword_names(kwargs: dict[str, Any], bound: dict[str, Any]) -> dict[str, str]:
-    """Name each keyword argument.
+    """Return a name for each keyword argument.
 
-    `f(x, /, *rest, **kw)` may be called with `x=` and `rest=`: these are `**x` and `**rest`.
+    `f(x, /, *rest, **kw)` may be called with `x=` and `rest=`. These are named `**x` and `**rest`.
     """
     taken = {*bound, *kwargs}
     names = {}

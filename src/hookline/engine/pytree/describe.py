@@ -1,4 +1,4 @@
-"""A value in words: its shape, its structure, how it differs from another."""
+"""Describe a value in words: its shape, its structure, its difference from another value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, tensors
 
 
 def leaf_text(leaf: Leaf) -> str:
-    """A leaf as it is written behind a site: `[0].last_hidden_state`."""
+    """Write a leaf as it follows a site: `[0].last_hidden_state`."""
     return "".join(f"[{key}]" if isinstance(key, int) else _name_text(key) for key in leaf)
 
 
@@ -22,7 +22,11 @@ def _name_text(key: str) -> str:
 
 
 def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
-    """Describe how `new` differs from `old` in structure, shape, dtype, device, layout, or None."""
+    """Describe how `new` differs from `old` in structure, shape, dtype, device or layout.
+
+    Returns:
+        The description; None if they do not differ.
+    """
     at = f" at {leaf_text(leaf)}" if leaf else ""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         return _tensor_difference(old, new, at)
@@ -38,13 +42,13 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         return _container_difference(old, new, at)
     if isinstance(old, deque) and old.maxlen != new.maxlen:
         return f"expected deque(maxlen={old.maxlen}){at}, got deque(maxlen={new.maxlen})"
-    if isinstance(old, _SETS):  # without an order: those that are alike are compared
+    if isinstance(old, _SETS):  # sets have no order, so sorted parts are compared
         parts, parts_new = _sorted(parts), _sorted(parts_new)
     return _difference_of_parts(parts, parts_new, leaf, at)
 
 
 def _difference_of_parts(parts: Any, parts_new: Any, leaf: Leaf, at: str) -> str | None:
-    """Tell how the first parts that differ do so."""
+    """Describe the first difference between parts."""
     for (key, part), (key_new, part_new) in zip(parts, parts_new, strict=True):
         if key != key_new:
             return f"expected the key {key!r}{at}, got {key_new!r}"
@@ -90,25 +94,25 @@ def _sorted(parts: list[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
 
 
 def shape_or_structure(value: Any) -> str:
-    """A value's structure for a table, where a lone tensor is its shape: `[2, 3]`."""
+    """Write a value's structure for a table; a lone tensor's structure is its shape: `[2, 3]`."""
     return shape(value) if isinstance(value, Tensor) else in_words(value)
 
 
 def shape(tensor: Tensor) -> str:
-    """A tensor's shape as text: `[2, 3]`; a nested tensor of torch's older kind has none."""
-    try:  # of sizes that vary, dynamo makes no `str`
+    """Write a tensor's shape: `[2, 3]`; a strided nested tensor has no shape."""
+    try:  # an f-string, because dynamo cannot call `str` on a dynamic size
         return f"[{', '.join([f'{size}' for size in tensor.shape])}]"
     except RuntimeError:
         return "[nested]"
 
 
 def n_bytes(value: Any) -> int:
-    """The memory of a value's tensors; 0 for those that do not tell (sparse, nested)."""
+    """Sum the bytes of a value's tensors; sparse and nested tensors count as 0."""
     return sum(_n_bytes(tensor) for _, tensor in tensors(value))
 
 
 def _n_bytes(tensor: Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that stands for others, as in torchao
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass, as in torchao
         names, _ = tensor.__tensor_flatten__()
         return sum(_n_bytes(getattr(tensor, name)) for name in names)
     try:
@@ -118,17 +122,17 @@ def _n_bytes(tensor: Tensor) -> int:
 
 
 def in_full(tensor: Tensor) -> str:
-    """A tensor's shape, dtype and device: `Tensor[2, 3] float32 on cpu`."""
+    """Write a tensor's shape, dtype and device: `Tensor[2, 3] float32 on cpu`."""
     return f"{in_words(tensor)} {kind(tensor)}"
 
 
 def kind(tensor: Tensor) -> str:
-    """A tensor's dtype and device: `float32 on cpu`."""
+    """Write a tensor's dtype and device: `float32 on cpu`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 def in_words(value: Any, limit: int = 6, depth: int = 4) -> str:
-    """A value's structure on one line: `tuple(Tensor[1, 4, 8], None)`."""
+    """Write a value's structure on one line: `tuple(Tensor[1, 4, 8], None)`."""
     if isinstance(value, Tensor):
         return f"Tensor{shape(value)}"
     if value is None or isinstance(value, bool | int | float):

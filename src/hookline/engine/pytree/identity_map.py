@@ -1,7 +1,8 @@
-"""A map that compares keys by what they are (`is`), not by what they equal.
+"""A map that compares keys by identity (`is`), not by equality.
 
-By their ids. In code that is being compiled a tensor's id would be guarded, so tensors are searched
-for there; torch before 2.13 has few ids of others, so each container is taken for another one.
+The map uses the ids of its keys. In code being compiled, a tensor's id would be guarded, so tensors
+are searched for instead. Dynamo before torch 2.13 has few ids of other objects, so each container
+counts as a new key there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ V = TypeVar("V")
 
 
 class IdentityMap(Generic[V]):
-    """A mapping from things. They are held as well: a freed one's id would be given to another.
+    """A mapping by identity. It holds its keys, because the id of a freed key would be reused.
 
     >>> a, b = [1], [1]
     >>> seen = IdentityMap()
@@ -41,13 +42,14 @@ class IdentityMap(Generic[V]):
         return self._entries[key][1] if key in self._entries else None
 
     def things(self) -> list[Any]:
-        """All that were kept, in order."""
+        """Return all keys, in order."""
         return [thing for thing, _ in self._entries.values()]
 
     def _key(self, thing: Any) -> int:
         if not is_dynamo_compiling():
             return id(thing)
-        if isinstance(thing, Tensor):  # its id would be guarded: of each batch another one
+        # The tensor's id would be guarded, and each batch has another id.
+        if isinstance(thing, Tensor):
             for key, (other, _) in self._entries.items():
                 if isinstance(other, Tensor) and other is thing:
                     return key

@@ -1,4 +1,4 @@
-"""One leaf of a nested value: get it, or put another in its place."""
+"""Get one leaf of a nested value, or replace it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hookline.errors import SiteError
 
 
 def get(value: Any, leaf: Leaf, where: str) -> Any:
-    """The part of a value at a leaf; `where` names the site in the error.
+    """Return the part of a value at a leaf; `where` names the site in the error.
 
     Raises:
-        SiteError: there is no such part; the message shows what there is.
+        SiteError: the value has no such part; the message shows its parts.
     """
     part = value
     for depth, key in enumerate(leaf):
@@ -32,7 +32,7 @@ def get(value: Any, leaf: Leaf, where: str) -> Any:
 
 
 def put(value: Any, leaf: Leaf, new: Any) -> Any:
-    """A copy of the value in which the part at this (existing) leaf is `new`."""
+    """Return a copy of the value in which the part at this (existing) leaf is `new`."""
     if not leaf:
         return new
     parts = items(value)
@@ -45,7 +45,7 @@ def put(value: Any, leaf: Leaf, new: Any) -> Any:
 
 
 def _find(parts: list[tuple[Key, Any]], key: Key) -> int | None:
-    """The position of a key: by itself, or, for a number, by order (as `ModelOutput` allows)."""
+    """Return the index of a key: by itself, or a number by order (as `ModelOutput` allows)."""
     for position, (name, _) in enumerate(parts):
         if name == key and type(name) is type(key):
             return position

@@ -1,7 +1,6 @@
 """Tensors in objects that do not show their parts: iterators, partial functions, keys of a dict.
 
-Nobody can put another tensor into such an object. What it holds can be found, by asking the garbage
-collector.
+A tensor in such an object cannot be replaced. The garbage collector can find it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from torch import Tensor
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.identity_map import IdentityMap
 
-_MOST = 1000  # objects looked at in one that does not show its parts
+_MOST = 1000  # the most objects searched inside one such object
 
 
 def every(value: Any) -> list[Tensor]:
-    """Every tensor in a value, also in objects that do not show their parts."""
+    """Return every tensor in a value, also in objects that do not show their parts."""
     if isinstance(value, Tensor):
         return [value]
     found = []
@@ -32,9 +31,9 @@ def every(value: Any) -> list[Tensor]:
 
 
 def holder(value: Any) -> Any:
-    """The first object in a value that holds a tensor without showing it; None if there is none.
+    """Return the first object in a value that holds a tensor without showing it; None without one.
 
-    A copy of the value still holds that very tensor.
+    A copy of the value still holds that tensor itself.
     """
     if isinstance(value, Tensor):
         return None

@@ -1,4 +1,4 @@
-"""The structure of a value, with numbered slots in the place of its tensors."""
+"""Outlines: the structure of a value, with numbered slots in place of its tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hookline.engine.pytree.identity_map import IdentityMap
 
 
 class Slot(int):
-    """Stands in an outline for a tensor: its number."""
+    """A tensor's number, which stands for the tensor in an outline."""
 
 
 def outline(value: Any, number: Callable[[Tensor], int | None]) -> Any:
-    """The value's structure without its values: a `Slot` for a numbered tensor, else None.
+    """Return a value's structure, with a `Slot` for each numbered tensor and None for other values.
 
-    What was numbered can be put back by `fill`. A value that cannot be rebuilt becomes None, and
-    so does the place in which a value holds itself.
+    `fill` puts numbered values back. A value that cannot be rebuilt becomes None. So does a place
+    in which a value contains itself.
     """
     return _outline(value, number, IdentityMap())
 
@@ -38,14 +38,14 @@ def _outline(value: Any, number: Callable[[Tensor], int | None], seen: IdentityM
     seen[value] = None
     try:
         form = tree.rebuild(value, [_outline(part, number, seen) for _, part in parts])
-    except Exception:  # an object that does not let itself be copied
+    except Exception:  # an object that cannot be copied
         form = None
     seen[value] = form
     return form
 
 
 def fill(form: Any, values: Mapping[int, Any]) -> Any:
-    """An outline with its slots filled; those without a value become None."""
+    """Fill the slots of an outline; slots without a value become None."""
     if isinstance(form, Slot):
         return values.get(form)
     parts = tree.items(form)

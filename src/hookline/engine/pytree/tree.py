@@ -1,12 +1,12 @@
-"""Tensors inside nested values.
+"""Walk, rebuild and copy nested values that contain tensors.
 
 A value is a tensor, or a tuple, list, dict, set, named tuple, dataclass, `ModelOutput` or other
 object that holds values, to any depth. A leaf is addressed by the keys that lead to it: `(0,
-"keys")` for `value[0].keys`. torch's own pytrees are not used, because they take caches and
-unregistered dataclasses for leaves.
+"keys")` for `value[0].keys`. torch's own pytrees are not used, because they treat caches and
+unregistered dataclasses as leaves.
 
-Some objects do not let their parts be replaced: iterators, partial functions, classes that say
-themselves how they are copied. `opaque` finds the tensors in them.
+Some objects do not let their parts be replaced: iterators, partial functions, and classes with
+their own copying protocol. `opaque` finds the tensors in them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ATOMS = (
 )
 # fmt: on
 _SETS = (set, frozenset)
-_OTHERS: Any = (*_SETS, UserList, MappingView)  # a view of a dict shows it, and has no copy
+_OTHERS: Any = (*_SETS, UserList, MappingView)  # a dict view shows its dict and cannot be copied
 PLAIN_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _COPYING = ("__reduce__", "__reduce_ex__")
-_DEEPEST = 150  # levels of nesting; Python's own limit is near, and nobody means it
+_DEEPEST = 150  # levels of nesting, near Python's own limit; deeper values are not intended
 
 
 def items(value: Any) -> list[tuple[Key, Any]] | None:
-    """The parts of a value, as (key, part) in order; None if it has none (a tensor, a number)."""
+    """Return the parts of a value as (key, part), in order; None for a tensor or a number."""
     if isinstance(value, (Tensor, *ATOMS)):
         return None
     if isinstance(value, Mapping):
@@ -64,10 +64,10 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Tell whether objects of a class are no more than their attributes, to be walked and copied.
+    """Tell whether objects of a class consist of their attributes, and so can be walked and copied.
 
-    Not those of the standard library (a logger would drag its whole tree along), nor those that
-    say themselves how they are copied.
+    Classes of the standard library do not count (a logger would drag its whole tree along), nor do
+    classes with their own copying protocol.
     """
     if kind is types.SimpleNamespace:
         return True
@@ -89,13 +89,14 @@ def _attributes(value: Any) -> list[tuple[Key, Any]] | None:
 
 
 def rebuild(value: Any, parts: list[Any]) -> Any:
-    """A new value of the same type whose parts, in the order of `items`, are these."""
+    """Make a value of the same type with these parts, in the order of `items`."""
     if isinstance(value, tuple):
         if not hasattr(value, "_make"):
             return tuple(parts) if type(value) is tuple else type(value)(parts)
         if OLD_DYNAMO and is_dynamo_compiling():
             return type(value)(*parts)
-        return tuple.__new__(type(value), parts)  # not by its own, which may want anything
+        # Not by its own __new__, which may have any signature.
+        return tuple.__new__(type(value), parts)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return dict(zip((key for key, _ in items(value) or ()), parts, strict=True))
     if isinstance(value, frozenset):
@@ -106,17 +107,18 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
 
 
 def _shell(value: Any) -> Any:
-    """A shallow copy, to be filled.
+    """Make a shallow copy, to be filled.
 
     Raises:
-        TypeError: the copy is the value itself; to fill it would change what was seen.
+        TypeError: the copy is the value itself, so filling it would change the recorded value.
     """
     if type(value) is list or isinstance(value, MappingView):
         return [part for _, part in items(value) or ()]
     if type(value) is dict:
         return {**value}
     if is_dynamo_compiling() and dataclasses.is_dataclass(value):
-        return object.__new__(type(value))  # no graph can hold copy.copy; all fields are filled
+        # A graph cannot hold copy.copy; all fields are filled later.
+        return object.__new__(type(value))
     new = copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
@@ -133,7 +135,7 @@ def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
         new.clear()
         new.update(parts)
     elif isinstance(new, UserList):
-        new.data = [*parts]  # a copy made by a class of its own may share the list
+        new.data = [*parts]  # a class's own copy may share the list
     elif isinstance(new, MutableMapping):
         for key, part in zip(keys, parts, strict=True):
             new[key] = part
@@ -144,9 +146,10 @@ def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """The value with every tensor changed; containers and plain objects are copied.
+    """Return a value with every tensor changed; containers and plain objects are copied.
 
-    Copied, because a cache goes on growing after it was recorded, even one that was still empty.
+    They are copied because a cache goes on growing after it was recorded, even a cache that was
+    empty.
     """
     return _map(change, value, IdentityMap(), 0)
 
@@ -159,17 +162,18 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], de
     parts = items(value)
     if parts is None:
         return value.copy() if isinstance(value, (np.ndarray, bytearray)) else value
-    if value in seen:  # shared, or an object that holds itself
+    if value in seen:  # shared, or an object that contains itself
         return seen.get(value)
     if depth > _DEEPEST:
-        warn(f"a value is nested deeper than {_DEEPEST} levels; what is below is kept as it is.")
+        warn(f"a value is nested deeper than {_DEEPEST} levels; deeper parts are kept as they are.")
         return value
     if isinstance(value, (tuple, frozenset)):
         mapped = [_map(change, part, seen, depth + 1) for _, part in parts]
         new = seen[value] = rebuild(value, mapped)
         return new
     if is_dynamo_compiling() and isinstance(value, dict) and dataclasses.is_dataclass(value):
-        # transformers' ModelOutput: no graph can hold one that is made and then filled.
+        # transformers' ModelOutput: a graph cannot hold an instance that is made first and then
+        # filled.
         fields = {str(key): _map(change, part, seen, depth + 1) for key, part in parts}
         new = seen[value] = type(value)(**fields)
         return new
@@ -179,11 +183,11 @@ def _map(change: Callable[[Tensor], Any], value: Any, seen: IdentityMap[Any], de
 def _map_filled(
     change: Callable[[Tensor], Any], value: Any, parts: Any, seen: IdentityMap[Any], depth: int
 ) -> Any:
-    """Map a value whose copy is made first and filled then."""
+    """Map a value whose copy is made first and then filled."""
     try:
         is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
         shell = dict(parts) if is_fixed else _shell(value)
-        # The copy is known before its parts are, so that a value that holds itself comes out so.
+        # The copy exists before its parts, so that a value that contains itself is copied as such.
         seen[value] = shell
         _fill(
             shell,
@@ -195,16 +199,16 @@ def _map_filled(
         if any(isinstance(part, Tensor) for _, part in parts):
             warn(
                 f"a {type(value).__name__} cannot be copied ({error}): it is recorded as it is, and"
-                " what changes it later changes the record."
+                " later changes of it change the record."
             )
         return value
     return shell
 
 
 def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
-    """Every tensor in a value, with the keys that lead to it; what is shared is walked once.
+    """Yield every tensor in a value, with the keys that lead to it; shared parts are walked once.
 
-    Those in objects that do not show their parts are left out.
+    Tensors in objects that do not show their parts are left out.
     """
     for leaf, part in walk(value):
         if isinstance(part, Tensor):
@@ -212,13 +216,16 @@ def tensors(value: Any) -> Iterator[tuple[Leaf, Tensor]]:
 
 
 def distinct(value: Any) -> list[Tensor]:
-    """List the tensors in a value, each once. Not for code that is being compiled."""
+    """Return the tensors in a value, each once. Not for code being compiled."""
     return list({id(tensor): tensor for _, tensor in tensors(value)}.values())
 
 
 def walk(value: Any) -> Iterator[tuple[Leaf, Any]]:
-    """Every tensor in a value, every object without parts, and mappings of which a key may hold
-    tensors: with the keys that lead there."""
+    """Yield the tensors in a value and the objects in which further tensors may hide.
+
+    The latter are objects without parts, and mappings whose keys may hold tensors. Each comes with
+    the keys that lead to it.
+    """
     stack: list[tuple[Leaf, Any]] = [((), value)]
     seen: IdentityMap[None] = IdentityMap()
     while stack:
@@ -241,10 +248,10 @@ def _is_plainly_keyed(mapping: Mapping[Any, Any]) -> bool:
 
 
 def replace_tensors(value: Any, new: IdentityMap[Tensor], *, fixed_only: bool) -> Any:
-    """The value with these tensors replaced; what holds none of them is left alone.
+    """Return the value with these tensors replaced; parts that hold none of them are kept.
 
-    With `fixed_only`, only tuples are looked into: a list, a dict or an object may be written to
-    later by whoever else holds it, so a copy could not take its place.
+    With `fixed_only`, only tuples are searched. Another holder may later write to a list, a dict or
+    an object, so a copy could not take its place.
     """
     if isinstance(value, Tensor):
         found = new.get(value)

@@ -1,1 +1,1 @@
-"""Reports: the sites that fired, and why others did not."""
+"""Reports: the sites that fired, and the reasons why others did not."""

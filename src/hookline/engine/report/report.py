@@ -12,8 +12,8 @@ from hookline.engine.report.why_silent import BYPASSED, NOT_RUN, OTHER_CONTEXT
 from hookline.engine.selection.site import Site
 
 _NOTHING_RAN = (
-    "the model did not run while it lasted (what other processes run, such as the workers of a"
-    " DataLoader, it does not see)"
+    "the model did not run while it lasted (it does not see other processes, such as the workers of"
+    " a DataLoader)"
 )
 _ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 
@@ -26,15 +26,15 @@ class Report:
     Args:
         name: the verb that made the line.
         model_type: the class of the model.
-        passes: how many passes the line saw.
+        passes: the number of passes that the line saw.
         other_contexts: how often the model ran in another thread or async task, unseen.
         ended: whether the line has ended.
         fired: each site with the number of times that it fired.
-        why: for sites that never fired, the reason.
-        excused: the sites of which that is no mistake: what flows there needs no gradient.
-        outside_root: how many of the passes are of modules run outside a run of the model.
-        notes: what else a person should know.
-        removed: the places in `fired` of what a handle took off before the line ended.
+        why: the reason for each site that never fired.
+        excused: silent sites that are not a fault: the value there requires no gradient.
+        outside_root: the number of passes of modules that ran outside a run of the model.
+        notes: further notes for the user.
+        removed: the indices in `fired` of taps that a handle removed before the line ended.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def silent(self) -> tuple[Site, ...]:
-        """The sites that never fired, without those that a handle took off."""
+        """Return the sites that never fired, without those that a handle removed."""
         removed = frozenset(self.removed)
         return tuple(
             site
@@ -60,8 +60,8 @@ class Report:
         )
 
     def warning(self) -> str | None:
-        """Return the warning for the end of the line; None if all went as asked."""
-        if not self.why:  # all have fired, as mostly
+        """Return the warning for the end of the line; None if every site that was due has fired."""
+        if not self.why:  # the common case: all sites have fired
             return None
         silent = [site for site in self.silent if site not in self.excused]
         if not silent:
@@ -111,7 +111,7 @@ class Report:
             head += f"; {len(self.removed)} removed"
         if self.other_contexts:
             head += f"; {plural(self.other_contexts, 'run')} in other threads or tasks not seen"
-        # Silent sites first: they are what one looks for.
+        # Silent sites come first, because readers look for them.
         remarked = zip(self.fired, self.remarks(), strict=True)
         ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
         rows = [
@@ -124,11 +124,11 @@ class Report:
 
     @property
     def n_fired(self) -> int:
-        """The number of sites that fired."""
+        """Return the number of sites that fired."""
         return sum(count > 0 for _, count in self.fired)
 
     def remarks(self) -> list[str]:
-        """List a remark for each site: that it was removed, or why it never fired."""
+        """Return a remark for each site: that it was removed, or why it never fired."""
         removed = frozenset(self.removed)
         return [
             "removed" if place in removed else "" if count else self.why.get(site, "")

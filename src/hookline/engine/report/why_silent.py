@@ -1,7 +1,8 @@
 """Explain why a site was silent, as far as hooks can tell.
 
-Each cause has a function of its own, which gives None where it is not the cause. The first that
-answers is told. hl.doctor asks some of them, too, beside those that take a run of the model.
+Each cause has its own function, which returns None if the cause does not apply. The first cause
+that applies is reported. hl.doctor uses some of these functions, too, beside causes that need a run
+of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hookline.engine.torch_private.modules import (
 
 
 class Why(NamedTuple):
-    """A reason, and what to do about it."""
+    """A reason, and its remedy."""
 
     why: str
     remedy: str = ""
@@ -34,11 +35,11 @@ class Why(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """A tap that has not fired, and what is known of its line.
+    """A tap that has not fired, with its line's state.
 
     Attributes:
         tap: the tap.
-        node: the module or parameter that it is on.
+        node: the module or parameter that the tap is on.
         passes: the passes of the line.
         root: the model of the line.
     """
@@ -57,7 +58,7 @@ OTHER_CONTEXT = Why(
 )
 BYPASSED = Why("not reached in this forward, or its .forward was called directly")
 RAISED = Why("the forward raised before this had finished")
-UNKNOWN = Why("what it waits for did not happen")
+UNKNOWN = Why("the event that it waits for did not happen")
 _NOT_ITSELF = Why(
     "the model itself was not called, only modules inside it (by hand, by generate() of an inner"
     " model, by a copy that torch.fx traced)",
@@ -77,7 +78,7 @@ def explain(silent: Silent) -> str:
 
 
 def never_called(node: ModuleNode) -> Why | None:
-    """Say why no hook on a module is ever called, whatever the model is given."""
+    """Say why no hook on a module is ever called, whatever its inputs; None if hooks are called."""
     if is_scripted(node.module):
         return Why(
             "a ScriptModule: torch takes hooks on it and never calls them",
@@ -87,17 +88,22 @@ def never_called(node: ModuleNode) -> Why | None:
     if isinstance(parent, nn.MultiheadAttention) and node.path.endswith("out_proj"):
         return Why(
             "MultiheadAttention uses out_proj's weights without calling it",
-            "select its parent, the attention itself: what out_proj computes is its output[0]",
+            "select its parent, the attention itself: its output[0] is the output of out_proj",
         )
     return None
 
 
 def own_call(node: ModuleNode, what: str) -> Why:
-    """Say what the module's own `__call__` does in place of calling hooks."""
+    """Say that a module's own `__call__` does not call its hooks.
+
+    Args:
+        node: the module.
+        what: continues the sentence: what that `__call__` does instead.
+    """
     kind = node.type_name
     return Why(
         f"{kind} has a __call__ of its own{what}",
-        f"have {kind}.__call__ end in super().__call__(...), or select what it calls",
+        f"have {kind}.__call__ end in super().__call__(...), or select the modules that it calls",
     )
 
 
@@ -153,7 +159,7 @@ _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
 
 
 def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
-    """Tell whether the model holds another parameter by now where this one was."""
+    """Tell whether the model now holds another parameter in the place of this one."""
     *holders, name = node.path.split(".")
     module: nn.Module | None = unwrap(root)
     for holder in holders:
@@ -161,8 +167,8 @@ def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
         module = None if module is None else unwrap(module)
     if module is None:
         return False
-    held = dict(parameters(module).items()).get(name)  # a ScriptModule's have no get
-    # FSDP2 itself shows another one between forward and backward.
+    held = dict(parameters(module).items()).get(name)  # a ScriptModule's parameters have no `get`
+    # FSDP2 itself shows another parameter between forward and backward.
     return held is not None and held is not node.tensor and not node.is_sharded
 
 

@@ -1,1 +1,1 @@
-"""Sites, globs, selectors, the module tree, and what to say when nothing matches."""
+"""Sites, globs, selectors, the module tree, and messages for selectors that match nothing."""

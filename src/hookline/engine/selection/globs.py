@@ -1,4 +1,4 @@
-"""Globs on paths."""
+"""Translate globs on paths to regexes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from hookline.errors import SelectionError
 
-# One of several characters, `[0-9]`; `[[]` and `[]]` are the brackets themselves. No colons, dots,
-# commas and blanks: these are meant for a slice.
+# One of several characters, `[0-9]`; `[[]` and `[]]` are the brackets themselves. Colons, dots,
+# commas and blanks are not allowed, because they suggest a slice.
 CLASS = r"""\[!?[\[\]]?[^\s\[\]'":.,]*\]"""
 _GLOB = re.compile(rf"\*\*\.|\.\*\*|\*\*|\*|\?|{CLASS}|\{{[^{{}}]*\}}|[{{}}]|[^*?{{}}.\[]+|\.|\[")
 
@@ -15,12 +15,13 @@ _GLOB = re.compile(rf"\*\*\.|\.\*\*|\*\*|\*|\?|{CLASS}|\{{[^{{}}]*\}}|[{{}}]|[^*
 def glob(pattern: str) -> re.Pattern[str]:
     """Translate a path glob to a regex.
 
-    `*` is any text within a segment, `?` one character, `[0-9]` one of several, `[!0]` any other;
-    `**` goes across segments; `{a,b}` is either. `a.**` is everything below `a`; `**.b` is every
-    `b` at any depth; `**` alone is every path.
+    - `*` matches any text within a segment, and `?` one character.
+    - `[0-9]` matches one of several characters, and `[!0]` any other character.
+    - `**` matches across segments; `{a,b}` matches either.
+    - `a.**` is everything below `a`; `**.b` is every `b` at any depth; `**` alone is every path.
 
     Raises:
-        SelectionError: a brace is not closed, or a range of characters is upside down.
+        SelectionError: a brace is not closed, or a range of characters does not run upwards.
     """
     out = []
     position = 0
@@ -53,7 +54,7 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 
 def _one_of(token: str, pattern: str) -> str:
-    """Translate `[0-9]` or `[!0-9]`; a segment's end is never meant."""
+    """Translate `[0-9]` or `[!0-9]`, which never match a dot."""
     is_other = token[1] == "!" and len(token) > 3
     characters = re.sub(r"[\\^\[\]&~|]", r"\\\g<0>", token[1 + is_other : -1])
     regex = f"(?!\\.)[{'^' * is_other}{characters}]"

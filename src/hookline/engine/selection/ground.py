@@ -1,4 +1,4 @@
-"""The kinds of ground for a line: a model, tensors by name, every module, or nothing."""
+"""The things that a line can be attached to: a model, tensors by name, every module, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookline.errors import AttachError
 
 @final
 class Everywhere:
-    """Stands for the modules of any model; `hl.EVERYWHERE` is the only one."""
+    """Stands for the modules of any model; `hl.EVERYWHERE` is the only instance."""
 
     def __repr__(self) -> str:
         return "hl.EVERYWHERE"
@@ -25,15 +25,15 @@ Ground = nn.Module | Mapping[str, Tensor]
 
 
 def layout_of(ground: Any, name: str) -> ModuleTree:
-    """Walk what a line is on.
+    """Return the module tree of the object that a line is attached to.
 
     Args:
-        ground: a model; tensors by name; `EVERYWHERE`, where nothing can be walked beforehand; for
+        ground: a model; tensors by name; `EVERYWHERE`, whose modules are not known beforehand; for
             `attach`, also None.
-        name: the verb's.
+        name: the name of the verb.
 
     Raises:
-        AttachError: it is none of these.
+        AttachError: `ground` is none of these.
     """
     if isinstance(ground, nn.Module):
         return layout(ground)

@@ -1,7 +1,7 @@
 """The modules and parameters of a model, each once, with all its paths.
 
-Linear in the number of paths; wrapper prefixes are left out, shared modules carry their aliases,
-and a module that holds itself does not hang the walk.
+The walk is linear in the number of paths. It leaves out wrapper prefixes, gives shared modules
+their aliases, and ends for a module that contains itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hookline.errors import AttachError
 
 @dataclass(slots=True, eq=False)
 class ModuleNode:
-    """One module of a model: its first path, its place in registration order, its other paths."""
+    """One module of a model: its first path, its index in registration order, its other paths."""
 
     path: str
     module: nn.Module
@@ -29,25 +29,25 @@ class ModuleNode:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All paths of the module, the first one first."""
+        """Return all paths of the module, the first path first."""
         return (self.path, *self.aliases)
 
     @property
     def type_name(self) -> str:
-        """The name of the module's class."""
+        """Return the name of the module's class."""
         return type(self.module).__name__
 
     @property
     def position(self) -> tuple[int, int]:
-        """Its place in registration order: by module, then within it."""
+        """Return the sort key in registration order: the module's index, then 0."""
         return self.index, 0
 
 
 @dataclass(slots=True, eq=False)
 class ParameterNode:
-    """One parameter of a model, or a tensor that was given by name: tied ones have aliases.
+    """One parameter of a model, or a tensor that was given by name; tied parameters have aliases.
 
-    Of a parameter that FSDP2 shards, `is_sharded`, the tensor is this rank's shard, at all times.
+    For a parameter that FSDP2 shards (`is_sharded`), the tensor is always this rank's shard.
     """
 
     path: str
@@ -59,13 +59,13 @@ class ParameterNode:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All paths of the tensor, the first one first."""
+        """Return all paths of the tensor, the first path first."""
         return (self.path, *self.aliases)
 
 
 @final
 class ModuleTree:
-    """The modules of a model, and its parameters when asked for: what a line selects from."""
+    """The modules of a model, and its parameters when asked for, from which a line selects."""
 
     __slots__ = ("_tensors", "compiled", "kinds", "name", "nodes")
 
@@ -80,26 +80,26 @@ class ModuleTree:
         self.name = name
         self.nodes = nodes
         self.kinds = kinds  # the types of the modules
-        self.compiled = compiled or []  # those that hold their compiled call
+        self.compiled = compiled or []  # the modules that hold their compiled call
         self._tensors = tensors
 
     @property
     def tensors(self) -> list[ParameterNode]:
-        """The parameters, in registration order."""
+        """Return the parameters, in registration order."""
         if self._tensors is None:
             self._tensors = _parameters(self.nodes)
         return self._tensors
 
 
 def layout(model: nn.Module) -> ModuleTree:
-    """The layout of a model: every module is looked at once."""
+    """Return the module tree of a model, looking at every module once."""
     met = _Met()
     nodes = walk(model, met)
     return ModuleTree(type(model).__name__, nodes, None, frozenset(met.kinds), met.compiled)
 
 
 def layout_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
-    """The layout of tensors that were given by name."""
+    """Return the module tree of tensors that were given by name."""
     nodes: dict[int, ParameterNode] = {}
     for number, (name, tensor) in enumerate(named.items()):
         if id(tensor) in nodes:
@@ -110,7 +110,7 @@ def layout_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
 
 
 def walk(model: nn.Module, met: _Met | None = None) -> list[ModuleNode]:
-    """List every module of a model, in registration order, the root first."""
+    """Return every module of a model, in registration order, the root first."""
     if not isinstance(model, nn.Module):
         raise AttachError(
             f"a model must be an nn.Module, got {type(model).__name__}.\nGive the model itself."
@@ -122,7 +122,7 @@ def walk(model: nn.Module, met: _Met | None = None) -> list[ModuleNode]:
 
 @final
 class _Met:
-    """The modules that a walk has met.
+    """The modules that a walk has visited.
 
     Attributes:
         bare: the types that are not wrappers.
@@ -163,7 +163,7 @@ def _visit(
         for name, child in inner.items():
             if child is None:
                 continue
-            # Most modules are leaves that are met once: a call of a function less for each.
+            # Most modules are unshared leaves; handling them here saves a function call for each.
             if type(child) in bare and id(child) not in nodes and is_leaf(child):
                 nodes[id(child)] = ModuleNode(prefix + name, child, len(nodes), (), node)
             else:

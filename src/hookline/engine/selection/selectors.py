@@ -1,8 +1,8 @@
-"""The sites that a selector matches in one model.
+"""Find the sites that a selector matches in one model.
 
 A selector is a glob on paths, a compiled regex, a module type, a module, a parameter, a predicate
 `(path, module) -> bool`, a selection, or a list of these; None is every module. For the port `grad`
-it selects parameters: by their own paths, or all those in the modules that it matches.
+it selects parameters: by their own paths, or all parameters of the modules that it matches.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _order(place: Place) -> tuple[int, int, int]:
 
 
 def _in_order(found: Iterable[Place]) -> list[Place]:
-    """Sort places by registration order, and drop those that are there twice."""
+    """Sort places by registration order, and drop duplicates."""
     places = list(found)
-    # Most selections are one port of modules in their order: seeing that costs a tenth of sorting.
+    # Most selections are one port of modules in order; checking this costs a tenth of sorting.
     port, last = places[0][0].port if places else "", -1
     for site, node in places:
         if site.port != port or not isinstance(node, ModuleNode) or node.index <= last:
@@ -59,7 +59,8 @@ class Selection:
     """The sites that a selector matches in one model, in registration order.
 
     Selections of one model combine: `|` (either), `&` (both), `-` (the first without the second).
-    The other side may be any selector. Iterate for the sites; pass it wherever a selector goes.
+    The other side may be any selector. Iterate over a selection for its sites, or use it as a
+    selector.
     """
 
     __slots__ = ("_layout", "_places", "_sites")
@@ -71,11 +72,11 @@ class Selection:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The sites, in registration order."""
+        """Return the sites, in registration order."""
         return self._sites
 
     def places(self) -> Sequence[Place]:
-        """Each site with the module or the parameter that it is at."""
+        """Return each site with its module or parameter."""
         return self._places
 
     def __iter__(self) -> Iterator[Site]:
@@ -124,7 +125,10 @@ class Selection:
 
 @final
 class _Cover:
-    """Which sites a selection covers: a whole value covers its leaves, every call each call."""
+    """The sites that a selection covers.
+
+    A whole value covers its leaves, and a site without a call covers each call.
+    """
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
@@ -156,21 +160,21 @@ def select(
             `(path, module) -> bool`, a selection, or a list of these. None is every module that
             can be called, the root included.
         ports: one or several of "input", "output", "grad_input", "grad_output" and "grad", for
-            selectors that name no port themselves. "grad" is of parameters: those that the
-            selector matches by their own path, and all those of the modules that it matches.
+            selectors that name no port themselves. "grad" selects parameters: those that the
+            selector matches by their own path, and all parameters of the modules that it matches.
 
     Raises:
         SelectionError: the selector is malformed, or it (or one of a list) matches nothing; the
-            message shows close matches and what is there.
+            message shows close matches and the model's first paths.
     """
     return select_in(layout(model), selector, check_ports(ports))
 
 
 def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
-    """The ports as a tuple.
+    """Return the ports as a tuple.
 
     Raises:
-        SelectionError: one of them is unknown, or there is none.
+        SelectionError: a port is unknown, or no port is given.
     """
     names = (ports,) if isinstance(ports, str) or not isinstance(ports, Iterable) else tuple(ports)
     for name in names:
@@ -188,29 +192,32 @@ def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def ports_for(model: object, ports: str | Sequence[str]) -> tuple[str, ...]:
-    """The ports that a verb was asked for; of tensors by name there is but one.
+    """Return the ports for a verb; tensors by name have the port `grad` only.
 
     Raises:
-        SelectionError: one of them is unknown, or there is none.
+        SelectionError: a port is unknown, or no port is given.
     """
     names = check_ports(ports)
     return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
 
 
 def select_in(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Selection:
-    """`select` in a layout. An event such as "state_dict" may stand for a port: it is of a module
-    itself, which need not have a forward for it."""
+    """Find the sites that a selector matches in a module tree.
+
+    An event such as "state_dict" may stand for a port. Such a site belongs to the module itself,
+    which then needs no forward.
+    """
     return Selection(layout, _match(layout, selector, ports))
 
 
 def parse_site(text: str, paths: Container[str] = ()) -> Site:
-    """One written site (not a glob) as a Site; `paths` are those that there are."""
+    """Parse the text of one site, which is not a glob; `paths` are the known paths."""
     parts = parse(text, paths)
     return Site(parts.path, parts.port or "output", parts.leaf, parts.call)
 
 
 def as_written(text: str) -> str:
-    """Write the root's sites in the one way of all output; other texts stay as they are.
+    """Write the root's sites in the form of all output; other texts stay as they are.
 
     >>> as_written(""), as_written(":input"), as_written("fc")
     ('(root)', '(root):input', 'fc')
@@ -244,7 +251,7 @@ def _match(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> It
 def _find(
     layout: ModuleTree, selector: Selector, ports: tuple[str, ...]
 ) -> tuple[list[Place], Asked]:
-    """Find the sites that one selector matches, which may be none, and what it asked for."""
+    """Find the sites that one selector matches, if any, and describe the selector for messages."""
     text = SiteText("", None, (), None)
     if isinstance(selector, Tensor):
         matched: list[ModuleNode] = []
@@ -257,7 +264,8 @@ def _find(
     found: list[Place] = []
     module_ports = [port for port in wanted if port != "grad"]
     if module_ports:
-        # What is not of a forward, such as a state dict, holders have, too.
+        # Events that need no forward, such as "state_dict", also occur in modules without a
+        # forward.
         nodes = matched if set(PORTS).isdisjoint(module_ports) else _callable(matched)
         leaf, call = text.leaf, text.call
         found += [
@@ -272,7 +280,7 @@ def _find(
 
 
 def _works(layout: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bool:
-    """Tell whether a selector matches anything. A selector with a syntax error matches nothing."""
+    """Tell whether a selector matches anything; a selector with a syntax error matches nothing."""
     try:
         return bool(_find(layout, selector, ports)[0])
     except SelectionError:
@@ -280,7 +288,7 @@ def _works(layout: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bo
 
 
 def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
-    """A selection that was made before, if it still fits."""
+    """Return the places of an earlier selection, if they still exist in this model."""
     if not len(selection):
         raise SelectionError("the selection is empty; print it, and its parts, before use.")
     theirs = selection._layout
@@ -306,7 +314,7 @@ def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
 
 
 def _callable(nodes: list[ModuleNode]) -> list[ModuleNode]:
-    """Leave out what can not be called, such as a `ModuleList`; each class is asked once."""
+    """Leave out modules that cannot be called, such as a `ModuleList`; check each class once."""
     holders = set(filter(is_holder, {type(node.module) for node in nodes}))
     if not holders:
         return nodes
@@ -322,14 +330,15 @@ def _gradient_site(node: ParameterNode, text: SiteText) -> Site:
     return _same_site(node.path, "grad", (), None, node.aliases, node.type_name)
 
 
-# A frozen dataclass takes 0.7 µs to make, and a loop that attaches in each step asks for the same.
+# A frozen dataclass takes 0.7 µs to make. A loop that attaches in each step makes the same sites
+# again.
 _same_site = functools.lru_cache(maxsize=1 << 14)(Site)
 
 
 def _match_tensors(
     layout: ModuleTree, selector: Selector, text: SiteText, matched: list[ModuleNode]
 ) -> list[ParameterNode]:
-    """The parameters that a selector matches, and those in the modules that it matched."""
+    """Return the parameters that a selector matches, and those in the modules that it matched."""
     above = {path for node in matched for path in node.paths}
     if isinstance(selector, Tensor):
         return [node for node in layout.tensors if node.tensor is selector]
@@ -358,7 +367,7 @@ def _is_below(path: str, above: set[str]) -> bool:
 
 
 def _match_text(layout: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
-    # A ModuleDict may hold names such as "a:b": what is a path as it stands is that path.
+    # A ModuleDict may hold names such as "a:b", so a text that is a path as it stands is that path.
     nodes = layout.nodes
     exact = [node for node in nodes if node.path == selector or selector in node.aliases]
     if exact:
@@ -367,12 +376,12 @@ def _match_text(layout: ModuleTree, selector: str) -> tuple[SiteText, list[Modul
     if selector.startswith(ROOT):
         paths = {path for node in nodes or layout.tensors for path in node.paths}
     text = parse(selector, paths)
-    if text.path not in ("", selector):  # else it was looked for above
+    if text.path not in ("", selector):  # else it was searched for above
         exact = [node for node in nodes if text.path in node.paths]
-        if exact:  # a name may hold signs of the grammar
+        if exact:  # a name may contain characters of the grammar
             return text, exact
     matches = glob(text.path).fullmatch
-    # `*` is one segment, and the root's path has none.
+    # `*` matches one segment, and the root's path has no segment.
     below = nodes if text.path in ("", "**") else nodes[1:]
     return text, [
         node
@@ -399,7 +408,7 @@ def _matcher(selector: Selector) -> Callable[[ModuleNode], bool]:
         return lambda node: (
             isinstance(node.module, selector)
             or issubclass(getattr(node.module, "cls_to_become", None) or type(None), selector)
-        )  # a lazy module is taken for what its first run makes of it
+        )  # a lazy module counts as the class that its first run turns it into
     if isinstance(selector, nn.Module):
         wanted = unwrap(selector)
         return lambda node: node.module is wanted
@@ -415,10 +424,10 @@ _KINDS = (
 
 
 def _predicate(function: Callable[..., Any]) -> Callable[[ModuleNode], bool]:
-    """Call a function as a selector.
+    """Turn a function into a matcher.
 
     Raises:
-        SelectionError: it does not take a path and a module.
+        SelectionError: the function does not take a path and a module.
     """
     name = getattr(function, "__name__", type(function).__name__)
     refusal = f"a function as a selector must take (path, module), got {name}.\n{_KINDS}"
@@ -426,7 +435,7 @@ def _predicate(function: Callable[..., Any]) -> Callable[[ModuleNode], bool]:
         inspect.signature(function).bind("", None)
     except TypeError:
         raise SelectionError(refusal) from None
-    except ValueError:  # it is written in C, and does not say what it takes
+    except ValueError:  # a function written in C has no signature
         pass
 
     def matches(node: ModuleNode) -> bool:
@@ -435,7 +444,8 @@ def _predicate(function: Callable[..., Any]) -> Callable[[ModuleNode], bool]:
         except Exception as error:
             frame = error.__traceback__
             if isinstance(error, TypeError) and frame is not None and frame.tb_next is None:
-                raise SelectionError(refusal) from error  # it refused the arguments themselves
+                # The function does not accept these arguments.
+                raise SelectionError(refusal) from error
             error.add_note(
                 f"hookline: raised by {name}, which as a selector is called with (path, module),"
                 f" here ({node.path!r}, {node.type_name}), and returns a bool."

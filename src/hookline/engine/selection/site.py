@@ -1,4 +1,4 @@
-"""A site: one place where a value flows, and how it is written.
+"""A site: one place where a value flows, and its notation.
 
 The grammar is `PATH[:PORT][LEAF][#CALL]`: `layer4.1.conv2`, `h.3:output[0]`,
 `block:output.last_hidden_state`, `block#2`. A path alone means the module's output.
@@ -17,15 +17,16 @@ from hookline.engine.pytree.tree import Key, Leaf
 from hookline.engine.selection.globs import CLASS
 from hookline.errors import SelectionError
 
-# What flows through a module, and back; `grad` is a parameter's, or a tensor's.
+# The values of a module, forward and backward; `grad` is the gradient of a parameter or a tensor.
 PORTS: Final = ("input", "output", "grad_input", "grad_output", "grad")
-# How the root is written: its path is the empty string, as in torch, which nobody can see.
+# The notation of the root, whose path is the empty string, as in torch. The empty string does not
+# print.
 ROOT: Final = "(root)"
-_NAMED_ROOT: Final = "[(]root)"  # a module of this very name, as a glob quotes it
+_NAMED_ROOT: Final = "[(]root)"  # a module that is named `(root)`, quoted as in a glob
 GRADIENT_PORTS: Final = frozenset(port for port in PORTS if port.startswith("grad"))
 
-# A number in brackets is a leaf: `h.3[0]`. Where it cannot be one, it is of the path: right behind
-# a dot, `h.[12]`, or before a port or another sign of globs, `layer[12]:input`, `layer[34].*`.
+# A number in brackets is a leaf: `h.3[0]`. Where it cannot be a leaf, it belongs to the path: after
+# a dot, `h.[12]`, or before a port or another glob character, `layer[12]:input`, `layer[34].*`.
 _IN_PATH = rf"(?!\[-?\d+\]){CLASS} | (?<=\.){CLASS} | {CLASS}(?=[^'\"]*[:*?])"
 _GRAMMAR = re.compile(
     rf"(?P<path> (?: [^:#\[\]] | {_IN_PATH} )* )"
@@ -53,12 +54,12 @@ class Site:
         '(root):input'
 
     Args:
-        path: the module's dotted path, or the parameter's; the root's is the empty string.
+        path: the dotted path of the module or parameter; the empty string for the root.
         port: "input", "output", "grad_input", "grad_output"; "grad" of a parameter or tensor.
         leaf: the keys that lead to one part of the value; () is the whole value.
         call: the k-th run of the module within a pass, from 0; None is every run.
-        aliases: the other paths of the same module, where it is shared.
-        module_type: the name of the module's class; of a parameter's module, `Linear.weight`.
+        aliases: the other paths of a shared module.
+        module_type: the name of the module's class; for a parameter, `Linear.weight`.
     """
 
     path: str
@@ -81,7 +82,7 @@ class Site:
 
 
 def path_text(path: str) -> str:
-    """Write a path so that it can be seen and read back.
+    """Write a path so that it prints and can be parsed again.
 
     >>> path_text("fc"), path_text("")
     ('fc', '(root)')
@@ -91,7 +92,7 @@ def path_text(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SiteText:
-    """A written site or glob, taken apart; `port` is None where none was written."""
+    """The parts of a site or glob as text; `port` is None if the text has no port."""
 
     path: str
     port: str | None
@@ -100,14 +101,14 @@ class SiteText:
 
 
 def parse(text: str, paths: Container[str] = ()) -> SiteText:
-    """Take a written site or glob apart.
+    """Parse the text of a site or glob.
 
         >>> parse("h.*:output[0]#2")
         SiteText(path='h.*', port='output', leaf=(0,), call=2)
 
     Args:
         text: the site or glob.
-        paths: the paths that there are: `(root)` is the root unless a module has this very name.
+        paths: the known paths; `(root)` is the root unless a module has this name.
 
     Raises:
         SelectionError: the text does not follow the grammar, or names an unknown port.
@@ -139,7 +140,7 @@ def parse(text: str, paths: Container[str] = ()) -> SiteText:
         if key["number"] is not None:
             leaf.append(int(key["number"]))
         else:
-            # Quoted keys are written by repr, so they are read as Python reads them.
+            # Quoted keys are written by repr, so they are parsed as Python literals.
             leaf.append(key["name"] or str(ast.literal_eval(key["text"])))
         position = key.end()
     path = {ROOT: ROOT if ROOT in paths else "", _NAMED_ROOT: ROOT}.get(match["path"])

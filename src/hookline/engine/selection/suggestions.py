@@ -1,4 +1,4 @@
-"""Explain a selector that matches nothing: close matches, and the sites that are there."""
+"""Explain a selector that matches nothing, with close matches and the model's paths."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Asked:
 
     Args:
         selector: the selector.
-        text: it, taken apart, where it is a text.
+        text: the parts of the selector, if it is a text.
         matched: the modules that it matches, none of which has one of the wanted ports.
         wanted: the ports.
-        works: tell whether another selector would match; what would not is never proposed.
+        works: tells whether another selector would match; only such selectors are proposed.
     """
 
     selector: Any
@@ -37,17 +37,17 @@ class Asked:
 
     @property
     def rest(self) -> str:
-        """Return what was written behind the path, as in `:grad`."""
+        """Return the text after the path, as in `:grad`."""
         written = self.selector if isinstance(self.selector, str) else ""
         return written[len(self.text.path) :] if written.startswith(self.text.path) else ""
 
     def working(self, *candidates: str) -> list[str]:
-        """Leave out the candidates that match nothing either."""
+        """Return the candidates that match something."""
         return [candidate for candidate in candidates if self.works(candidate)]
 
 
 def explain_no_match(layout: ModuleTree, asked: Asked) -> str:
-    """Word the message for a selector that matches nothing, or nothing with a wanted port."""
+    """Return the message for a selector that matches nothing, or nothing with a wanted port."""
     selector = asked.selector
     if asked.matched:
         return _without_port(asked)
@@ -73,7 +73,7 @@ def explain_no_match(layout: ModuleTree, asked: Asked) -> str:
 
 
 def _without_port(asked: Asked) -> str:
-    """Say why a module that is there has no value at a wanted port."""
+    """Say why a matched module has no value at a wanted port."""
     node, kind = asked.matched[0], asked.matched[0].type_name
     path = path_text(node.path)
     if asked.wanted == ("grad",):
@@ -89,7 +89,7 @@ def _without_port(asked: Asked) -> str:
     held = asked.working(*(f"{node.path}.{each}" if node.path else each for each in wanted))
     trained = asked.working(f"{path}:grad")
     if held:
-        advice = f"Select what it holds: {held[0]!r}."
+        advice = f"Select a module inside it: {held[0]!r}."
     elif trained:
         advice = f"Select the gradients of the parameters that it holds: {trained[0]!r}."
     else:
@@ -99,17 +99,17 @@ def _without_port(asked: Asked) -> str:
 
 
 def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
-    """List the first modules, parameters or tensors that there are."""
+    """List the model's first modules, parameters or tensors."""
     paths = [path for node in nodes for path in node.paths if path]
     if not nodes and what == "parameter":
-        return "Select what flows, as in ':grad_output': it has no parameters."
+        return "Select a module's gradient, as in ':grad_output': it has no parameters."
     if not nodes:
         return "Give tensors by name, as in hl.attach({'x': x}): it has none."
     if not paths:
         advice = "select it with ''" if asked.works("") else "give a model with a forward"
         return f"Its only module is the root, {nodes[0].type_name}: {advice}."
     first = ", ".join(paths[:8]) + (", …" if len(paths) > 8 else "")
-    n_named = sum(bool(node.path) for node in nodes)  # the root has no name to list
+    n_named = sum(bool(node.path) for node in nodes)  # the root has no name
     return f"Its {plural(n_named, what)} begin{'s' if n_named == 1 else ''}: {first}."
 
 
@@ -132,7 +132,7 @@ def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
 
 
 def _below(layout: ModuleTree, asked: Asked) -> str | None:
-    """Propose what may be meant by a name that follows the path of a module."""
+    """Propose a selector for a name that follows the path of a module."""
     above, _, last = asked.text.path.rpartition(".")
     deeper = asked.working(f"{above}.**.{last}{asked.rest}") if above else []
     if deeper:
@@ -142,14 +142,14 @@ def _below(layout: ModuleTree, asked: Asked) -> str | None:
 
 
 def _close(asked: Asked, paths: list[str]) -> str:
-    """Propose the paths that are closest to what was written."""
+    """Propose the paths that are closest to the given path."""
     near = difflib.get_close_matches(asked.text.path, paths, n=8, cutoff=0.5)
     close = asked.working(*(f"{path}{asked.rest}" for path in near))[:4]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
 def _part_of_output(layout: ModuleTree, asked: Asked) -> str | None:
-    """Read a path such as `block.logits` as a part of the output of `block`."""
+    """Propose a part of the output of `block` for a path such as `block.logits`."""
     above, dot, name = asked.text.path.rpartition(".")
     holder = "" if above == ROOT else above
     node = next((node for node in layout.nodes if holder in node.paths), None)
@@ -164,7 +164,7 @@ def _part_of_output(layout: ModuleTree, asked: Asked) -> str | None:
 
 
 def _computed(layout: ModuleTree, asked: str) -> str | None:
-    """Suggest the parameters from which a module computes the weight that was asked for."""
+    """Propose the parameters from which a module computes the requested weight."""
     above, _, name = asked.rpartition(".")
     node = next((node for node in layout.nodes if above in node.paths), None)
     if node is None or not name:
@@ -174,11 +174,11 @@ def _computed(layout: ModuleTree, asked: str) -> str | None:
         value = f"{prefix}parametrizations.{name}"
         own = [one.path for one in layout.tensors if one.path.startswith(f"{value}.")]
         return (
-            f" It is computed by a parametrization: select {value!r} for what it computes,"
-            f" {f'{value}:grad_output'!r} for the gradient of that, or its parameters:"
+            f" It is computed by a parametrization: select {value!r} for the computed value,"
+            f" {f'{value}:grad_output'!r} for its gradient, or the parameters:"
             f" {', '.join(map(repr, own))}."
         )
-    if isinstance(node.module.__dict__.get(name), Tensor):  # by a hook, as in pruning
+    if isinstance(node.module.__dict__.get(name), Tensor):  # computed by a hook, as in pruning
         own = [one.path for one in layout.tensors if one.path.startswith(f"{asked}_")]
         if own:
             return f" It is computed before each call, from {', '.join(map(repr, own))}."

@@ -1,1 +1,1 @@
-"""The objects that torch calls, and the order in which they stand on a module."""
+"""Taps: the objects whose methods torch calls as hooks, and their order on a module."""

@@ -1,8 +1,9 @@
 """A tap is the object whose bound method torch calls as a hook.
 
-A tap is all that is ever put on a module. It holds no module and no name that is read while firing;
-it pickles and deep-copies as an inert tap, which takes itself off the copy when first called, so
-that a copy of a hooked model never writes into the original's recording.
+hookline registers only taps as hooks on a module. A tap holds no module, and reads no
+name while it fires. A tap pickles and deep-copies as an inert tap. The inert tap removes itself
+from the copied module when torch first calls it. So a copy of a hooked model never writes into the
+original's recording.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from hookline.engine.torch_private.hooks import discard_hooks_of
 class Order(IntEnum):
     """The order of hooks on a module; foreign hooks count as HOOK.
 
-    Those that only ask for a value's gradient come after the ones that may still change the value;
-    in backward they are called as they stand here: edits, hooks, what reads after them, recorders.
+    Hooks that only register a tensor hook for a value's gradient come after the hooks that may
+    still change the value. In backward, torch calls these tensor hooks in the order given here:
+    edits, hooks, readers, recorders.
     """
 
     EVERYWHERE = -2
@@ -48,7 +50,7 @@ class Order(IntEnum):
     GRAD_READ = 5
     GRAD_RECORD = 6
     RECORD = 7
-    CLOSE = 8  # what a call opened is closed before the pass of the root ends
+    CLOSE = 8  # closes what a call opened, before the root's pass ends
     END = 9
 
 
@@ -63,9 +65,9 @@ class HookSpec(NamedTuple):
     Attributes:
         kind: torch's kind of hook: "forward_pre" or "forward".
         method: the name of the method.
-        order: its place among the hooks of the module.
+        order: the method's place among the hooks of the module.
         with_kwargs: whether torch also passes the keyword arguments.
-        always_call: whether torch calls it also when the module raises.
+        always_call: whether torch also calls the method when the module raises.
     """
 
     kind: str
@@ -75,8 +77,8 @@ class HookSpec(NamedTuple):
     always_call: bool = False
 
 
-# The taps that run just now, in any thread, as hooks that torch calls while it walks over the
-# living dictionary: nothing can be taken out of that dictionary meanwhile.
+# The taps, of all threads, that run while torch iterates over a live hook dictionary. No hook can
+# be removed from that dictionary meanwhile.
 walked_over: list[Tap] = []
 
 
@@ -84,18 +86,18 @@ class Tap:
     """The base of all taps: it knows its line, whether it may fire now, and how often it fired.
 
     Args:
-        site: where it is.
-        passes: the passes of its line.
+        site: the tap's site.
+        passes: the passes of the tap's line.
         callback: called with the pass and the value; a result other than None replaces the value.
-        rank: its place among the hooks of its module.
+        rank: the tap's place among the hooks of its module.
     """
 
     __slots__ = (
         "__weakref__", "active", "alter", "callback", "fired", "halves", "lane", "passes", "ran",
         "rank", "site", "traced",
     )  # fmt: skip
-    is_on_calls: ClassVar[bool] = True  # whether it is the call of a module that makes it fire
-    # Of a tap that has several hooks on its module: all of them.
+    is_on_calls: ClassVar[bool] = True  # whether the call of a module fires the tap
+    # All hooks of a tap that has several hooks on its module.
     hooks: ClassVar[tuple[HookSpec, ...]] = ()
 
     def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
@@ -107,22 +109,22 @@ class Tap:
         self.ran = 0
         self.alter = self.callback = callback
         if (site.leaf or site.call is not None) and not site.is_gradient:
-            self._narrow(callback, site)  # gradients arrive by leaf and by call as it is
+            self._narrow(callback, site)  # gradients already arrive by leaf and by call
         self.halves: SplitCallback | None = None
         self.traced: GraphCapture | None = (
-            None  # what compiled code does here, once there may be any
+            None  # the capture in compiled code; None until code may be compiled
         )
-        self.active: GraphCapture | None = None  # the same, while such code is to do it
+        self.active: GraphCapture | None = None  # the capture, while compiled code should use it
 
     def _narrow(self, callback: Callback, site: Site) -> None:
-        """See one leaf of the value alone, or one call of the module."""
+        """Restrict the callback to one leaf of the value, or to one call of the module."""
         if site.leaf:
             self.alter = self.callback = callback = _at_leaf(callback, site)
         if site.call is not None:
             self.callback = _at_call(callback, site.call, self)
 
     def prepare(self) -> None:
-        """Code may be compiled from now on that calls this tap."""
+        """Make the capture for compiled code, which may call this tap from now on."""
         if self.traced is None:
             self.traced = self._as_traced()
             self.active = self.traced if self.passes.switch.is_on else None
@@ -135,7 +137,7 @@ class Tap:
         return GraphCapture(self.site.call)
 
     def _after(self) -> Callback:
-        """Return the callback for values that compiled code has kept."""
+        """Return the callback for values that compiled code has captured."""
         if self.halves is None:
             return self.callback
         after, call = self.halves.after, self.site.call
@@ -143,7 +145,7 @@ class Tap:
 
     @while_tracing
     def is_traced(self) -> None:
-        """Code is being compiled that calls this tap."""
+        """Prepare the tap while code is compiled that calls it."""
         refuse_tracing()
         if self.passes.compiler is not None:
             self.passes.compiler.is_traced(self)
@@ -156,12 +158,12 @@ class Tap:
         return None if self.active is None else self.active.capture(value)
 
     def before_run(self, current: Pass) -> None:
-        """Compiled code is about to run that may call this tap."""
+        """Set the number of earlier calls, before compiled code runs that may call this tap."""
         if self.traced is not None and self.site.call is not None:
             self.traced.n_before = current.calls.get(self, 0)
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
-        """See what compiled code has caught in a run."""
+        """Process the values that compiled code has captured in a run."""
         caught = () if self.traced is None else self.traced.taken()
         if isinstance(self.traced, GraphEdit):
             n_calls = current.calls.get(self, 0) + len(caught)
@@ -185,7 +187,10 @@ class Tap:
         return self.lane.current or self._slow_path(module)
 
     def _slow_path(self, module: nn.Module) -> Pass | None:
-        """The slow path: no pass runs here. Ours all the same, another's, or an inert copy?"""
+        """Return the pass for a call outside this thread's pass; None if the line sees none.
+
+        An inert copy of the tap is removed from the module.
+        """
         if self.passes is _INERT:
             _discard(module, self)
             return None
@@ -195,10 +200,10 @@ class Tap:
         return current if current is None or current.recomputation is None else self._again(current)
 
     def _again(self, current: Pass) -> Pass | None:
-        """A checkpointed region is computed again: only what changes values has a part in it."""
+        """Return the pass of a recomputation; None for taps that do not change values."""
         if self.rank not in (Order.EDIT, Order.HOOK):
             return None
-        self.fired -= 1  # it counted the first time
+        self.fired -= 1  # the first run counted this call
         return current
 
     @property
@@ -207,13 +212,13 @@ class Tap:
         return self.passes is _REMOVED
 
     def retire(self) -> None:
-        """Fire no more, as when the line has ended; the line goes on without this tap."""
+        """Stop firing as at the line's end, while the line goes on without this tap."""
         self.passes, self.lane = _REMOVED, _REMOVED.lane
         self.traced = self.active = None
 
     def leave_walk(self) -> None:
-        """Be no more among the taps of which torch walks over the dictionary."""
-        if self in walked_over:  # not if it was interrupted before
+        """Remove this tap from `walked_over`."""
+        if self in walked_over:  # absent if interrupted before it was added
             walked_over.remove(self)
 
     def _note(self, error: Exception) -> None:
@@ -221,22 +226,22 @@ class Tap:
 
     @property
     def is_excused(self) -> bool:
-        """Tell whether this tap need not fire: nothing was due."""
+        """Tell whether this tap need not fire, because no value was due."""
         return False
 
     def release(self) -> None:
-        """Undo, when the line ends, what a call that was cut off has left."""
+        """Clean up, at the line's end, after a call that was interrupted."""
 
     def closer(self) -> str | None:
-        """Name the hook that has to stay until a call under way ends; None if none has to."""
+        """Return the hook that must stay until a running call ends, by name; None without one."""
         return None
 
     def when_closed(self, then: Callable[[], None]) -> None:
-        """Call a function when the calls under way have ended."""
+        """Call a function when the running calls have ended."""
         then()
 
     def why_silent(self) -> str | None:
-        """Say why this tap has not fired, as far as it can tell itself."""
+        """Say why this tap has not fired; None if the tap cannot tell."""
         if self.site.call is not None and self.ran:
             runs = "once" if self.ran == 1 else f"{self.ran} times"
             return f"the module ran {runs} in a pass, so call #{self.site.call} never came"
@@ -280,13 +285,13 @@ def _inert(kind: type[Tap]) -> Tap:
 
 _INERT = Passes()
 _INERT.closed = True
-# The passes of taps that a handle has taken off: none ever begins.
+# The passes of taps that a handle has removed: no pass ever begins.
 _REMOVED = Passes()
 _REMOVED.closed = True
 
 
 class RootTap:
-    """Tells a line's passes when its root begins and ends. Inert in copies, as every tap is."""
+    """A tap on the root that begins and ends a line's passes; inert in copies, as every tap."""
 
     __slots__ = ("passes", "rank")
 
@@ -298,7 +303,7 @@ class RootTap:
         return _inert_root, (int(self.rank),)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """The forward-pre hook."""
+        """Begin a pass: the forward-pre hook."""
         if is_dynamo_compiling():
             self.is_traced()
             return
@@ -309,13 +314,13 @@ class RootTap:
 
     @while_tracing
     def is_traced(self) -> None:
-        """Code is being compiled that calls the root."""
+        """Prepare the line while code is compiled that calls the root."""
         refuse_tracing()
         if self.passes.compiler is not None:
             self.passes.compiler.is_traced(None)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook, always called."""
+        """End a pass: the always-called forward hook."""
         if is_dynamo_compiling():
             return
         if self.passes is _INERT:
@@ -329,11 +334,11 @@ def _inert_root(rank: int) -> RootTap:
 
 
 def _discard(module: nn.Module, owner: object) -> None:
-    """Take off a copy of a hooked module what came along with it."""
+    """Remove a tap and a mark that were copied along with a hooked module."""
     discard_hooks_of(module, owner, is_inert)
     unmark_copy(module)
 
 
 def is_inert(owner: object) -> bool:
-    """Tell whether this is a tap that came along with a copy of a hooked model."""
+    """Tell whether this object is a tap that was copied along with a hooked model."""
     return isinstance(owner, Tap | RootTap) and owner.passes is _INERT

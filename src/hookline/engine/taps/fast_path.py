@@ -1,7 +1,7 @@
-"""Layers that torch runs as one operation, unless something in them has a hook.
+"""Layers that torch runs as one operation, unless a module in them has a hook.
 
-`nn.TransformerEncoderLayer` does so in eval mode without gradients. A hook in it turns that off,
-and the last bits of its output may then be others.
+`nn.TransformerEncoderLayer` does so in eval mode without gradients. A hook in the layer turns this
+fast path off, which may change the last bits of the layer's output.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ REMEDY = "torch.backends.mha.set_fastpath_enabled(False)"
 
 @final
 class FusedTap(Tap):
-    """Notes that a layer would have run as one operation, had the line no hooks in it.
+    """A tap that detects a layer whose fast path the line's hooks have turned off.
 
     Attributes:
-        ran: whether that was so.
+        ran: whether the layer would have run as one operation without the line.
     """
 
     __slots__ = ()
@@ -39,29 +39,29 @@ class FusedTap(Tap):
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
-        """The forward-pre hook on the layer."""
+        """Check whether torch would run this call as one operation: the forward-pre hook."""
         if kwargs is None or self.ran or is_dynamo_compiling():
             return
         if self.lane.current is None and not self.passes.is_here():
-            self._slow_path(module)  # takes it off, if it came along with a copy
+            self._slow_path(module)  # removes the tap, if it was copied along with the model
         elif is_fused(module, args, kwargs) and not _has_foreign_hooks(module):
             self.ran = True
 
 
 def is_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether torch runs a layer as one operation, if nothing in it has a hook."""
+    """Tell whether torch runs a layer as one operation, if no module in it has a hook."""
     return runs_fused(layer, args, kwargs) and not has_own_forward(layer)
 
 
 def layer_above(node: ModuleNode | None) -> ModuleNode | None:
-    """The layer with a fast path that a module is in, or is."""
+    """Return the layer with a fast path that contains, or is, a module; None without one."""
     while node is not None and not isinstance(node.module, nn.TransformerEncoderLayer):
         node = node.parent
     return node
 
 
 def fast_path_warning(name: str, taps: list[FusedTap]) -> str | None:
-    """Write the warning about fast paths that a line turned off."""
+    """Write the warning about the fast paths that a line turned off."""
     paths = [str(tap.site) or "the model" for tap in taps if tap.ran]
     if not paths:
         return None

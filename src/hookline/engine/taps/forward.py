@@ -1,4 +1,4 @@
-"""Taps on what a module takes and returns."""
+"""Taps on the inputs and outputs of a module."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from hookline.engine.taps.base import Order, Tap
 
 
 class OutputTap(Tap):
-    """Sees what a module returns: a forward hook."""
+    """A tap on the output of a module: a forward hook."""
 
     __slots__ = ()
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook itself: the hot path, on which `_pass_of` would be a call too many."""
+        """Call the callback: the forward hook.
+
+        This is the hot path; a call of `_pass_of` would cost too much.
+        """
         if is_dynamo_compiling():
             return self.trace(output)
         current = self.lane.current
@@ -37,7 +40,7 @@ class OutputTap(Tap):
 
 
 class InputTap(Tap):
-    """Sees what a module is called with, as bound arguments: a forward-pre hook with kwargs."""
+    """A tap on the inputs of a module, as bound arguments: a forward-pre hook with kwargs."""
 
     __slots__ = ("arguments",)
 
@@ -48,9 +51,10 @@ class InputTap(Tap):
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The hook itself."""
+        """Call the callback: the forward-pre hook."""
         if kwargs is None:
-            return None  # another thread is taking it off, and has the mark that it wants them
+            # Another thread is removing this hook and has already cleared its with_kwargs flag.
+            return None
         if is_dynamo_compiling():
             value = self.arguments.bind(module, args, kwargs)
             new = self.trace(value)

@@ -1,4 +1,4 @@
-"""Autograd's nodes, versions, views, hooks on gradients and on saved tensors."""
+"""Private names of autograd: nodes, versions, views, hooks on gradients and saved tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hookline.engine.torch_private.functorch import is_wrapped
 from hookline.engine.torch_private.hooks import HookDict
 from hookline.engine.torch_private.modules import PYTHON_NODE, _Last
 
-# Keys for hooks that are never taken off one by one: (owner, number), where torch has a number.
+# Numbers for the keys of tensor hooks: (owner, number), where torch has a number.
 _keys = itertools.count()
 
 
@@ -25,15 +25,17 @@ _current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", l
 
 
 def backward_number() -> int:
-    """Which run of autograd this is, from within a hook: different for each; -1 outside of one.
+    """Return the number of the run of autograd that calls this hook; -1 outside autograd.
 
-    Without torch's counter all runs look like one: several over one forward are then ambiguous.
+    Each run has another number. Without torch's counter all runs have the same number, so several
+    runs over one forward are ambiguous.
     """
     return _current_task()
 
 
 class _Outer(threading.local):
-    number: int | None = None  # of the backward in which a checkpoint runs another
+    # The number of the backward in which a checkpoint runs another backward.
+    number: int | None = None
     at_end: tuple[Callable[[], None], ...] = ()
 
 
@@ -41,7 +43,7 @@ OUTER = _Outer()
 
 
 def outer_backward() -> int:
-    """`backward_number` of the run that the user began: a reentrant checkpoint has runs inside."""
+    """Return the `backward_number` of the user's run; a reentrant checkpoint has runs inside."""
     return _current_task() if OUTER.number is None else OUTER.number
 
 
@@ -53,16 +55,16 @@ def hook_gradient(
     *,
     is_last: bool = False,
 ) -> Any:
-    """`tensor.register_hook` for a tensor of the graph: the hook goes when the graph goes.
+    """Register a hook on a tensor of the graph; the hook is freed with the graph.
 
-    Without a handle, of which there would be one for each value of each pass, it takes a third of
-    the time. Hooks of one owner are called in the order in which they came, and those of a later
-    owner before them: what a container returns is often what its last child returned, and the
-    gradient comes to the container first. One that `is_last` stays behind those of its owner that
-    come later and are not.
+    This takes a third of the time of `tensor.register_hook`, because it makes no handle for each
+    value of each pass. Hooks of one owner are called in the order of registration. Hooks of a later
+    owner are called before hooks of an earlier owner. A container often returns its last child's
+    output, and the gradient reaches the container first. A hook with `is_last` stays behind the
+    owner's later hooks without `is_last`.
 
     Returns:
-        The key by which `unhook_gradient` takes it off again.
+        The key with which `unhook_gradient` removes the hook.
     """
     if tensor.grad_fn is None or (type(tensor) is not Tensor and not is_of_trace(tensor)):
         return tensor.register_hook(hook).id  # type: ignore[no-untyped-call]
@@ -70,14 +72,14 @@ def hook_gradient(
     key = _Last(key) if is_last else key
     hooks: HookDict | None = tensor._backward_hooks  # type: ignore[assignment]
     if hooks is None:
-        # Not kept from before an in-place operation: torch resets it with the tensor's grad_fn.
+        # An in-place operation starts a new dictionary: torch resets it with the tensor's grad_fn.
         tensor._backward_hooks = hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)
     elif number is not None:
         _insert(hooks, key, hook)
         return key
     elif hooks:
-        # torch goes by the plain dictionary's order, so what comes later has to be put in again.
+        # torch uses the plain dictionary's order, so later hooks must be put in again.
         others = [
             (k, h) for k, h in hooks.items()
             if (type(k) is tuple and k[0] != owner)
@@ -93,19 +95,19 @@ def hook_gradient(
 
 
 def _insert(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
-    """Insert a hook that came before the others, or among them, by its number."""
+    """Insert a numbered hook by its number; numbered hooks come before the others."""
     numbered = [(k, h) for k, h in hooks.items() if type(k) is tuple and len(k) == 3]
     numbered = sorted([*numbered, (key, hook)], key=lambda one: one[0][2])
     owners = list(dict.fromkeys(k[0] for k, _ in numbered))
     before = [(k, h) for k, h in hooks.items() if not (type(k) is tuple and len(k) == 3)]
     hooks.clear()
-    for owner in reversed(owners):  # what came later is called first
+    for owner in reversed(owners):  # later owners are called first
         hooks.update((k, h) for k, h in numbered if k[0] == owner)
     hooks.update(before)
 
 
 def unhook_gradient(tensor: Tensor, key: Any) -> None:
-    """Take a hook that `hook_gradient` put on a tensor off it again."""
+    """Remove a hook that `hook_gradient` registered on a tensor."""
     hooks: HookDict = tensor._backward_hooks or OrderedDict()  # type: ignore[assignment]
     hooks.pop(key, None)
 
@@ -113,7 +115,8 @@ def unhook_gradient(tensor: Tensor, key: Any) -> None:
 def saves_itself(tensor: Tensor) -> bool:
     """Tell whether the function that computed a tensor saved it for its own backward, as tanh does.
 
-    More then comes back to it in a second derivative, past all that was computed from it.
+    In a second derivative, such a tensor gets a further gradient, which does not come from its
+    uses.
     """
     function = tensor.grad_fn
     return function is not None and _saves_result(type(function), tensor.output_nr)
@@ -121,26 +124,27 @@ def saves_itself(tensor: Tensor) -> bool:
 
 @functools.cache
 def _saves_result(function: type, number: int) -> bool:
-    # A function written in Python does not say; what it may well do is taken for done.
+    # A function written in Python does not tell, so it is assumed to save its result.
     is_of_python = issubclass(function, torch.autograd.function.BackwardCFunction)
     names = "_saved_result", "_saved_output", "_saved_out", f"_saved_result{number}"
     return is_of_python or any(hasattr(function, name) for name in names)
 
 
 def version_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares a tensor's `_version`, and where it can be, not its memory."""
+    """Return an empty tensor that shares a tensor's `_version`, and if possible not its memory."""
     counter = tensor.detach()
-    # Inside a transform of torch.func no memory can be exchanged.
+    # Inside a transform of torch.func, a tensor's memory cannot be replaced.
     if not is_wrapped(tensor) and not is_of_trace(tensor):
         counter.data = tensor.new_empty(0)
     return counter
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """The tensor of the graph whose memory this one shows, if it is a view.
+    """Return the tensor of the graph whose memory a view shares; None if the tensor is not a view.
 
-    None where an in-place operation cannot take the view's place in the graph: on views of a leaf,
-    which refuse it, and where the two do not hold numbers of one kind.
+    Also None where an in-place operation cannot take the view's place in the graph. These are views
+    of a leaf, which refuse the operation, and views whose numbers are of another kind than the
+    base's.
     """
     base = tensor._base if tensor._is_view() else None
     if base is None or base.grad_fn is None:
@@ -154,7 +158,7 @@ def base_of_view(tensor: Tensor) -> Tensor | None:
 def is_held_by_one_view(view: Tensor) -> bool:
     """Tell whether this view alone holds its base, made inside an operation such as `linear`.
 
-    Where torch does not count, nobody knows.
+    Without torch's use count, the answer is False.
     """
     is_counted = hasattr(view, "_use_count") and view._base is not None
     if is_counted and is_of_trace(view):
@@ -170,13 +174,13 @@ def _holders(view: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _holders_of_one() -> tuple[int, int]:
-    # How torch counts differs between its versions: so look at one of which it is known.
+    # torch's versions count differently, so compare with the counts of a view of known holders.
     with torch.enable_grad():
         return _holders(torch.ones(1, requires_grad=True).neg().view(1))
 
 
 def is_of_trace(tensor: Tensor) -> bool:
-    """Tell whether a tensor is one of a graph that torch.compile traces."""
+    """Tell whether a tensor belongs to a graph that torch.compile traces."""
     kind = type(tensor)
     return kind is not Tensor and kind.__name__ in ("FunctionalTensor", "FakeTensor")
 
@@ -198,20 +202,22 @@ def is_written_by_compiled(tensor: Tensor) -> bool:
 
 
 def hook_node_before(node: Any, hook: Callable[[tuple[Tensor | None, ...]], Any]) -> None:
-    """Call a hook with what comes back to a node of the graph, as long as the graph lives; what it
-    returns, unless None, takes the place of that."""
+    """Register a hook on the gradients that arrive at a node of the graph.
+
+    The hook lives as long as the graph. A result other than None replaces the gradients.
+    """
     node.register_prehook(hook)
 
 
 def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> None:
-    """Call a hook with what flows on from a node of the graph, as long as the graph lives."""
+    """Register a hook on the gradients that flow on from a node, for as long as the graph lives."""
     node.register_hook(hook)
 
 
 def node_of_write(base: Tensor, n_writes: int) -> Any:
-    """The node of the graph by which a view of this tensor was written to, `n_writes` versions ago.
+    """Return the node of the graph for a write to a view of this tensor, `n_writes` versions ago.
 
-    None if it was written to in another way.
+    None if the tensor was written to in another way.
     """
     node, found = base.grad_fn, None
     for _ in range(n_writes):
@@ -222,7 +228,7 @@ def node_of_write(base: Tensor, n_writes: int) -> Any:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the user's run of autograd is over; from within a hook only."""
+    """Call a function when the user's run of autograd has ended; only from within a hook."""
     if OUTER.number is not None:
         OUTER.at_end = (*OUTER.at_end, function)
         return
@@ -230,7 +236,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def push_saved_tensors_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """From now on, in this thread, pack what autograd saves for backward."""
+    """Pack the tensors that autograd saves for backward, from now on and in this thread."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 

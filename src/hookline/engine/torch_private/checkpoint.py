@@ -1,8 +1,9 @@
-"""Every private name of torch.utils.checkpoint that hookline touches.
+"""Every private name of torch.utils.checkpoint that hookline uses.
 
-There are two kinds. A reentrant checkpoint runs a function without gradients, and in backward once
-more with them, and a backward of its own over that. The other runs it with gradients, and throws
-away what autograd saves; in backward it runs it once more up to where all of that is there again.
+There are two kinds of checkpoint. A reentrant checkpoint first runs a function without gradients.
+In backward it runs the function again with gradients, and runs a backward of its own over that. The
+other kind runs the function with gradients and drops the tensors that autograd saves. In backward
+it runs the function again until all these tensors exist again.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from hookline.engine.torch_private.autograd import OUTER, at_end_of_backward, ba
 
 checkpointing: Any = checkpoint  # untyped, and written to
 
-# How a checkpoint is told of: given the function that computes it again and whether that is
-# reentrant, gives the function to take in its place, and one to call when the first run is over.
+# The callback for a checkpoint. Its arguments are the function that recomputes the region and
+# whether the checkpoint is reentrant. It returns the function to use instead, and a function to
+# call when the first run has ended.
 Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[[], None]]]
 
 
 class Telling:
-    """Has `begin` called whenever torch checkpoints, from `start` to `stop`."""
+    """Calls `begin` whenever torch checkpoints, from `start` to `stop`."""
 
     def __init__(self, begin: Begin) -> None:
         function = checkpointing.CheckpointFunction
@@ -35,12 +37,12 @@ class Telling:
         self._told = _told(begin)
 
     def start(self) -> None:
-        """Begin to tell. Whatever interrupts it, `stop` puts all back."""
+        """Start the calls. `stop` undoes this also after an interrupt."""
         function = checkpointing.CheckpointFunction
         checkpointing._checkpoint_hook, function.apply, function.backward = self._told
 
     def stop(self) -> None:
-        """Put all back."""
+        """Restore torch's names."""
         function = checkpointing.CheckpointFunction
         checkpointing._checkpoint_hook, function.backward = self._before
         if "apply" in vars(function):
@@ -49,7 +51,7 @@ class Telling:
 
 @functools.cache
 def _told(begin: Begin) -> tuple[Any, Any, Any]:
-    # Made once: to make a class takes longer than to attach a line.
+    # Cached, because making a class takes longer than attaching a line.
     function, hooks = checkpointing.CheckpointFunction, checkpointing._checkpoint_hook
     original_apply, original_backward = function.apply, function.backward
 
@@ -103,9 +105,12 @@ _RECOMPUTES = frozenset({"recompute_fn", "backward"})
 
 
 def aside(region: Any) -> AbstractContextManager[Any]:
-    """Do something in a checkpointed region, or None, that its second run will not do.
+    """Return a context for operations in a region that the second run will not repeat.
 
-    A selective checkpoint knows the operations of the second run by their number.
+    A selective checkpoint identifies the operations of the second run by their number.
+
+    Args:
+        region: the checkpointed region; None for a context that does nothing.
     """
     is_counted = region is not None and torch._C._len_torch_dispatch_stack() > 0
     return _disable_current_modes() if is_counted else _NOTHING

@@ -1,6 +1,6 @@
-"""Every private name of torch.distributed that hookline touches.
+"""Every private name of torch.distributed that hookline uses.
 
-Nothing here loads DTensor or FSDP: as long as nobody has, there are none.
+Nothing here loads DTensor or FSDP. While they are not loaded, no object of theirs exists.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Where torch keeps the process group, asked in every pass; None if it was built without any.
+# The holder of torch's process group, read in every pass; None if torch was built without
+# distributed.
 _WORLD: Any = dist.distributed_c10d._world if dist.is_available() else None
-# The nodes of what FSDP2 and tensor parallelism call a module with, in the place of a tensor.
+# The nodes of the tensors with which FSDP2 and tensor parallelism replace a module's inputs.
 _OF_FSDP = "RegisterPostBackwardFunctionBackward"
 _OF_LOCAL = "_FromTorchTensorBackward"
 
@@ -30,7 +31,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor as a plain tensor, without a collective.
 
-    A tensor that a collective is still on its way to is waited for.
+    If a collective is still computing the tensor, wait for it.
     """
     if type(tensor) is Tensor:
         return tensor
@@ -43,9 +44,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def clone_locally(tensor: Tensor) -> Tensor:
-    """Copy a tensor; no rank talks to another for it.
+    """Copy a tensor without communication between ranks.
 
-    `clone()` of a DTensor that is a sum still to be made over ranks makes the sum: a collective.
+    `clone()` of a DTensor with partial placements would compute the sum over ranks: a collective.
     """
     if not is_dtensor(tensor) or not _is_sum(tensor.placements):  # type: ignore[attr-defined]
         return tensor.clone()
@@ -73,7 +74,7 @@ class Layout(NamedTuple):
         )
 
     def put(self, local: Tensor) -> Tensor:
-        """Make a DTensor of this rank's part."""
+        """Make a DTensor from this rank's part."""
         made: Tensor = self.kind.from_local(
             local, self.mesh, self.placements,
             run_check=False, shape=self.shape, stride=self.stride,
@@ -89,14 +90,14 @@ class Layout(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The tensor that a parallel library called a module with another one in the place of.
+    """The tensor that a parallel library replaced before it called a module.
 
     Attributes:
-        node: the node of the graph that computed it.
-        number: which of the node's results it is.
-        tensor: itself; None where it is a view, of which only the base is known.
+        node: the node of the graph that computed the tensor.
+        number: the index of the tensor among the node's results.
+        tensor: the tensor; None where it is a view, of which only the base is known.
         alias: a tensor that shares its memory.
-        layout: how the parts of the one in its place lie, if that is a DTensor and it is not.
+        layout: the placement of the replacement, if only the replacement is a DTensor.
     """
 
     node: Any
@@ -107,17 +108,17 @@ class Source(NamedTuple):
 
 
 def source_of(tensor: Tensor) -> Source | None:
-    """Find what FSDP2 or tensor parallelism has replaced by a tensor; None if it replaces nothing.
+    """Find the tensor that FSDP2 or tensor parallelism has replaced; None if it replaced none.
 
-    FSDP2 calls a module with the results of a function of its own, tensor parallelism with
-    DTensors. What comes back to those is the share of one module, not of all uses. A leaf has no
-    source: what is due of it is the share, since it outlives the pass.
+    FSDP2 calls a module with the results of its own function, and tensor parallelism with DTensors.
+    The gradient of these is the share of one module, not of all uses. A leaf has no source. A leaf
+    outlives the pass, so the share is the gradient that is due.
     """
     node, number, layout = tensor.grad_fn, tensor.output_nr, None
     while (name := type(node).__name__) in (_OF_FSDP, _OF_LOCAL):
         if name == _OF_LOCAL:
             layout = Layout.of(tensor)
-            given = getattr(node, "grad_placements", None)  # torch 2.11 has none
+            given = getattr(node, "grad_placements", None)  # absent in torch 2.11
             if given is not None or _is_sum(layout.placements):
                 return None
         node, number = node.next_functions[number]  # type: ignore[union-attr]
@@ -130,17 +131,19 @@ def source_of(tensor: Tensor) -> Source | None:
 
 
 def full_value(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, on every rank of its mesh: a collective."""
+    """Return the whole of a DTensor, on every rank of its mesh: a collective."""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    # One that was kept elsewhere (device="cpu") has to go back to where its mesh can talk.
+    # A tensor kept on another device (device="cpu") must move to a device on which its mesh
+    # communicates.
     whole: Tensor = tensor.to(mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     return local_part(whole)
 
 
 def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
-    """The parameters that FSDP2 shards at this module: as sharded, and as unsharded, if they were.
+    """Return the parameters that FSDP2 shards at this module, sharded and (or None) unsharded.
 
-    Between forward and backward, and after a forward without one, a module holds the unsharded.
+    Between forward and backward, and after a forward without backward, a module holds the unsharded
+    parameters.
     """
     return [
         (one.sharded_param, getattr(one, "_unsharded_param", None))
@@ -150,7 +153,10 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP2 shards at this module; before torch 2.12 one at most."""
+    """Return the groups of parameters that FSDP2 shards at this module.
+
+    Before torch 2.12, a module has at most one group.
+    """
     if not hasattr(type(module), "_get_fsdp_state"):
         return []
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -160,17 +166,17 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have FSDP2 hold shards again, in a model whose forward was left half-way."""
+    """Make FSDP2 hold shards again, in a model whose forward was interrupted."""
     if not is_grouped():
         return
     for module in model.modules():
         for group in _groups(module):
-            group._training_state = type(group._training_state).IDLE  # as behind a forward
+            group._training_state = type(group._training_state).IDLE  # the state after a forward
             group.reshard()
 
 
 def default_store() -> Any:
-    """The store over which the ranks found each other: keys and values that all of them see."""
+    """Return the store over which the ranks found each other; all ranks share its keys."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -196,11 +202,12 @@ def is_grouped() -> bool:
 def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
     """Find the process groups over whose ranks the gradient of a plain tensor is split.
 
-    A plain tensor that was computed from a DTensor's shards (tensor parallelism with
-    `use_local_output=True`) is one rank's part, and torch knows the placement where it was made.
+    A plain tensor computed from a DTensor's shards (tensor parallelism with
+    `use_local_output=True`) is one rank's part. torch knows the placement at the node that made the
+    plain tensor.
 
     Returns:
-        The groups by name, and why they cannot be told, or "".
+        The groups by name, and the reason why they cannot be told, or "".
     """
     groups: dict[str, Any] = {}
     unknown = ""
@@ -228,7 +235,7 @@ def split_over(tensor: Tensor) -> tuple[dict[str, Any], str]:
 
 
 def split_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that tensor parallelism splits: DTensors, but for those of FSDP2 alone."""
+    """Return the parameters that tensor parallelism splits: DTensors, but not FSDP2's alone."""
     by_fsdp = {
         id(part)
         for module in model.modules()
@@ -244,7 +251,7 @@ def split_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:
-    """Stack what each rank of a group gives: a collective."""
+    """Gather a tensor from each rank of a group and stack the tensors: a collective."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.stack(parts)

@@ -1,7 +1,7 @@
-"""Every private name of torch.compile that hookline touches.
+"""Every private name of torch.compile that hookline uses.
 
-Nothing here loads dynamo: as long as nobody has, nothing is
-compiled, and to load it takes a second.
+Nothing here loads dynamo. Nothing is compiled before dynamo is loaded, and loading it takes a
+second.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from hookline.errors import AttachError
 from hookline.util.weak_map import WeakIdentityMap
 
-# Dynamo before torch 2.13 has few ids in a graph, and calls the hooks on a tensor there in the
-# reverse order; that of 2.11 makes named tuples only by their own `__new__`.
+# Dynamo before torch 2.13 has few ids in a graph, and calls the tensor hooks in a graph in reverse
+# order. Dynamo of torch 2.11 makes named tuples only by their own `__new__`.
 OLD_DYNAMO = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def while_tracing(method: Callable[..., Any]) -> Any:
-    """A method that is run when code that calls it is compiled, and never when that code runs."""
+    """Mark a method to run when code that calls it is compiled, and never when that code runs."""
     method._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return method
 
@@ -34,13 +34,12 @@ def while_tracing(method: Callable[..., Any]) -> Any:
 class TracingAttachError(AttachError, AssertionError):
     """An `AttachError` that is raised while code is compiled.
 
-    Dynamo hands an `AssertionError` on as it is, and puts an error of its own in most others'
-    place.
+    Dynamo passes an `AssertionError` on as it is, and replaces most other errors by its own.
     """
 
 
 def dynamo_config() -> Any:
-    """The settings of dynamo; None as long as nothing has loaded it, and so nothing is compiled."""
+    """Return dynamo's settings; None until dynamo is loaded, so that nothing is compiled."""
     loaded = sys.modules.get("torch._dynamo")
     return getattr(loaded, "config", None)
 
@@ -51,12 +50,12 @@ def has_compiled() -> bool:
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
 
-# What a hook keeps in a checkpointed region is kept in its first run.
+# Hooks in a checkpointed region keep the values of the first run.
 _SETTINGS = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
 
 
 class _Held(threading.local):
-    """The owners of dynamo's settings in a thread, and the values from before."""
+    """The owners of dynamo's settings in a thread, and the earlier values."""
 
     def __init__(self) -> None:
         self.by: set[Settings] = set()
@@ -68,10 +67,10 @@ _held = _Held()
 
 @final
 class Settings:
-    """Settings of dynamo's that are in force while compiled code runs that a line sees.
+    """Settings of dynamo while compiled code runs that a line sees.
 
-    Dynamo keeps a setting for each context, so it is put back where it was made, or not at all.
-    Lines may end in any order: the last one puts back what was before the first.
+    Dynamo keeps settings for each context. So a setting is restored in the context that made it, or
+    not at all. Lines may end in any order: the last line restores the values from before the first.
     """
 
     __slots__ = ("_by",)
@@ -80,7 +79,7 @@ class Settings:
         self._by: set[Settings] | None = None
 
     def begin(self) -> None:
-        """Have them in force."""
+        """Apply the settings."""
         self._by = _held.by
         self._by.add(self)
         config = dynamo_config()
@@ -89,7 +88,7 @@ class Settings:
             setattr(config, name, value)
 
     def end(self) -> None:
-        """Put those back that were before."""
+        """Restore the earlier settings, if this is the last owner."""
         by, self._by = self._by, None
         if by is None:
             return
@@ -127,8 +126,10 @@ def is_limit(error: BaseException) -> bool:
 
 
 def not_alone(functions: Iterable[types.FunctionType]) -> None:
-    """Have functions not be compiled where they are called from code that is not: only within other
-    code. Torch calls the hooks of a compiled model that way."""
+    """Keep functions from being compiled on their own; they are compiled only within other code.
+
+    torch calls the hooks of a compiled model from code that is not compiled.
+    """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     strategy = getattr(frames, "FrameExecStrategy", None)
     if frames is not None and strategy is not None:
@@ -142,14 +143,17 @@ _hooks_met = itertools.count()
 
 @while_tracing
 def next_hook() -> str:
-    """A number that says in which order the hooks in code that is being compiled are met."""
+    """Return a number for a hook, in the order in which dynamo traces hooks."""
     return str(next(_hooks_met))
 
 
 def come_from_outside(tensors: list[Tensor]) -> str:
-    """Which of some tensors the graph that is being compiled gets from outside: a "1" for each, a
-    "2" for each that it has written to by now, a "0" for each that it computes. For code that is
-    being compiled only."""
+    """Tell which tensors the graph being compiled gets from outside; only for code being compiled.
+
+    Returns:
+        A "1" for each tensor from outside, a "2" for each of these that the graph has written to,
+        and a "0" for each tensor that the graph computes.
+    """
     torch._dynamo.comptime.comptime(_note_sources)
     return _noted_sources()  # type: ignore[no-any-return]
 
@@ -162,7 +166,7 @@ _sources = _Sources()
 
 
 def _note_sources(context: Any) -> None:
-    # Named so by torch, as they are not its public ones.
+    # torch's name for access to dynamo's variables, which are not public.
     held = context.get_local("tensors")._i_will_not_complain_if_bc_breaks_VariableTracker()
     _sources.noted = "".join(map(_source_of, held.realize().items))
 
@@ -180,7 +184,7 @@ def _noted_sources() -> str:
 
 
 def keep_call_in_graphs(function: Callable[..., Any]) -> None:
-    """Have dynamo put the call of a function into its graphs as it is, and nobody remove it."""
+    """Make dynamo put calls of a function into its graphs as they are, and keep them there."""
     torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     torch.fx.node.has_side_effect(function)
 
@@ -188,10 +192,9 @@ def keep_call_in_graphs(function: Callable[..., Any]) -> None:
 def shares_outputs() -> bool:
     """Tell whether the tensor of the present call in a graph is a view that shares memory.
 
-    It shares memory with several of the graph's outputs, or with an input and an output.
-
-    AOTAutograd returns the memory, and makes the outputs of it anew outside, where what comes back
-    to them passes the views in the graph by. For functions of `keep_call_in_graphs`.
+    The view shares memory with several of the graph's outputs, or with an input and an output.
+    AOTAutograd then returns the memory and makes these outputs again outside the graph. Their
+    gradients bypass the views in the graph. Only for functions of `keep_call_in_graphs`.
     """
     found: Any = next((node for _, node in _runs_of_nodes()), None)
     value = None if found is None else _example(found.args[0])
@@ -206,10 +209,12 @@ def shares_outputs() -> bool:
 
 
 def at_end_of_graph(function: Callable[[], None]) -> bool:
-    """Call a function when the forward of the graph that is being traced is over, and its backward
-    not begun. Return False where nobody traces it: a backend may run graphs as they are.
+    """Call a function between the forward and the backward of the graph that is being traced.
 
-    For functions of `keep_call_in_graphs`.
+    Only for functions of `keep_call_in_graphs`.
+
+    Returns:
+        False if no tracer runs the graph; a backend may run graphs as they are.
     """
     is_traced = False
     for interpreter, _ in _runs_of_nodes():
@@ -223,7 +228,7 @@ def at_end_of_graph(function: Callable[[], None]) -> bool:
 
 @final
 class _EndOfGraph:
-    """Stands for `output` of an interpreter, once."""
+    """Replaces `output` of an interpreter for one call."""
 
     __slots__ = ("functions", "interpreter")
 
@@ -239,9 +244,9 @@ class _EndOfGraph:
 
 
 def _runs_of_nodes() -> Iterator[tuple[Any, Any]]:
-    """Find the interpreters that trace the present call, innermost first, and what each runs.
+    """Yield the interpreters that trace the present call, innermost first, with their nodes.
 
-    Those outside of dynamo are the user's own.
+    Interpreters outside dynamo are the user's own.
     """
     frame: FrameType | None = sys._getframe(1)
     last = None
@@ -264,7 +269,7 @@ def _shares(node: Any, memory: int | None) -> bool:
 
 
 def _example(node: Any) -> Tensor | None:
-    """Return what dynamo knows of the tensor at a node."""
+    """Return dynamo's example value of the tensor at a node; None without one."""
     found = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return found if isinstance(found, Tensor) else None
 
@@ -274,30 +279,30 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 def keep_in_graphs(name: str) -> None:
-    """Have graphs keep an operator that nobody uses the result of, and in its order."""
+    """Make graphs keep an operator whose result nobody uses, and keep its order."""
     from torch._higher_order_ops import effects  # dynamo is loaded by now
 
     effects._register_effectful_op(name, effects._EffectType.ORDERED)
 
 
-# The versions of the tensors that stand for those of a graph while it is traced.
+# The versions of the stand-in tensors of a graph while it is traced.
 _noted: WeakIdentityMap[int | None] = WeakIdentityMap()
 _written: list[bool] = []
 
 
 def note_graph_version(tensor: Tensor) -> None:
-    """Note the version of a tensor in a graph that is being compiled; the graph has none of it."""
+    """Note the version of a tensor in a graph being compiled, without adding to the graph."""
     torch._dynamo.comptime.comptime(_note_version)
 
 
 def compare_graph_version(tensor: Tensor) -> None:
-    """Compare the version of a tensor in a graph that is being compiled with the one noted."""
+    """Compare the version of a tensor in a graph being compiled with the noted version."""
     torch._dynamo.comptime.comptime(_compare_version)
 
 
 @while_tracing
 def was_written_in_graph() -> bool:
-    """Tell whether versions differed since this was asked last."""
+    """Tell whether versions have differed since the last call of this function."""
     found = bool(_written)
     _written.clear()
     return found

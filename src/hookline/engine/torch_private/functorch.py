@@ -1,6 +1,6 @@
-"""Every private name by which torch says what the present code runs in.
+"""Every private name by which torch tells the mode of the present code.
 
-Tracing, and the transforms of torch.func.
+The modes are tracing and the transforms of torch.func.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bound once: these are asked in every pass.
+# Bound once, because they are called in every pass.
 _is_exporting = torch.compiler.is_exporting
 _is_jit_tracing = torch._C._is_tracing
 _dispatch_mode = torch._C._get_dispatch_mode
@@ -23,8 +23,8 @@ _innermost_transform = torch._C._functorch.peek_interpreter_stack
 def is_ordinary() -> bool:
     """Tell whether neither a tracer nor a transform of torch.func runs.
 
-    `tracer` and `transform` in one. Each pass begins with this question, when its code is no longer
-    in the processor's caches: there a call less counts.
+    This function combines `tracer` and `transform`. Each pass begins with it, when its code is no
+    longer in the processor's caches, so one call less matters.
     """
     symbolic = sys.modules.get("torch.fx._symbolic_trace")
     return not (
@@ -37,9 +37,9 @@ def is_ordinary() -> bool:
 
 
 def tracer() -> str | None:
-    """Return the public name of the tracer that runs now; None if none does.
+    """Return the public name of the running tracer; None without one.
 
-    `torch.compile` is none of them: it knows of lines.
+    `torch.compile` does not count, since it knows of lines.
     """
     if _is_exporting():
         return "torch.export"
@@ -54,7 +54,7 @@ def tracer() -> str | None:
 
 
 def _may_trace(symbolic: Any) -> bool:
-    """Tell whether the flag of torch.fx says that it traces: of torch up to 2.13, or from 2.14.
+    """Tell whether torch.fx's flag says that it traces: of torch up to 2.13, or from 2.14.
 
     True where torch has renamed both.
     """
@@ -79,18 +79,18 @@ def _traces_here(symbolic: object) -> bool:
     return False
 
 
-# What wraps the tensors of torch.func: grad, jvp, vmap, functionalize.
+# The wrappers of torch.func's tensors: grad, jvp, vmap, functionalize.
 _functorch = torch._C._functorch
 
 
 def transform() -> str | None:
-    """The innermost transform of torch.func that runs now: "Vmap", "Grad", "Jvp"; None if none."""
+    """Return the innermost running transform of torch.func, such as "Vmap"; None without one."""
     innermost = _innermost_transform()
     return None if innermost is None else innermost.key().name
 
 
-# Whether a tensor stands for another one inside a transform of torch.func, past or present. Torch's
-# own function: it is asked of each tensor that is kept or looked up.
+# Whether a tensor wraps another tensor inside a transform of torch.func, past or present. This is
+# torch's own function, because it is called for each tensor that is kept or looked up.
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 
 
@@ -106,6 +106,6 @@ def is_of_running_transform(tensor: Tensor) -> bool:
 
 
 def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:
-    """Return the tensor that a transform has wrapped, and under vmap the dimension of the batch."""
+    """Return the tensor that a transform has wrapped, and under vmap the batch dimension."""
     dimension = _functorch.maybe_get_bdim(tensor) if is_mapped(tensor) else None
     return _functorch.get_unwrapped(tensor), dimension

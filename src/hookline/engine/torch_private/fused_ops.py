@@ -12,9 +12,9 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def runs_fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether torch runs this encoder layer as one operation, if nothing in it has a hook.
+    """Tell whether torch runs this encoder layer as one operation, if no module in it has a hook.
 
-    The conditions are those that `nn.TransformerEncoderLayer.forward` goes through.
+    The conditions are those that `nn.TransformerEncoderLayer.forward` checks.
     """
     if not isinstance(layer, nn.TransformerEncoderLayer):
         return False

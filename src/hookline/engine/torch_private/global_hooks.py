@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# Of each kind of process-wide hook, its dictionary and those of the marks on it.
+# The dictionary of each kind of process-wide hook, then the dictionaries of its flags.
 _GLOBAL_HOOKS = {
     "forward_pre": ("_global_forward_pre_hooks",),
     "forward": ("_global_forward_hooks", "_global_forward_hooks_with_kwargs"),
@@ -19,10 +19,10 @@ _GLOBAL_HOOKS = {
 
 
 def global_hook_dicts(kind: str) -> list[Any]:
-    """The dictionary of torch's process-wide hooks of a kind, then those of the marks on them.
+    """Return the dictionary of a kind of process-wide hook, then the dictionaries of its flags.
 
-    Written to directly, since torch's own functions may be interrupted before they give a handle,
-    and leave the mark for kwargs behind.
+    They are written to directly. torch's own functions may be interrupted before they return a
+    handle, and then leave the flag for kwargs behind.
     """
     name = "torch.optim.optimizer" if kind.startswith("step") else "torch.nn.modules.module"
     place = sys.modules[name]

@@ -30,9 +30,9 @@ _own_ids: list[int] = []
 
 
 def own_hook_id(index: int) -> int:
-    """The numbers under which hookline's hooks stand, which no hook of torch has or will have.
+    """Return the hook id of hookline with this index, which no other hook of torch has or gets.
 
-    Torch's own counter hands them out, each once; one serves in many dictionaries.
+    torch's counter hands out each id once. hookline uses the same id in many dictionaries.
     """
     while len(_own_ids) <= index:
         _own_ids.append(new_hook_id())
@@ -40,12 +40,12 @@ def own_hook_id(index: int) -> int:
 
 
 def new_hook_id() -> int:
-    """A number for a hook that no other has."""
+    """Return a new hook id."""
     number: int = RemovableHandle(OrderedDict()).id
     return number
 
 
-# The dictionaries of a module that code which is compiled asks whether they are empty.
+# The dictionaries of a module of which dynamo checks, while compiling, whether they are empty.
 _ASKED = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
     "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks",
@@ -53,9 +53,9 @@ _ASKED = (
 
 
 def own_kinds(module: nn.Module) -> int:
-    """Which of those dictionaries have hooks of hookline's: a bit for each.
+    """Return which of these dictionaries contain hooks of hookline, as a bit for each.
 
-    By default nothing in compiled code notices when an empty one is empty no more.
+    By default compiled code does not notice when an empty dictionary gets a hook.
     """
     tables = [module.__dict__[name] for name in _ASKED]
     own = _own_ids
@@ -63,10 +63,10 @@ def own_kinds(module: nn.Module) -> int:
 
 
 def hook_dict(module: nn.Module, kind: str) -> HookDict:
-    """The ordered dictionary of hooks of this kind on this module.
+    """Return the ordered dictionary of hooks of this kind on this module.
 
-    Writing to it directly costs a tenth of `register_forward_hook`, and is the only way to put a
-    hook before or after particular others.
+    Writing to the dictionary costs a tenth of `register_forward_hook`. It is also the only way to
+    put a hook before or after particular other hooks.
     """
     hooks: HookDict = module.__dict__[HOOK_DICTS[kind]]
     return hooks
@@ -75,8 +75,10 @@ def hook_dict(module: nn.Module, kind: str) -> HookDict:
 def hook_dicts(
     module: nn.Module, kind: str, *, with_kwargs: bool = False, always_call: bool = False
 ) -> list[Any]:
-    """The dictionary of hooks of this kind; behind it those in which torch marks hooks that want
-    kwargs or must always be called, as far as asked for."""
+    """Return the dictionary of hooks of this kind, then the dictionaries of the requested flags.
+
+    The flags mark hooks that take kwargs or are always called.
+    """
     attributes = module.__dict__
     found = [attributes[HOOK_DICTS[kind]]]
     if with_kwargs:
@@ -87,10 +89,10 @@ def hook_dicts(
 
 
 def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[object], bool]) -> None:
-    """Take every hook of `owner` off this module, from within one of them.
+    """Remove every hook of `owner` from this module, from within one of these hooks.
 
-    Of the hooks on state dicts torch walks over the living dictionary: they go when the last one
-    is called, and then all that are alike.
+    torch iterates over the live dictionaries of state-dict hooks. So these hooks are removed when
+    the last hook is called, together with all hooks whose owner `is_alike`.
     """
     for kind in HOOK_DICTS:
         hooks = hook_dict(module, kind)
@@ -106,12 +108,12 @@ def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[objec
 
 
 def _owner(hook: Callable[..., Any]) -> object:
-    # Load-state-dict pre-hooks come wrapped by torch.
+    # torch wraps load_state_dict pre-hooks.
     return getattr(getattr(hook, "hook", hook), "__self__", None)
 
 
 def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every process-wide module hook, as (kind, hook)."""
+    """Yield every process-wide module hook, as (kind, hook)."""
     for kind in ("forward_pre", "forward", "backward_pre", "backward"):
         table: HookDict = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
         for hook in table.values():
@@ -119,14 +121,14 @@ def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every hook on a tensor's gradient, as (kind, hook)."""
+    """Yield every hook on a tensor's gradient, as (kind, hook)."""
     for kind in ("grad", "accumulated"):
         for hook in (tensor_hook_dict(tensor, kind) or {}).values():
             yield kind, hook
 
 
 def tensor_hook_dict(tensor: Tensor, kind: str) -> HookDict | None:
-    """The dictionary of a tensor's hooks of this kind; None if there never was one."""
+    """Return the dictionary of a tensor's hooks of this kind; None if there never was one."""
     name = "_backward_hooks" if kind == "grad" else "_post_accumulate_grad_hooks"
     hooks: HookDict | None = getattr(tensor, name, None)
     return hooks

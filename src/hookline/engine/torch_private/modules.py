@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Wrappers that add a segment to every path below them, by where they are defined: compared by name,
-# because importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
+# Wrappers that add a segment to every path below them, by the name of their module and class.
+# Importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
 _WRAPPERS: dict[tuple[str, str], str] = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
@@ -26,18 +26,18 @@ _WRAPPER_NAMES = frozenset(name for _, name in _WRAPPERS)
 
 
 class _Last(tuple[int, int]):
-    """The key of a hook that stays behind those of its owner that come later."""
+    """The key of a hook that stays behind its owner's later hooks."""
 
     __slots__ = ()
 
 
-# The class of nodes whose backward is written in Python: that of compiled code is one of them.
+# The class of nodes whose backward is written in Python, as that of compiled code is.
 PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Direct children by name; `named_children` would drop an object's second name."""
-    # As `_own`, written out: a walk over a model asks it of each module.
+    """Return the direct children by name; `named_children` would drop a second name."""
+    # `_own` written out, because a walk over a model calls this function for each module.
     found: dict[str, nn.Module | None] | None = module.__dict__.get("_modules")
     return module._modules if found is None else found
 
@@ -55,10 +55,12 @@ def look_into(
 
     Args:
         module: the module, in torch's wrappers or not.
-        bare: the types that are no wrappers, which grow: to ask each type once halves the walk.
+        bare: the types that are not wrappers. The set grows, since checking each type once halves
+            the time of the walk.
 
     Returns:
-        The module inside the wrappers; those of both that hold their compiled call; its children.
+        The module inside the wrappers; the module and wrappers that hold their compiled call; the
+        module's children.
     """
     if type(module) in bare:
         return module, [module] if holds_compiled_call(module) else [], children(module)
@@ -76,7 +78,7 @@ def holds_compiled_call(module: nn.Module) -> bool:
 def tensor_tables(
     model: nn.Module,
 ) -> list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]]:
-    """List the modules of a model, each once, with their own parameters and buffers."""
+    """Return the modules of a model, each once, with their own parameters and buffers."""
     found = {id(model): model}  # by id: a module may define == and lose its hash
     waiting = [model]
     while waiting:
@@ -88,29 +90,32 @@ def tensor_tables(
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters by name; `named_parameters` would drop a tied one's name."""
+    """Return the module's own parameters by name; `named_parameters` would drop a tied name."""
     found: dict[str, nn.Parameter | None] = _own(module, "_parameters")
     return found
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own buffers by name; assigning to it replaces one."""
+    """Return the module's own buffers by name; assigning to the dict replaces a buffer."""
     found: dict[str, torch.Tensor | None] = _own(module, "_buffers")
     return found
 
 
 def _own(module: nn.Module, name: str) -> Any:
     found = module.__dict__.get(name)
-    return getattr(module, name) if found is None else found  # a traced module holds another
+    return getattr(module, name) if found is None else found  # a traced module holds another table
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside torch's wrappers: compiled, parallel, averaged, checkpointed, sharded."""
+    """Return the module inside torch's wrappers.
+
+    The wrappers are those of compiled, parallel, averaged, checkpointed and sharded modules.
+    """
     return unwrapping(module)[-1]
 
 
 def unwrapping(module: nn.Module) -> list[nn.Module]:
-    """List torch's wrappers around a module, the outermost first, and the module itself."""
+    """Return torch's wrappers around a module, the outermost first, and then the module itself."""
     found = [module]
     while True:
         for kind in type(module).__mro__:
@@ -137,5 +142,5 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_holder(kind: type) -> bool:
-    """Tell whether a class has no forward. A scripted module's belongs to its instances."""
+    """Tell whether a class has no forward. A scripted module's forward belongs to its instances."""
     return getattr(kind, "forward", None) is nn.Module.forward
