@@ -1,0 +1,308 @@
+"""Arrays as data: each row is an item. Mapped files stay on disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_128
+
+from hookline.engine.pytree import describe
+from hookline.errors import InputError
+from hookline.verbs.extract.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
+from hookline.verbs.extract.loading import Loaded
+
+_PIECE_BYTES = 8 * 1024**2
+
+
+class ArrayPart(NamedTuple):
+    """The bytes of an array inside a file.
+
+    Args:
+        path: the file.
+        offset: the first byte of the first element.
+        dtype: the dtype, as NumPy writes it.
+        shape: the shape.
+        strides: the bytes from one index to the next, for each dimension.
+    """
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def mapped(self) -> NDArray[Any]:
+        """Map the array read-only.
+
+        Raises:
+            InputError: the file cannot be read, or is shorter than the array.
+        """
+        remedy = "Put the file back that the job was started with."
+        steps = zip(self.shape, self.strides, strict=True)
+        dtype = np.dtype(self.dtype)
+        end = self.offset + sum(max((n - 1) * step, 0) for n, step in steps) + dtype.itemsize
+        try:
+            data = np.memmap(self.path, np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{self.path} must be readable, got {type(error).__name__}: {error}.\n{remedy}"
+            ) from error
+        if end > len(data):
+            raise InputError(
+                f"{self.path} must have at least {end} bytes, got {len(data)}.\n{remedy}"
+            )
+        return np.ndarray(self.shape, dtype, data.data, self.offset, self.strides)
+
+
+def part_of(array: NDArray[Any]) -> ArrayPart | None:
+    """Find the file of a memory-mapped array, or of a view of one; None for memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        top, base = base, base.base
+    if not isinstance(base, mmap.mmap) or not isinstance(top, np.memmap) or top.filename is None:
+        return None
+    if top.mode == "c":  # copy-on-write: memory may differ from the file
+        return None
+    start = top.offset - top.offset % mmap.ALLOCATIONGRANULARITY
+    address = np.frombuffer(base, np.uint8).ctypes.data
+    offset = start + array.ctypes.data - address
+    return ArrayPart(Path(top.filename), offset, array.dtype.str, array.shape, array.strides)
+
+
+class Rows(Protocol):
+    """Rows that are read by a range."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Copy rows into a tensor."""
+
+
+@final
+class TensorRows:
+    """The rows of a tensor.
+
+    Args:
+        tensor: the tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Copy rows: a model that changes its input in place must not change the data."""
+        return self._tensor[start:stop].clone()
+
+
+@final
+class ArrayRows:
+    """The rows of an array: of NumPy, or anything that gives an array when it is sliced.
+
+    It pickles as the place in its file where it is memory-mapped.
+
+    Args:
+        array: the array, or the place of one in a file.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array: Any = None if isinstance(array, ArrayPart) else array
+        self._part = part_of(array) if isinstance(array, np.ndarray) else None
+        if isinstance(array, ArrayPart):
+            self._part = array
+        self.shape = tuple(array.shape)
+        self.dtype = array.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_array": None} if self._part is not None else vars(self)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Copy rows into a tensor, in this machine's byte order."""
+        if self._array is None:
+            assert self._part is not None
+            self._array = self._part.mapped()
+        rows = np.asarray(self._array[start:stop])
+        return torch.from_numpy(np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True))
+
+
+@final
+class ArrayItems:
+    """Items that are rows of arrays of one length.
+
+    Args:
+        arrays: an array; a tuple of arrays, the model's arguments; or a dict of them, its keyword
+            arguments.
+        argument: the name of the argument, for messages.
+
+    Raises:
+        InputError: an array has no rows, a dtype that torch lacks, or a length of its own.
+    """
+
+    names = None
+    fix = "Give arrays of one length."
+
+    def __init__(self, arrays: Any, argument: str = "data") -> None:
+        self._arrays = arrays
+        parts = _named(arrays)
+        for name, rows in parts:
+            _check(rows, argument + name)
+        lengths = {rows.shape[0] for _, rows in parts}
+        if len(lengths) != 1:
+            shown = ", ".join(f"{rows.shape[0]:,} in {argument}{name}" for name, rows in parts[:4])
+            more = ", …" * (len(parts) > 4)
+            raise InputError(
+                f"{argument} must hold arrays of one length, got {shown}{more}."
+                "\nCut them to one length, or leave out those that the model does not take."
+            )
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def identity(self) -> dict[str, Any]:
+        """Return shape, dtype and fingerprint of each array."""
+        parts = {name: _identity(rows) for name, rows in _named(self._arrays)}
+        if "" in parts:
+            return {"kind": "array", **parts[""]}
+        return {"kind": "arrays", "arrays": parts}
+
+    def load(self, number: int, wanted: range) -> Loaded:
+        """Copy rows. Errors are raised: the rows are of one file or memory."""
+        start, stop = wanted.start, wanted.stop
+        data: Any
+        if isinstance(self._arrays, dict):
+            data = {key: rows.read(start, stop) for key, rows in self._arrays.items()}
+        elif isinstance(self._arrays, tuple):
+            data = tuple(rows.read(start, stop) for rows in self._arrays)
+        else:
+            data = self._arrays.read(start, stop)
+        return Loaded(number, list(wanted), data)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is a tensor, or has a shape, a dtype and rows."""
+    if isinstance(value, type):
+        return False
+    return isinstance(value, Tensor) or all(
+        hasattr(value, name) for name in ("shape", "dtype", "__len__", "__getitem__")
+    )
+
+
+def array_items(data: Any) -> ArrayItems:
+    """Return the rows of an array, or of a tuple or mapping of arrays, as items.
+
+    Raises:
+        InputError: a part is not an array; or as in `ArrayItems`.
+    """
+    if is_array(data):
+        return ArrayItems(_rows(data))
+    keys = list(data) if isinstance(data, Mapping) else range(len(data))
+    for key in keys:
+        if not is_array(data[key]):
+            raise InputError(
+                f"data[{key!r}] must be an array or a tensor, got {describe.in_words(data[key])}."
+                "\nLeave it out, or give a list or a Dataset, whose items may be anything."
+            )
+    if not keys:
+        raise InputError(
+            f"data must hold at least one array, got an empty {type(data).__name__}."
+            "\nGive the arrays that the model takes."
+        )
+    if isinstance(data, Mapping):
+        return ArrayItems({key: _rows(data[key]) for key in keys})
+    return ArrayItems(tuple(_rows(one) for one in data))
+
+
+def _rows(array: Any) -> Rows:
+    return TensorRows(array) if isinstance(array, Tensor) else ArrayRows(array)
+
+
+def _named(arrays: Any) -> list[tuple[str, Rows]]:
+    if isinstance(arrays, dict):
+        return [(f"[{key!r}]", rows) for key, rows in arrays.items()]
+    if isinstance(arrays, tuple):
+        return [(f"[{index}]", rows) for index, rows in enumerate(arrays)]
+    return [("", arrays)]
+
+
+def _check(rows: Rows, name: str) -> None:
+    """Check that an array has rows, in a dtype that torch has.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not rows.shape or not rows.shape[0]:
+        raise InputError(
+            f"{name} must have at least one row, got shape {list(rows.shape)}."
+            "\nGive an array whose first dimension counts the items."
+        )
+    try:
+        rows.read(0, 1)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} must hold numbers of a dtype that torch has, got {rows.dtype}."
+            "\nConvert it first, such as array.astype('float32')."
+        ) from error
+
+
+def _identity(rows: Rows) -> dict[str, Any]:
+    """Return shape, dtype and a fingerprint: of all rows, or of a large array's 1,024."""
+    first = rows.read(0, 1)
+    n, row_bytes = rows.shape[0], max(first.nbytes, 1)
+    digest = xxh3_128()
+    if n * row_bytes <= WHOLE_BYTES:
+        step = max(_PIECE_BYTES // row_bytes, 1)
+        ranges = [(start, min(start + step, n)) for start in range(0, n, step)]
+    else:
+        most = max(min(N_SAMPLES, WHOLE_BYTES // row_bytes), 2)
+        ranges = [(row, row + 1) for row in spread(n, most)]
+    for start, stop in ranges:
+        digest.update(bytes_of(rows.read(start, stop)).data)
+    dtype = str(first.dtype).removeprefix("torch.")
+    return {"shape": list(rows.shape), "dtype": dtype, "fingerprint": digest.hexdigest()}
+
+
+def npy_part(path: Path, start: int, file: Any) -> ArrayPart | None:
+    """Read the header of a `.npy` file, or of one inside an uncompressed `.npz`.
+
+    Args:
+        path: the file that holds it.
+        start: where it begins in that file.
+        file: that file, open; its position is moved.
+
+    Returns:
+        The place of the array; None for a header that NumPy itself must read.
+
+    Raises:
+        ValueError: it is not such a file, or holds Python objects.
+    """
+    file.seek(start)
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    elif version == (2, 0):
+        shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    else:
+        return None
+    if dtype.hasobject:
+        raise ValueError("Object arrays are Python objects, which need unpickling")
+    sizes = shape if not is_fortran else shape[::-1]
+    strides = [dtype.itemsize] * len(shape)
+    for place in range(len(shape) - 2, -1, -1):
+        strides[place] = strides[place + 1] * sizes[place + 1]
+    ordered = tuple(strides if not is_fortran else strides[::-1])
+    offset = file.tell()
+    n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if os.fstat(file.fileno()).st_size < offset + n_bytes:
+        raise ValueError(f"its array must have {n_bytes} bytes, and the file ends before")
+    return ArrayPart(path, offset, dtype.str, tuple(shape), ordered)

@@ -1,0 +1,60 @@
+"""Items of a map-style data set, such as a torch Dataset or a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch.utils.data import default_collate
+
+from hookline.verbs.extract.loading import Loaded, load_each
+
+
+@final
+class DatasetItems:
+    """Items of an object with `__len__` and `__getitem__`.
+
+    Args:
+        dataset: the object.
+        collate: makes one value of a list of items.
+        tokenize: makes one value of items that are texts; None to treat texts as any other item.
+    """
+
+    names = None
+    fix = (
+        "Give torch.utils.data.DataLoader(dataset, batch_size=..., collate_fn=...) with a"
+        " function that makes a batch of all its items."
+    )
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        tokenize: Callable[[list[str]], Any] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self._collate_others = collate
+        self._tokenize = tokenize
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the name of its class."""
+        return {"kind": "dataset", "type": type(self.dataset).__name__}
+
+    def load(self, number: int, wanted: range) -> Loaded:
+        """Load a batch; errors are in the result."""
+        return load_each(number, wanted, self._get, self._collate)
+
+    def _get(self, indices: Sequence[int]) -> list[Any]:
+        # torch's own way to load many items at once; `Subset` has it, with that of its data set.
+        together = getattr(self.dataset, "__getitems__", None)
+        if together is not None:
+            return list(together(list(indices)))
+        return [self.dataset[index] for index in indices]
+
+    def _collate(self, found: list[Any]) -> Any:
+        if self._tokenize is not None and all(isinstance(item, str) for item in found):
+            return self._tokenize(found)
+        return self._collate_others(found)

@@ -1,0 +1,98 @@
+"""Fingerprints of values, arrays and files: equal content has an equal fingerprint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_128
+
+# Up to here all bytes are read. A larger array or file is sampled.
+WHOLE_BYTES = 64 * 1024**2
+N_SAMPLES = 1024
+_PIECE_BYTES = 8 * 1024**2
+_BLOCK_BYTES = WHOLE_BYTES // N_SAMPLES
+
+
+def fingerprint(value: Any) -> str:
+    """Return a fingerprint of a nested value: its structure, and the bytes of its tensors.
+
+        >>> fingerprint((torch.ones(2), {"mask": None})) == fingerprint((torch.ones(2), {}))
+        False
+
+    Args:
+        value: tensors, arrays, numbers, texts and None, in tuples, lists and mappings. Any other
+            object counts by its type alone.
+    """
+    digest = xxh3_128()
+    for part in _parts(value):
+        # The length keeps two neighbours apart: ("ab", "c") is not ("a", "bc").
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield f"mapping {len(value)}".encode()
+        for key, part in value.items():
+            yield repr(key).encode()
+            yield from _parts(part)
+    elif isinstance(value, tuple | list):
+        yield f"{'list' if isinstance(value, list) else 'tuple'} {len(value)}".encode()
+        for part in value:
+            yield from _parts(part)
+    elif isinstance(value, Tensor) and value.is_nested:
+        yield from _parts(("nested", *value.unbind()))
+    elif isinstance(value, Tensor):
+        value = value if value.layout is torch.strided else value.to_dense()
+        yield f"tensor {value.dtype} {list(value.shape)}".encode()
+        yield bytes_of(value).data
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield f"array {value.dtype} {list(value.shape)}".encode()
+        yield np.ascontiguousarray(value).tobytes()
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield f"{type(value).__name__} {value!r}".encode("utf-8", "backslashreplace")
+    else:
+        yield f"object {type(value).__qualname__}".encode()
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a dense tensor, copied where they are not contiguous on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A dimension of one element may have any stride and counts as contiguous: `view` refuses it.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return data
+
+
+def spread(n: int, most: int) -> list[int]:
+    """Return at most so many indices below `n`, spread evenly; the first and the last are in it.
+
+    >>> spread(10, 4), spread(2, 4)
+    ([0, 3, 6, 9], [0, 1])
+    """
+    if n <= most:
+        return list(range(n))
+    return [index * (n - 1) // (most - 1) for index in range(most)]
+
+
+def file_fingerprint(path: Path) -> str:
+    """Return the fingerprint of a file: all its bytes, or 1,024 blocks of a large one."""
+    size = os.stat(path).st_size
+    digest = xxh3_128(str(size).encode())
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+            return digest.hexdigest()
+        for block in spread(-(-size // _BLOCK_BYTES), N_SAMPLES):
+            file.seek(block * _BLOCK_BYTES)
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()

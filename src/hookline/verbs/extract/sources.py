@@ -1,0 +1,218 @@
+"""Data of any kind as a source of batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    default_collate,
+)
+
+from hookline.errors import InputError
+from hookline.models.loaded import Preprocess
+from hookline.verbs.extract.arrays import array_items, is_array
+from hookline.verbs.extract.batches import Batch, Loading, OnError, Source
+from hookline.verbs.extract.datasets import DatasetItems
+from hookline.verbs.extract.fingerprints import fingerprint
+from hookline.verbs.extract.loading import IndexedSource, Items, LoaderOptions
+from hookline.verbs.extract.streams import IterableSource
+
+__all__ = ["Batch", "Source", "fingerprint", "source_of"]
+
+_BATCH_SIZE = 32
+
+
+def source_of(
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    workers: int = 0,
+    on_error: OnError = "raise",
+    preprocess: Preprocess | None = None,
+    tokenize: Callable[[list[str]], Any] | None = None,
+    pin_memory: bool = False,
+) -> Source:
+    """Return data of any kind as batches by number.
+
+        >>> import torch
+        >>> source = source_of(torch.arange(10), batch_size=4)
+        >>> [batch.items for batch in source.batches([2, 0])]
+        [[8, 9], [0, 1, 2, 3]]
+
+    An item that draws random numbers gets the same ones in every run and every process: the global
+    generators of torch, NumPy and Python are seeded with the number of its batch.
+
+    Args:
+        data: one of:
+
+            - a data set: any object with `__len__` and `__getitem__`, such as a torch Dataset or a
+              list; its items are collated as by `DataLoader`;
+            - a `DataLoader` that does not shuffle: its data set, loaded with its options;
+            - an iterable of ready batches; the first dimension of a batch's first tensor counts
+              its items;
+            - a tensor or an array, whose rows are items; or a tuple of arrays of one length (the
+              model's arguments), or a dict of them (its keyword arguments).
+        batch_size: items a batch, 32 by default. Leave it out for a DataLoader, which has its own,
+            and for an iterable of ready batches.
+        workers: processes that load ahead of the model; 0 loads in this process.
+        on_error: "skip" leaves out an item whose loading fails, and lists it with the error.
+        preprocess: converts a picture to a tensor; used for pictures only.
+        tokenize: converts a list of texts to a dict of tensors; used for texts only.
+        pin_memory: put batches in page-locked memory, from which a GPU copies faster.
+
+    Raises:
+        InputError: the data are empty or of no kind that is known, or an option does not fit.
+    """
+    _check_options(batch_size, workers, on_error)
+    loading = Loading(batch_size, workers, on_error, preprocess, tokenize, pin_memory)
+    if isinstance(data, DataLoader):
+        return _of_loader(data, loading)
+    if isinstance(data, IterableDataset):
+        size = batch_size or _BATCH_SIZE
+        return _of_iterable(DataLoader(data, size), loading._replace(batch_size=None))
+    if is_array(data) or isinstance(data, tuple | Mapping):
+        return _indexed(array_items(data), loading)
+    if _is_map_style(data):
+        return _indexed(DatasetItems(data, default_collate, tokenize), loading)
+    if isinstance(data, Iterable) and not _is_misplaced(data):
+        return _of_iterable(data, loading)
+    raise InputError(
+        "data must be a Dataset, a DataLoader, an iterable of batches, an array, a dict or tuple of"
+        f" arrays, or a path, got {_in_words(data)}."
+        f"\n{_remedy(data)}"
+    )
+
+
+def _check_options(batch_size: Any, workers: Any, on_error: Any) -> None:
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise InputError(
+            f"batch_size must be a positive integer, got {batch_size!r}.\nGive batch_size=32."
+        )
+    if type(workers) is not int or workers < 0:
+        raise InputError(
+            f"workers must be an integer >= 0, got {workers!r}."
+            "\nGive workers=0 to load in this process."
+        )
+    if on_error not in get_args(OnError):
+        raise InputError(
+            f"on_error must be 'raise' or 'skip', got {on_error!r}."
+            "\nGive 'skip' to leave out items that fail to load, and list them."
+        )
+
+
+def _indexed(items: Items, loading: Loading, options: LoaderOptions | None = None) -> Source:
+    if not len(items):
+        raise InputError(
+            "data must have at least one item, got an empty"
+            f" {type(getattr(items, 'dataset', items)).__name__}.\nGive data with items."
+        )
+    loading = loading._replace(batch_size=loading.batch_size or _BATCH_SIZE)
+    return IndexedSource(items, loading, options)
+
+
+def _of_iterable(data: Iterable[Any], loading: Loading) -> Source:
+    kind = type(data).__name__
+    if loading.batch_size is not None:
+        raise InputError(
+            f"batch_size must be left out for ready batches, got {loading.batch_size} for this"
+            f" {kind}.\nLeave it out; each batch is run as the {kind} gives it."
+        )
+    if loading.on_error == "skip":
+        raise InputError(
+            f"on_error must be 'raise' for ready batches, got 'skip' for this {kind}."
+            "\nGive a Dataset, whose items are loaded one by one."
+        )
+    return IterableSource(data)
+
+
+def _of_loader(loader: DataLoader[Any], loading: Loading) -> Source:
+    """Return the source of a DataLoader: its data set, with its options.
+
+    Raises:
+        InputError: it does not go through the data set in order, or leaves out a part.
+    """
+    _check_order(loader)
+    if loading.batch_size not in (None, loader.batch_size):
+        raise InputError(
+            f"batch_size must be the DataLoader's own, {loader.batch_size}, got"
+            f" {loading.batch_size}.\nLeave it out, or give the data set: loader.dataset."
+        )
+    is_indexed = not isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None
+    # A subclass may change the batches on their way, such as by moving them to a device.
+    if not is_indexed or type(loader).__iter__ is not DataLoader.__iter__:
+        return _of_iterable(loader, loading._replace(batch_size=None))
+    options = LoaderOptions(
+        loader.worker_init_fn,
+        loader.timeout,
+        loader.multiprocessing_context,
+        loader.prefetch_factor,
+    )
+    own = loading._replace(
+        batch_size=loader.batch_size,
+        workers=loading.workers or loader.num_workers,
+        pin_memory=loading.pin_memory or loader.pin_memory,
+    )
+    items = DatasetItems(loader.dataset, loader.collate_fn)
+    return _indexed(items, own, options)
+
+
+def _check_order(loader: DataLoader[Any]) -> None:
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    order: Any = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        order = loader.batch_sampler
+    size = "" if loader.batch_size is None else f", batch_size={loader.batch_size}"
+    remedy = f"Give DataLoader(dataset{size}), so that each run and each resume has the same rows."
+    if not is_iterable and type(order) is not SequentialSampler:
+        shuffles = "one that shuffles" if type(order).__name__ == "RandomSampler" else "one with a"
+        got = shuffles if shuffles.endswith("shuffles") else f"{shuffles} {type(order).__name__}"
+        raise InputError(
+            f"data must be a DataLoader that goes through its data set in order, got {got}."
+            f"\n{remedy}"
+        )
+    if not is_iterable and len(order) != len(loader.dataset):  # type: ignore[arg-type]
+        raise InputError(
+            f"data must be a DataLoader of its whole data set, got {len(order)} of"
+            f" {len(loader.dataset)} items.\n{remedy}"  # type: ignore[arg-type]
+        )
+    if loader.drop_last:
+        raise InputError(
+            "data must be a DataLoader that keeps its last batch, got one with drop_last=True."
+            f"\n{remedy}"
+        )
+
+
+def _is_map_style(data: Any) -> bool:
+    return (
+        hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not _is_misplaced(data)
+    )  # fmt: skip
+
+
+def _is_misplaced(data: Any) -> bool:
+    """Return whether a value is none of data, though it has a length or gives values."""
+    kinds = (type, nn.Module, str, bytes, bytearray, os.PathLike, set, frozenset)
+    no_length = isinstance(data, Dataset) and not hasattr(data, "__len__")
+    return isinstance(data, kinds) or hasattr(data, "__dataframe__") or no_length
+
+
+def _in_words(data: Any) -> str:
+    if isinstance(data, str):
+        return repr(data)
+    return f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
+
+
+def _remedy(data: Any) -> str:
+    if hasattr(data, "__dataframe__"):
+        return "Give its columns as arrays, such as data['name'].to_numpy()."
+    if isinstance(data, Dataset):
+        return "Give it a __len__, so that its items have indices; or make it an IterableDataset."
+    return "Give torch.utils.data.TensorDataset(...), or a folder of images such as 'photos/'."

@@ -1,0 +1,122 @@
+"""Ready batches of an iterable, by arrival."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+from hookline.engine.pytree import describe
+from hookline.engine.pytree.tree import tensors
+from hookline.errors import InputError
+from hookline.verbs.extract.batches import Batch
+from hookline.verbs.extract.loading import Failure
+
+
+@final
+class IterableSource:
+    """Batches as an iterable gives them.
+
+    An iterator is consumed once, over all calls of `batches`. Any other iterable begins anew when
+    an earlier batch is asked for.
+
+    Args:
+        iterable: the iterable; each batch holds a tensor, whose first dimension counts the items.
+    """
+
+    batch_size = 0
+    n_items = None
+    names = None
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._iterable = iterable
+        self._is_once = isinstance(iterable, Iterator)
+        self._rest: Iterator[Any] | None = None
+        self._next = 0
+        self._n_items = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._is_once:
+            raise InputError(
+                "data must be readable from the start in each process, got an iterator"
+                f" ({type(self._iterable).__name__}).\nGive a Dataset, a DataLoader, arrays or"
+                " files."
+            )
+        return {**vars(self), "_rest": None, "_next": 0, "_n_items": 0}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the name of its class: what it will give is not known."""
+        kind = self._iterable
+        dataset = getattr(kind, "dataset", None)  # of a DataLoader
+        return {
+            "kind": "batches",
+            "type": type(kind if dataset is None else dataset).__name__,
+            "length": None,
+        }
+
+    def batches(self, numbers: Iterable[int]) -> Iterator[Batch]:
+        """Load batches whose numbers increase; those between are loaded and dropped."""
+        before = -1
+        for given in numbers:
+            number = operator.index(given)
+            if number <= before:
+                raise IndexError(f"numbers of batches must increase, got {number} after {before}")
+            before = number
+            if number < self._next:
+                self._begin_again(number)
+            batch = None
+            while self._next <= number:
+                batch = self._load()
+                if batch is None:
+                    return
+            assert batch is not None
+            yield batch
+
+    def _begin_again(self, number: int) -> None:
+        if self._is_once:
+            raise InputError(
+                f"data must give batch {number} again, got an iterator"
+                f" ({type(self._iterable).__name__}) that has given it already."
+                "\nGive a Dataset, a DataLoader, arrays or files; or a new iterator."
+            )
+        self._rest, self._next, self._n_items = None, 0, 0
+
+    def _load(self) -> Batch | None:
+        """Take the next batch; None at the end."""
+        number = self._next
+        try:
+            if self._rest is None:
+                self._rest = iter(self._iterable)
+            data = next(self._rest)
+        except StopIteration:
+            if number == 0:
+                raise InputError(
+                    f"data must give at least one batch, got none from this"
+                    f" {type(self._iterable).__name__}."
+                    "\nGive an iterable that has batches, or an iterator that was not used before."
+                ) from None
+            return None
+        except Exception as error:
+            Failure(number, error).raise_as(
+                f"batch {number} must load, got {type(error).__name__} from this"
+                f" {type(self._iterable).__name__}: {error}."
+                "\nGive a Dataset to leave out single items that fail: on_error='skip'."
+            )
+        start, size = self._n_items, _size(data, number)
+        self._next, self._n_items = number + 1, start + size
+        return Batch(number, list(range(start, start + size)), data, [])
+
+
+def _size(data: Any, number: int) -> int:
+    """Return the first dimension of the first tensor in a batch.
+
+    Raises:
+        InputError: there is no tensor, or the first is a scalar.
+    """
+    first = next((tensor for _, tensor in tensors(data)), None)
+    if first is None or not first.dim():
+        raise InputError(
+            f"batch {number} must hold a tensor whose first dimension counts the items, got"
+            f" {describe.in_words(data)}.\nGive batches such as torch.stack(items)."
+        )
+    return int(first.shape[0])
