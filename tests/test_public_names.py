@@ -16,8 +16,8 @@ NAMES = [
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
     "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
     "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
-    "attach", "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots",
-    "record", "select", "summary", "watch",
+    "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features", "inventory", "open",
+    "plots", "record", "select", "summary", "watch",
 ]
 # fmt: on
 
@@ -29,10 +29,11 @@ SIGNATURES = {
     " ports='grad', every_thread=False, **others)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change, *, ports='output', every_thread=False)",
+    "extract": "(model, data, selector, to, *, batch_size=None, resume=True, **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
     "inventory": "(model)",
     "open": "(folder, *, verify=False)",
-    "record": "(model, selector=None, *, ports='output', every_thread=False, **options)",
+    "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
     "watch": "(model, selector=None, *, ports=None, file=None, every_thread=False)",

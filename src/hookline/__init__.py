@@ -41,6 +41,7 @@ from hookline.verbs import cam as cam
 from hookline.verbs import clip as clip
 from hookline.verbs import doctor as doctor
 from hookline.verbs import edit as edit
+from hookline.verbs import extract as extract
 from hookline.verbs import features as features
 from hookline.verbs import inventory as inventory
 from hookline.verbs import record as record
@@ -58,8 +59,8 @@ __all__ = [
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
     "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
     "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
-    "attach", "cam", "clip", "doctor", "edit", "edits", "features", "inventory", "open", "plots",
-    "record", "select", "summary", "watch",
+    "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features", "inventory", "open",
+    "plots", "record", "select", "summary", "watch",
 ]  # fmt: skip
 
 

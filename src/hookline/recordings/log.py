@@ -78,6 +78,14 @@ class Log:
 
         return Index(self.sites, has)
 
+    def take(self, but_last: bool) -> list[Pass]:
+        """Remove the passes, or all but the last, and return them."""
+        end = len(self.passes) - but_last
+        taken, self.passes[:end] = self.passes[:end], []
+        for current in taken:
+            self._sorted.pop(id(current), None)  # another pass may get this id
+        return taken
+
     def _has_leaf(self, index: int, leaf: tree.Leaf) -> bool:
         """Return whether the first value of a site has a leaf. No tensor data is read."""
         for current in self.passes:

@@ -34,7 +34,7 @@ from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 
 
 @final
-@hides("begin_pass", "finish", "one_of_several")
+@hides("begin_pass", "finish", "one_of_several", "take")
 class Recording(Lookups):
     """A mapping from sites to the values that a line kept.
 
@@ -95,6 +95,14 @@ class Recording(Lookups):
         self._report = report
         if self._is_transformed and not is_transformed():
             self._log.settle()
+
+    def take(self, *, but_last: bool = False) -> list[PassRecord]:
+        """Remove passes from the recording, and return them.
+
+        Args:
+            but_last: leave the last pass, which may still run or wait for its gradients.
+        """
+        return [PassRecord(self._log, current) for current in self._log.take(but_last)]
 
     # -- look-ups -------------------------------------------------------------------------------
 

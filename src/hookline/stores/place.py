@@ -106,6 +106,13 @@ class LocalPlace:
     def __str__(self) -> str:
         return str(self.folder)
 
+    def nearest(self) -> Path:
+        """Return the folder, or the nearest one above it that exists."""
+        path = self.folder.absolute()
+        while not path.exists():
+            path = path.parent
+        return path
+
     def names(self) -> list[str]:
         """List the files, hidden ones left out."""
         try:

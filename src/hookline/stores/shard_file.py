@@ -25,6 +25,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from hookline.recordings.tensor_file import DTYPES
 from hookline.statistics import Moments
+from hookline.stores.place import Place
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"
@@ -273,3 +274,26 @@ def _moments(tensors: Sequence[Tensor]) -> Moments:
         array = tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
         found = found + Moments.of(array)
     return found
+
+
+def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
+    """Read the description of a shard in a place.
+
+    Args:
+        place: where the store is.
+        name: the name of the file.
+        verify: compare the bytes of all columns with their checksums, too.
+
+    Raises:
+        OSError: the file cannot be read. ValueError, KeyError, TypeError: it is damaged.
+    """
+    size = place.size(name)
+    first = place.read(name, 0, 8)
+    end = head_size(first)
+    if not 8 < end <= size:
+        raise ValueError(f"it must be as long as its header says, got {size} bytes")
+    shard = decode(first + place.read(name, 8, end), size)
+    if verify:
+        for span in shard.spans.values():
+            check(span, place.view(name, span.start, span.stop))
+    return shard

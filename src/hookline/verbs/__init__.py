@@ -13,11 +13,14 @@ from hookline.verbs.doctor.diagnosis import diagnosis_parts as diagnosis_parts
 from hookline.verbs.doctor.doctor import doctor as doctor
 from hookline.verbs.edit import edits as edits
 from hookline.verbs.edit.edit import edit as edit
+from hookline.verbs.extract.extract import Extracting as Extracting
+from hookline.verbs.extract.extract import extract as extract
 from hookline.verbs.inventory import Inventory as Inventory
 from hookline.verbs.inventory import inventory as inventory
 from hookline.verbs.record.features import features as features
 from hookline.verbs.record.record import RecordLine as RecordLine
 from hookline.verbs.record.record import record as record
+from hookline.verbs.record.to_store import StoreLine as StoreLine
 from hookline.verbs.shared.run_model import Inputs as Inputs
 from hookline.verbs.summary import Summary as Summary
 from hookline.verbs.summary import summary as summary
@@ -26,8 +29,8 @@ from hookline.verbs.watch.watch import Watch as Watch
 from hookline.verbs.watch.watch import watch as watch
 
 __all__ = [
-    "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Inputs", "Inventory", "RawLine",
-    "RecordLine", "Summary", "Watch", "attach", "cam", "clip", "diagnosis_data", "diagnosis_parts",
-    "doctor", "edit", "edits", "features", "inventory", "record", "summary", "summary_parts",
-    "watch",
+    "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Extracting", "Inputs", "Inventory",
+    "RawLine", "RecordLine", "StoreLine", "Summary", "Watch", "attach", "cam", "clip",
+    "diagnosis_data", "diagnosis_parts", "doctor", "edit", "edits", "extract", "features",
+    "inventory", "record", "summary", "summary_parts", "watch",
 ]  # fmt: skip

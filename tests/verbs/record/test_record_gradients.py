@@ -439,7 +439,7 @@ def test_a_named_tensor_whose_base_is_written_to_has_the_reason(write):
         WRITES[write](base, view)
         (view.sum() + base.sum() + before.sum()).backward()
     assert "it is a view that was written to in place" in str(run.report())
-    with pytest.raises(hl.NotRecordedError, match=r"loses its hooks; .* \.clone\(\)"):
+    with pytest.raises(hl.NotRecordedError, match=r"drops a view's hooks; .* \.clone\(\)"):
         run["b:grad"]
 
 

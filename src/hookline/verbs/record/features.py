@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, Unpack, final
+from typing import Any, Unpack
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hookline.engine import Selector, Site, reshard, stop_all
+from hookline.engine import Selector, Site
 from hookline.engine.pytree import describe
 from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
-from hookline.verbs.record.record import start_recording
-from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.run_model import Inputs, call, in_eval_mode
-
-_tokens = itertools.count()
-
-
-@final
-class _Enough(BaseException):
-    """Unwinds the forward. Not an Exception, so that no `except Exception` on the way stops it."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
+from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.shared.run_model import Inputs, in_eval_mode
 
 
 def features(
@@ -80,55 +68,22 @@ def features(
         InputError: a loader gives no batch, or gives lists, which may hold labels too; or the
             inputs are a data set, which has no batches.
     """
-    token = next(_tokens)
-    missing: set[Site] = set()
-
-    def after(site: Site) -> None:
-        missing.discard(site)
-        if not missing:
-            raise _Enough(token)
-
-    recorder, line = start_recording(model, selector, "features", ("output",), options, after)
-    line.options.quiet = True
-    wanted = recorder.recording.sites
-    # The line has walked the model already: `model.modules()` takes 0.6 microseconds a module.
-    modules = [model, *[node.module for node in line.nodes]]
-    mode = in_eval_mode(modules) if eval else nullcontext()
-    with recorder as recording, mode:
+    prefix = Prefix(model, selector, "features", options)
+    mode = in_eval_mode(prefix.modules) if eval else nullcontext()
+    missing: list[Site] = []
+    with prefix, mode:
         for number, batch in enumerate(_batches(inputs)):
-            missing.update(wanted)
-            _run(model, batch, token)
+            missing = prefix.run(batch)
             if missing and number:
                 raise NotRecordedError(
-                    f"{min(missing, key=wanted.index)} must have a value for each batch, got none"
-                    f" for batch {number}.\nhl.doctor(model, batch, selector) tells why."
+                    f"{missing[0]} must have a value for each batch, got none for batch {number}."
+                    "\nhl.doctor(model, batch, selector) tells why."
                 )
             if missing:
                 break
-    for site in wanted:
-        if site in missing:
-            recording[site]  # raises, and says why
-    return recording
-
-
-def _run(model: nn.Module, inputs: Any, token: int) -> None:
-    try:
-        call(model, inputs)
-    except _Enough as enough:
-        if enough.token != token:
-            raise
-        stop_all()  # this line, and those around it that saw the same forward end
-        reshard(model)
-        # Its traceback holds every frame of the forward, and with them the activations.
-        enough.__traceback__ = None
-    except Exception as error:
-        if isinstance(inputs, list):
-            error.add_note(
-                "hookline: a list is one argument of the model; to run a list of batches, one after"
-                " the other, give iter(batches)."
-            )
-        note_failing_module(model, error)
-        raise
+    for site in missing:
+        prefix.recording[site]  # raises, and says why
+    return prefix.recording
 
 
 def _batches(inputs: Any) -> Iterator[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Never, NoReturn, Unpack, final
+from typing import Any, Never, NoReturn, Unpack, final, overload
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -36,6 +37,7 @@ from hookline.errors import SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.record.gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.keep import Keep, Keeper, checked, in_graph, is_plain
+from hookline.verbs.record.to_store import StoreLine, store_line
 from hookline.verbs.shared.verb_line import VerbLine
 
 
@@ -73,14 +75,35 @@ class RecordLine(VerbLine[Line]):
         return self._line.report()
 
 
+@overload
 def record(
     model: Ground,
     selector: Selector = None,
     *,
     ports: str | Sequence[str] = "output",
+    to: None = None,
     every_thread: bool = False,
     **options: Unpack[Keep],
-) -> RecordLine:
+) -> RecordLine: ...
+@overload
+def record(
+    model: Ground,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] = "output",
+    to: str | os.PathLike[str],
+    every_thread: bool = False,
+    **options: Unpack[Keep],
+) -> StoreLine: ...
+def record(
+    model: Ground,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] = "output",
+    to: str | os.PathLike[str] | None = None,
+    every_thread: bool = False,
+    **options: Unpack[Keep],
+) -> RecordLine | StoreLine:
     """Record the values at the selected sites, while the block lasts.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -108,6 +131,14 @@ def record(
         >>> run["1:grad_output"].shape
         torch.Size([4, 3])
 
+    For more than memory holds, `to=` writes each pass to a store when the next one begins:
+
+        >>> with record(model, nn.Linear, to=tmp_path / "acts"):
+        ...     for _ in range(3):
+        ...         _ = model(torch.zeros(4, 2))
+        >>> hl.open(tmp_path / "acts")["0"].shape
+        (12, 3)
+
     Args:
         model: the model, or tensors by name, `{"b": b}`, whose gradients are recorded. Hooks are
             attached now, and taken off at the end of the block.
@@ -116,6 +147,8 @@ def record(
             parameters), for selectors that name no port. An input is the tensor, if that is all the
             module was called with, else a dict of its arguments by name; a gradient has the
             structure of the value it belongs to.
+        to: a new folder, or a URL of fsspec, for a store that grows pass by pass: a row for each
+            item of each pass. None keeps all passes in memory.
         every_thread: see every thread and async task. False: see the one that calls this, and what
             runs in a copy of its context.
         keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
@@ -128,7 +161,7 @@ def record(
 
     Returns:
         A line; `with ... as run` gives its `Recording`. Without `with`: `line.recording`, and
-        `line.remove()` to end it.
+        `line.remove()` to end it. With `to=`, a line whose `store` is there after the block.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
@@ -137,7 +170,12 @@ def record(
             a tensor is in an object that cannot be copied.
     """
     names = ports_for(model, ports)
-    return start_recording(model, selector, "record", names, options, every_thread=every_thread)[0]
+    if to is not None:
+        options = {"copy": True, **options}
+    line, bare = start_recording(
+        model, selector, "record", names, options, every_thread=every_thread
+    )
+    return line if to is None else store_line(bare, line.recording, to, options)
 
 
 def start_recording(

@@ -1,0 +1,106 @@
+"""The job of a store: a pure function of model, sites, data and range of rows.
+
+Equal jobs give equal stores, whoever does them, in however many starts. So a job is written down
+before its first shard, and a store whose job is another one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, final
+
+from hookline.stores.rows import ColumnForm
+from hookline.stores.shard_file import Chunk
+
+SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small enough to redo
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """What a store holds, in terms that another process can compare.
+
+    Args:
+        model: the model's type, structure and weights, as fingerprints.
+        sites: the sites, as they are written.
+        options: what is kept of each value: `keep`, `dtype`, `mask`, `inputs`.
+        data: the identity of the data, its first batch included.
+        batch_size: the items of a batch.
+        n_items: the items in all; None for data without a length.
+        shard_batches: the batches of a shard.
+        columns: the form of each column.
+    """
+
+    model: Mapping[str, str]
+    sites: Sequence[str]
+    options: Mapping[str, Any]
+    data: Mapping[str, Any]
+    batch_size: int
+    n_items: int | None
+    shard_batches: int = 0
+    columns: Sequence[ColumnForm] = field(default_factory=tuple)
+
+    @property
+    def n_batches(self) -> int | None:
+        """The number of batches; None for data without a length."""
+        return None if self.n_items is None else -(-self.n_items // self.batch_size)
+
+    @property
+    def n_shards(self) -> int | None:
+        """The number of shards; None for data without a length."""
+        return None if self.n_batches is None else -(-self.n_batches // self.shard_batches)
+
+    def planned(self, shard_batches: int, columns: Sequence[ColumnForm]) -> Job:
+        """Return the job with what the first batch has shown."""
+        return replace(self, shard_batches=shard_batches, columns=columns)
+
+    def batches_of(self, shard: int) -> range:
+        """Return the numbers of a shard's batches."""
+        start = shard * self.shard_batches
+        stop = start + self.shard_batches
+        return range(start, stop if self.n_batches is None else min(stop, self.n_batches))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the job as the manifest holds it."""
+        row = {**asdict(self), "columns": [column.as_json() for column in self.columns]}
+        found: dict[str, Any] = json.loads(json.dumps(row))  # as it will be read: lists, no tuples
+        return found
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Job:
+        """Read what `as_json` made.
+
+        Raises:
+            KeyError, TypeError: it is not a job.
+        """
+        columns = tuple(ColumnForm.from_json(one) for one in row["columns"])
+        return Job(**{**row, "columns": columns})
+
+    def differences(self, other: Job) -> list[str]:
+        """Name what differs between this job and the one that a store was begun with."""
+        mine, theirs = self.as_json(), other.as_json()
+        found = []
+        for key in ("model", "sites", "options", "data", "batch_size", "n_items"):
+            if mine[key] == theirs[key]:
+                continue
+            if isinstance(mine[key], Mapping):
+                found += [
+                    _differ(f"{key}.{name}", theirs[key].get(name), mine[key].get(name))
+                    for name in {**mine[key], **theirs[key]}
+                    if mine[key].get(name) != theirs[key].get(name)
+                ]
+            else:
+                found.append(_differ(key, theirs[key], mine[key]))
+        return found
+
+
+def batches_per_shard(chunk: Chunk, shard_bytes: int) -> int:
+    """Return how many batches like this one a shard holds: it depends on nothing else."""
+    n_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
+    return max(1, shard_bytes // max(n_bytes, 1))
+
+
+def _differ(name: str, was: Any, now: Any) -> str:
+    return f"{name}: {was!r} in the store, now {now!r}"

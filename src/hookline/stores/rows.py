@@ -1,0 +1,226 @@
+"""Rows: what a model gave for a batch, as columns with a row an item or a row a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Site
+from hookline.engine.pytree import describe, tree
+from hookline.errors import AmbiguousError, InputError, StructureError
+from hookline.recordings import PassRecord
+from hookline.recordings.tensor_file import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Mask = str | Callable[[Any], Tensor] | None
+
+
+@final
+@dataclass(frozen=True)
+class ColumnForm:
+    """The form of a column.
+
+    Args:
+        name: the site, as it is written.
+        dtype: the name of its dtype, as safetensors writes it.
+        shape: the shape of one row.
+        per: whether an item has one row, or each of its tokens has.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    per: Literal["item", "token"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the form as the manifest holds it."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "per": self.per}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> ColumnForm:
+        """Read what `as_json` made."""
+        return ColumnForm(row["name"], row["dtype"], tuple(row["shape"]), row["per"])
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row."""
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+    def empty(self) -> Tensor:
+        """Return a column without rows."""
+        return torch.empty(0, *self.shape, dtype=DTYPES[self.dtype])
+
+
+@final
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch.
+
+    Args:
+        mask: whether each token counts, as a bool tensor of shape (items, longest item).
+        lengths: how many tokens each item has.
+        ids: the id of each token that counts; None where the batch has none.
+    """
+
+    mask: Tensor
+    lengths: list[int]
+    ids: Tensor | None
+
+
+def tokens_of(data: Any, mask: Mask) -> Tokens | None:
+    """Find the tokens of a batch.
+
+    Args:
+        data: the batch, as the model takes it.
+        mask: the key of the mask in a batch that is a dict; or a function that takes the batch and
+            returns a mask of shape (items, tokens) or a length for each item.
+
+    Returns:
+        The tokens; None if the mask is None, or a key that the batch does not have.
+
+    Raises:
+        InputError: what was found is neither a mask nor lengths.
+    """
+    if isinstance(mask, str):
+        given = data.get(mask) if isinstance(data, Mapping) else None
+    else:
+        given = None if mask is None else mask(data)
+    if given is None:
+        return None
+    found = torch.as_tensor(given).detach().cpu()
+    ids = _ids(data, found.shape)
+    if found.ndim == 1 and not found.is_floating_point():
+        longest = int(found.max()) if not isinstance(ids, Tensor) else ids.shape[1]
+        found = torch.arange(longest) < found[:, None]
+    elif found.ndim != 2:
+        raise InputError(
+            f"mask must give a mask of shape (items, tokens) or a length for each item, got"
+            f" {describe.in_words(found)}.\nGive the key of the mask in the batch, such as"
+            " mask='attention_mask', or a function such as mask=lambda ids: ids != 0."
+        )
+    found = found.bool()
+    return Tokens(found, found.sum(1).tolist(), None if ids is None else ids.cpu()[found])
+
+
+def _ids(data: Any, shape: torch.Size) -> Tensor | None:
+    """Return the ids of tokens: the batch's `input_ids`, or a batch that is integers itself."""
+    ids = data.get("input_ids") if isinstance(data, Mapping) else data
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return None
+    return ids if len(ids) == shape[0] else None
+
+
+def columns_of(
+    one: PassRecord,
+    sites: Sequence[Site],
+    n_items: int,
+    tokens: Tokens | None,
+    forms: Mapping[str, ColumnForm] | None,
+) -> tuple[dict[str, Tensor], dict[str, ColumnForm]]:
+    """Take the columns out of one pass.
+
+    Args:
+        one: the pass.
+        sites: the wanted sites.
+        n_items: how many items the batch has.
+        tokens: its tokens, for rows a token.
+        forms: the form of each column, as the first batch had it; None in the first batch.
+
+    Returns:
+        The columns by name, on the device where the model left them, and their forms.
+
+    Raises:
+        AmbiguousError: a module ran several times.
+        StructureError: a value has no row an item or token, or another form than before.
+    """
+    columns: dict[str, Tensor] = {}
+    found: dict[str, ColumnForm] = {}
+    for site in sites:
+        for leaf, tensor in tree.tensors(_only(one, site)):
+            name = str(replace(site, leaf=site.leaf + leaf))
+            known = None if forms is None else forms.get(name)
+            rows, per = _rows(name, tensor, n_items, tokens, known)
+            form = ColumnForm(name, _NAMES[rows.dtype], tuple(rows.shape[1:]), per)
+            if forms is not None and form != known:
+                raise StructureError(_changed(name, known, form))
+            columns[name], found[name] = rows, form
+    missing = [name for name in forms or () if name not in columns]
+    if missing:
+        raise StructureError(
+            f"{missing[0]} must have a value for each batch, got none.\nSelect the leaf that is"
+            " there for each batch, or give the batches apart to two stores."
+        )
+    return columns, found
+
+
+def _only(one: PassRecord, site: Site) -> Any:
+    calls = one.calls(site)
+    if len(calls) > 1:
+        raise AmbiguousError(
+            f"{site} must run once a batch, got {len(calls)} calls."
+            f"\nSelect one of them, such as '{replace(site, call=0)}'."
+        )
+    return calls[0]
+
+
+def _rows(
+    name: str, tensor: Tensor, n_items: int, tokens: Tokens | None, known: ColumnForm | None
+) -> tuple[Tensor, Literal["item", "token"]]:
+    """Return a value's rows, and whether they are of items or of tokens.
+
+    Raises:
+        StructureError: its first dimension is neither.
+    """
+    if tokens is not None:
+        shape = tokens.mask.shape
+        if tensor.ndim > 2 and tensor.shape[:2] == shape:
+            return _of_tokens(tensor, tokens), "token"
+        if tensor.ndim > 0 and len(tensor) == shape.numel() != n_items:
+            return _of_tokens(tensor.reshape(*shape, *tensor.shape[1:]), tokens), "token"
+        if tensor.shape == shape and known is None:
+            raise StructureError(
+                f"{name} must have rows that are clearly of items or of tokens, got"
+                f" {describe.in_words(tensor)} for {shape[0]} items of up to {shape[1]} tokens."
+                "\nGive keep=lambda t: t[..., None] for a row a token, or keep=lambda t: t[:, None]"
+                " for a row an item."
+            )
+    if tensor.ndim > 0 and len(tensor) == n_items:
+        return tensor, "item"
+    wanted = f"a row for each of the {n_items} items of the batch"
+    if tokens is not None:
+        wanted += f", or for each token: {list(tokens.mask.shape)}"
+    raise StructureError(
+        f"{name} must have {wanted}, got {describe.in_words(tensor)}."
+        "\nSelect another leaf, or give keep= a function that makes such rows."
+    )
+
+
+def _of_tokens(tensor: Tensor, tokens: Tokens) -> Tensor:
+    """Drop the padding: slices where it is at the end, which are five times faster than a mask."""
+    longest = tokens.mask.shape[1]
+    lengths = torch.tensor(tokens.lengths)
+    if min(tokens.lengths, default=longest) == longest:
+        return tensor.flatten(0, 1)
+    if torch.equal(tokens.mask, torch.arange(longest) < lengths[:, None]):
+        return torch.cat([row[:n] for row, n in zip(tensor, tokens.lengths, strict=True)])
+    return tensor[tokens.mask.to(tensor.device)]
+
+
+def _changed(name: str, known: ColumnForm | None, form: ColumnForm) -> str:
+    if known is None:
+        return (
+            f"{name} must have a value for each batch, got none for the first."
+            "\nSelect the leaf that is there for each batch."
+        )
+    remedy = "Give keep= a function that makes rows of one shape."
+    if known.shape != form.shape and known.dtype == form.dtype:
+        remedy += " If its rows are tokens, give mask=, the key of the mask in the batch."
+    return (
+        f"{name} must have rows of {list(known.shape)} {known.dtype} an {known.per}, as in the"
+        f" first batch, got {list(form.shape)} {form.dtype} an {form.per}.\n{remedy}"
+    )

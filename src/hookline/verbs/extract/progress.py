@@ -1,0 +1,62 @@
+"""The progress of an extraction: rows a second, bytes, time left."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import final
+
+from hookline.display.units import count, size
+from hookline.stores.job import Job
+from hookline.stores.shard_file import Shard
+
+
+@final
+class Progress:
+    """Counts the shards that are written, and shows them in a terminal.
+
+    Args:
+        job: the job.
+        shards: the shards that are there. New ones are added.
+        shown: whether to show a bar, where stderr is a terminal.
+    """
+
+    def __init__(self, job: Job, shards: dict[int, Shard], *, shown: bool) -> None:
+        # Imported on use: rich takes a fiftieth of the time of torch.
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._shards = shards
+        console = Console(file=sys.stderr)
+        self._bar = Bar(
+            TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+            TextColumn("{task.fields[rows]}"), TimeRemainingColumn(),
+            console=console, disable=not (shown and console.is_terminal), transient=True,
+        )  # fmt: skip
+        n_there = sum(shard.items for shard in shards.values())
+        self._n_bytes = sum(shard.size for shard in shards.values())
+        self._task = self._bar.add_task(
+            "extract", total=job.n_items, completed=n_there, rows=f"{count(n_there)} items"
+        )
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def written(self, shard: Shard) -> None:
+        """Note a shard that is on disk. May be called in another thread."""
+        self._shards[shard.number] = shard
+        self._n_bytes += shard.size
+        self._bar.advance(self._task, shard.items)
+        task = self._bar.tasks[0]
+        speed = "" if task.speed is None else f", {count(task.speed)} items/s"
+        self._bar.update(self._task, rows=f"{size(self._n_bytes)}{speed}")

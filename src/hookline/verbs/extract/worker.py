@@ -1,0 +1,150 @@
+"""Run the batches of a job, and give their rows shard by shard."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import Site
+from hookline.engine.pytree import describe, tree
+from hookline.errors import InputError
+from hookline.stores.job import Job
+from hookline.stores.offload import Offload
+from hookline.stores.rows import ColumnForm, Mask, columns_of, tokens_of
+from hookline.stores.shard_file import Chunk
+from hookline.verbs.extract.sources import Batch, Source
+from hookline.verbs.record.prefix import Prefix
+
+
+@final
+class Worker:
+    """Runs the batches of a job, and gives their rows.
+
+    Args:
+        prefix: runs the model as far as the last wanted site.
+        source: the data.
+        inputs: what of a batch the model takes; None takes all of it.
+        mask: where the tokens of a batch are; as in `hl.extract`.
+    """
+
+    def __init__(self, prefix: Prefix, source: Source, inputs: Any, mask: Mask) -> None:
+        self._prefix = prefix
+        self.source = source
+        self._inputs = inputs
+        self._mask = mask
+        self._device = _device_of(prefix)
+        self.offload = Offload(self._device)
+        self.forms: dict[str, ColumnForm] | None = None
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """The wanted sites."""
+        return self._prefix.sites
+
+    def chunk(self, batch: Batch) -> Chunk:
+        """Run the model on a batch, and return its rows.
+
+        The tensors may still be on their way from a device: `offload.ready()` waits for them.
+
+        Raises:
+            NotRecordedError: the model did not reach a site.
+            StructureError: a value does not have a row an item or token.
+        """
+        if not batch.items:
+            columns = {name: form.empty() for name, form in (self.forms or {}).items()}
+            has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
+            return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
+        data = self._inputs_of(batch)
+        tokens = tokens_of(data, self._mask)
+        with torch.no_grad():
+            missing = self._prefix.run(tree.map_tensors(self._move, data))
+        taken = self._prefix.recording.take()
+        for site in missing:
+            taken[-1][site]  # raises, and says why
+        if len(taken) != 1:
+            raise InputError(
+                f"the model must run once a batch, got {len(taken)} runs."
+                "\nGive as `model` the module that is called once."
+            )
+        found, forms = columns_of(taken[0], self.sites, len(batch.items), tokens, self.forms)
+        self.forms = forms if self.forms is None else self.forms
+        per_token = tokens if any(form.per == "token" for form in self.forms.values()) else None
+        return Chunk(
+            batch.number,
+            batch.items,
+            {name: self.offload(tensor) for name, tensor in found.items()},
+            None if per_token is None else per_token.lengths,
+            None if per_token is None else per_token.ids,
+            batch.skipped,
+        )
+
+    def _inputs_of(self, batch: Batch) -> Any:
+        """Return what the model takes of a batch.
+
+        Raises:
+            InputError: it is a list, or not of the batch's items.
+        """
+        data = batch.data if self._inputs is None else self._inputs(batch.data)
+        if isinstance(data, list):
+            raise InputError(
+                "a batch must hold what the model takes and nothing else, got"
+                f" {describe.in_words(data)}.\nGive inputs=, a function that takes that out, such"
+                " as inputs=lambda batch: batch[0]."
+            )
+        first = next((tensor for _, tensor in tree.tensors(data)), None)
+        if first is None or first.ndim == 0 or len(first) != len(batch.items):
+            raise InputError(
+                f"a batch must hold tensors of {len(batch.items)} items, got"
+                f" {describe.in_words(data)}.\nGive inputs=, a function that takes out of a batch"
+                " what the model takes."
+            )
+        return data
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def shards_of(
+    worker: Worker, job: Job, numbers: Iterable[int], first: Batch | None = None
+) -> Iterator[tuple[int, list[Chunk]]]:
+    """Yield the rows of shards, one shard after the other.
+
+    Args:
+        worker: runs the batches.
+        job: the job.
+        numbers: the shards, in order; endless for data without a length.
+        first: batch 0, if it was loaded already. An iterator does not give it again.
+    """
+    asked = itertools.chain.from_iterable(map(job.batches_of, numbers))
+    pending: list[Chunk] = []
+    for batch in _load(worker.source, asked, first):
+        pending.append(worker.chunk(batch))
+        shard = batch.number // job.shard_batches
+        if batch.number == job.batches_of(shard)[-1]:
+            yield shard, pending
+            pending = []
+    if pending:  # the data has no length, and ended within a shard
+        yield pending[0].batch // job.shard_batches, pending
+
+
+def _load(source: Source, asked: Iterator[int], first: Batch | None) -> Iterator[Batch]:
+    number = next(asked, None)
+    if number is None:
+        return
+    if number == 0 and first is not None and source.n_items is None:
+        yield first
+        yield from source.batches(asked)
+    else:
+        yield from source.batches(itertools.chain([number], asked))
+
+
+def _device_of(prefix: Prefix) -> torch.device:
+    """Return the device of the model's first parameter; the CPU without any."""
+    for module in prefix.modules:
+        for parameter in module.parameters(recurse=False):
+            return parameter.device
+    return torch.device("cpu")

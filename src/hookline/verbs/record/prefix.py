@@ -1,0 +1,102 @@
+"""Run a model only as far as the last of the wanted sites."""
+
+from __future__ import annotations
+
+import itertools
+from types import TracebackType
+from typing import Any, final
+
+from torch import nn
+
+from hookline.engine import Selector, Site, reshard, stop_all
+from hookline.recordings import Recording
+from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.record import start_recording
+from hookline.verbs.shared.failing_module import note_failing_module
+from hookline.verbs.shared.run_model import call
+
+_tokens = itertools.count()
+
+
+@final
+class _Enough(BaseException):
+    """Unwinds the forward. Not an Exception, so that no `except Exception` on the way stops it."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+
+@final
+class Prefix:
+    """A line that records the wanted sites, and ends each forward when all of them have fired.
+
+    Args:
+        model: the model.
+        selector: the sites.
+        verb: the name of the verb, for messages.
+        options: what is kept of each value.
+
+    Attributes:
+        sites: the wanted sites.
+        modules: the modules of the model, the root first.
+    """
+
+    def __init__(self, model: nn.Module, selector: Selector, verb: str, options: Keep) -> None:
+        self._model = model
+        self._token = next(_tokens)
+        self._missing: set[Site] = set()
+        self._recorder, line = start_recording(
+            model, selector, verb, ("output",), options, self._seen
+        )
+        line.options.quiet = True
+        self.sites = self._recorder.recording.sites
+        # The line has walked the model already: `model.modules()` takes 0.6 microseconds a module.
+        self.modules = [model, *[node.module for node in line.nodes]]
+
+    @property
+    def recording(self) -> Recording:
+        """The recording that the line fills."""
+        return self._recorder.recording
+
+    def __enter__(self) -> Prefix:
+        self._recorder.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._recorder.__exit__(kind, error, traceback)
+
+    def run(self, inputs: Any) -> list[Site]:
+        """Run the model on a batch; return the sites that it did not reach.
+
+        Args:
+            inputs: the batch, as `hl.features` takes it.
+        """
+        self._missing.update(self.sites)
+        try:
+            call(self._model, inputs)
+        except _Enough as enough:
+            if enough.token != self._token:
+                raise
+            stop_all()  # this line, and those around it that saw the same forward end
+            reshard(self._model)
+            # Its traceback holds every frame of the forward, and with them the activations.
+            enough.__traceback__ = None
+        except Exception as error:
+            if isinstance(inputs, list):
+                error.add_note(
+                    "hookline: a list is one argument of the model; to run a list of batches, one"
+                    " after the other, give iter(batches)."
+                )
+            note_failing_module(self._model, error)
+            raise
+        return [site for site in self.sites if site in self._missing]
+
+    def _seen(self, site: Site) -> None:
+        self._missing.discard(site)
+        if not self._missing:
+            raise _Enough(self._token)

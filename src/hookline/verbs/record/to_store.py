@@ -1,0 +1,206 @@
+"""Record into a store: each pass of the user's own loop goes to disk when it is over."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import final
+
+import torch
+from torch import nn
+
+from hookline.engine import Line, Pass, Report
+from hookline.engine.pytree import describe, tree
+from hookline.errors import AttachError, FolderError, StructureError
+from hookline.recordings import PassRecord, Recording
+from hookline.stores import Store, open_store
+from hookline.stores.identity import function_identity, model_identity
+from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
+from hookline.stores.manifest import environment, write_manifest
+from hookline.stores.offload import Offload
+from hookline.stores.place import Place, place_of
+from hookline.stores.rows import ColumnForm, columns_of
+from hookline.stores.shard_file import Chunk, Shard
+from hookline.stores.writer import Writer
+from hookline.verbs.record.keep import Keep
+from hookline.verbs.shared.verb_line import VerbLine
+
+
+@final
+class StoreLine(VerbLine[Line]):
+    """A line that fills a store: a context manager, or ended by `remove()`.
+
+    After the block, `store` is what was written; `hl.open(folder)` gives it, too.
+    """
+
+    def __init__(self, line: Line, sink: StoreSink) -> None:
+        super().__init__(line)
+        self._sink = sink
+
+    def __enter__(self) -> StoreLine:
+        self._line.__enter__()
+        return self
+
+    @property
+    def store(self) -> Store:
+        """The store that was written.
+
+        Raises:
+            FolderError: the line has not ended, or no pass ran.
+        """
+        return open_store(self._sink.place)
+
+    def report(self) -> Report:
+        """Report the sites that were attached, how often each fired, and why some never did."""
+        return self._line.report()
+
+    def _ended(self, error: BaseException | None) -> None:
+        self._sink.finish(self._line.report())
+
+
+@final
+class StoreSink:
+    """Writes the passes of a recording to a store, each when the next one begins.
+
+    Args:
+        place: where the store is.
+        model: the model.
+        recording: what the line records into. Passes are taken out of it.
+        options: what is kept of each value.
+
+    Raises:
+        FolderError: the place holds files, another process writes there, or it cannot be written.
+    """
+
+    def __init__(self, place: Place, model: nn.Module, recording: Recording, options: Keep) -> None:
+        self.place = place
+        self._recording = recording
+        self._shards: dict[int, Shard] = {}
+        self._chunks: list[Chunk] = []
+        self._forms: dict[str, ColumnForm] | None = None
+        self._n_passes = self._n_items = 0
+        self._offload = Offload(next((one.device for one in model.parameters()), _CPU))
+        self._job = _job_of(model, recording, options)
+        self._is_open = True
+        with ExitStack() as stack:
+            stack.enter_context(place.locked())
+            others = place.names()
+            if others:
+                raise FolderError(
+                    f"{place} must be empty, got files in it ({', '.join(others[:3])}"
+                    f"{', …' * (len(others) > 3)}).\nGive a new folder: a loop of your own cannot"
+                    " be resumed, as hl.extract can."
+                )
+            self._writer = stack.enter_context(Writer(place, self._written))
+            self._open = stack.pop_all()
+
+    def begin_pass(self, current: Pass) -> None:
+        """Write the passes before this one: their gradients have arrived by now."""
+        self._write(self._recording.take())
+        self._recording.begin_pass(current)
+
+    def finish(self, report: Report) -> None:
+        """Write what is left, and the manifest. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._recording.finish(report)
+        with self._open:
+            self._write(self._recording.take())
+            if self._chunks:
+                self._put()
+        if self._forms is not None:
+            shards = [self._shards[number] for number in range(len(self._shards))]
+            write_manifest(self.place, self._job.as_json(), environment(), shards)
+
+    def _write(self, passes: list[PassRecord]) -> None:
+        for one in passes:
+            if one.failed or not len(one):
+                continue  # it raised, or ran none of the selected sites
+            self._chunks.append(self._chunk(one))
+            if len(self._chunks) == self._job.shard_batches:
+                self._put()
+
+    def _chunk(self, one: PassRecord) -> Chunk:
+        n_items = _n_rows(one)
+        columns, forms = columns_of(one, self._recording.sites, n_items, None, self._forms)
+        items = range(self._n_items, self._n_items + n_items)
+        found = {name: self._offload(tensor) for name, tensor in columns.items()}
+        chunk = Chunk(self._n_passes, items, found)
+        if self._forms is None:
+            self._forms = forms
+            n_passes = batches_per_shard(chunk, SHARD_BYTES)
+            self._job = self._job.planned(n_passes, tuple(forms.values()))
+            write_manifest(self.place, self._job.as_json(), environment())
+        self._n_passes += 1
+        self._n_items += n_items
+        return chunk
+
+    def _put(self) -> None:
+        number = self._chunks[0].batch // self._job.shard_batches
+        self._writer.put(number, self._chunks, self._offload.ready())
+        self._chunks = []
+
+    def _written(self, shard: Shard) -> None:
+        self._shards[shard.number] = shard
+
+
+_CPU = torch.device("cpu")
+
+
+def store_line(
+    line: Line, recording: Recording, to: str | os.PathLike[str], options: Keep
+) -> StoreLine:
+    """Have a recording line write to a store.
+
+    Raises:
+        AttachError: the line has no model, or sees every thread.
+        FolderError: the store cannot be begun there.
+    """
+    try:
+        if line.root is None or line.passes.every_thread:
+            raise AttachError(
+                "to= must have a model and one thread: the rows of a store are in the order of the"
+                " passes.\nLeave out every_thread=, and give the model."
+            )
+        sink = StoreSink(place_of(to), line.root, recording, options)
+    except BaseException:
+        line.remove()
+        raise
+    line.passes.sink = sink
+    return StoreLine(line, sink)
+
+
+def _job_of(model: nn.Module, recording: Recording, options: Keep) -> Job:
+    dtype = options.get("dtype")
+    return Job(
+        model_identity(model),
+        [str(site) for site in recording.sites],
+        {
+            "keep": function_identity(options.get("keep")),
+            "dtype": None if dtype is None else str(dtype),
+        },
+        {"kind": "passes of a loop"},
+        1,
+        None,
+    )
+
+
+def _n_rows(one: PassRecord) -> int:
+    """Return the number of rows of a pass: the first dimension of its first value.
+
+    Raises:
+        StructureError: no value is a tensor with a dimension.
+    """
+    for key in one:
+        for _, tensor in tree.tensors(one[key]):
+            if tensor.ndim:
+                return len(tensor)
+            raise StructureError(
+                f"{key} must have a row for each item, got {describe.in_words(tensor)}."
+                "\nGive keep= a function that makes such rows."
+            )
+    raise StructureError(
+        f"pass {one.number} must have a tensor at a selected site, got none."
+        "\nSelect sites whose values are tensors."
+    )

@@ -1,0 +1,429 @@
+"""extract: each item's row is the model's own value, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from zoo import SmallNet
+
+ROWS = torch.randn(100, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+SMALL = {"batch_size": 7, "shard_bytes": 4000}
+
+
+def files(folder):
+    """The bytes of each shard, and of what the manifest says of them."""
+    found = {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return SmallNet()
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """A store that was made at one go."""
+    folder = tmp_path_factory.mktemp("whole") / "store"
+    hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], folder, **SMALL)
+    return folder
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 100, 1000])
+def test_rows_are_the_models_own_values_bit_by_bit(model, tmp_path, batch_size):
+    sites = ["stem", "layer1.0.relu:input", "fc", ""]
+    store = hl.extract(model, ROWS, sites, tmp_path / "s", batch_size=batch_size)
+    with torch.no_grad():
+        feats = hl.features(model, iter(ROWS.split(batch_size)), sites, copy=True)
+    for site in sites:
+        assert torch.equal(store[site][:], feats.cat(site)), site
+    assert store.items[:].tolist() == list(range(100))
+
+
+def test_a_value_that_is_overwritten_in_place_is_stored_in_time(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    x = torch.randn(10, 4)
+    store = hl.extract(net, x, ["0", "1"], tmp_path / "s")
+    assert torch.equal(store["0"][:], net[0](x))
+    assert (store["0"][:] < 0).any()
+
+
+def test_the_model_runs_in_eval_mode_and_keeps_its_own(tmp_path, left_as_found):
+    net = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4))
+    net[1].eval()
+    x = torch.randn(10, 4)
+    before = left_as_found(net)
+    store = hl.extract(net, x, "0", tmp_path / "s")
+    assert torch.equal(store["0"][:], x)
+    assert left_as_found(net) == before
+    torch.manual_seed(0)
+    noisy = hl.extract(net, x, "0", tmp_path / "t", eval=False)
+    assert (noisy["0"][:] == 0).any()
+
+
+def test_nothing_runs_after_the_last_site(tmp_path):
+    class Never(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("it must not run")
+
+    store = hl.extract(nn.Sequential(nn.Identity(), Never()), ROWS, "0", tmp_path / "s")
+    assert torch.equal(store["0"][:], ROWS)
+
+
+def test_keep_and_dtype_say_what_is_stored(model, tmp_path):
+    store = hl.extract(
+        model, ROWS, "stem", tmp_path / "s", keep=lambda t: t.mean((2, 3)), dtype=torch.bfloat16
+    )
+    stem = hl.features(model, iter(ROWS.split(32)), "stem").cat("stem")
+    assert store["stem"].dtype is torch.bfloat16
+    assert torch.equal(store["stem"][:], stem.mean((2, 3)).bfloat16().detach())
+
+
+def test_each_tensor_of_a_structure_is_a_column(tmp_path):
+    class Two(nn.Module):
+        def forward(self, x):
+            return x + 1, {"half": x / 2, "name": "none"}
+
+    store = hl.extract(Two(), torch.arange(6.0)[:, None], "", tmp_path / "s")
+    assert list(store.sites) == ["(root):output[0]", "(root):output[1].half"]
+    assert store["(root):output[1].half"][:, 0].tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
+
+
+def test_labels_are_left_out_by_inputs(model, tmp_path):
+    data = torch.utils.data.TensorDataset(ROWS, torch.arange(100))
+    with pytest.raises(hl.InputError, match=r"Give inputs=.*lambda batch: batch\[0\]"):
+        hl.extract(model, data, "stem", tmp_path / "s")
+    store = hl.extract(model, data, "stem", tmp_path / "s", inputs=lambda batch: batch[0])
+    assert len(store) == 100
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """A row a token in `block`, a row an item in `pool`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block, self.pool = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, input_ids, attention_mask):
+        return self.pool(self.block(self.embed(input_ids)).mean(1))
+
+
+def tokenize(texts, left=False):
+    longest = max(map(len, texts))
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    mask = torch.zeros(len(texts), longest, dtype=torch.long)
+    for row, text in enumerate(texts):
+        at = slice(longest - len(text), longest) if left else slice(0, len(text))
+        ids[row, at] = torch.tensor([ord(letter) % 50 for letter in text])
+        mask[row, at] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+TEXTS = ["abcdef"[: 1 + k % 6] * (1 + k % 3) for k in range(40)]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_tokens_have_a_row_each_and_padding_has_none(tmp_path, left):
+    net = Encoder()
+
+    def tokenizer(texts):
+        return tokenize(texts, left)
+
+    store = hl.extract(
+        net, TEXTS, ["block", "pool"], tmp_path / "s", tokenize=tokenizer, batch_size=8
+    )
+    assert len(store) == 40
+    assert len(store["block"]) == len(store.tokens) == sum(map(len, TEXTS))
+    assert store["pool"].shape == (40, 4)
+    alone = [net.block(net.embed(tokenize([text])["input_ids"][0])) for text in TEXTS]
+    torch.testing.assert_close(store["block"][:], torch.cat(alone).detach())
+    ids = torch.cat([tokenize([text])["input_ids"][0] for text in TEXTS])
+    assert torch.equal(store.tokens[:], ids)
+
+
+def test_rows_of_changing_shape_without_a_mask_are_refused(tmp_path):
+    batches = [torch.ones(2, 3, 4), torch.ones(2, 5, 4)]
+    with pytest.raises(hl.StructureError, match=r"rows of \[3, 4\].*got \[5, 4\](.|\n)*mask="):
+        hl.extract(nn.Identity(), iter(batches), "", tmp_path / "s")
+    store = hl.extract(
+        nn.Identity(),
+        iter(batches),
+        "",
+        tmp_path / "t",
+        mask=lambda x: torch.full((2,), x.shape[1]),
+    )
+    assert store["(root)"].shape == (16, 4)
+
+
+def test_a_square_value_is_not_guessed_to_be_of_tokens(tmp_path):
+    with pytest.raises(hl.StructureError, match="clearly of items or of tokens"):
+        hl.extract(nn.Identity(), torch.ones(4, 3), "", tmp_path / "s", mask=lambda x: x > 0)
+
+
+# -- again ----------------------------------------------------------------------------------------
+
+
+class Stops(Exception):
+    pass
+
+
+class StopsAt(torch.utils.data.Dataset):
+    """Fails to load one item, as long as it says which."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise Stops
+        return ROWS[index]
+
+
+@pytest.mark.parametrize("at", [1, 8, 50, 99])
+def test_started_again_it_goes_on_and_the_result_is_the_same(model, tmp_path, at):
+    data, folder = StopsAt(at), tmp_path / "s"
+    whole = hl.extract(model, StopsAt(None), "stem", tmp_path / "whole", **SMALL)
+    with pytest.raises(hl.InputError):
+        hl.extract(model, data, "stem", folder, **SMALL)
+    data.at = None
+    written = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
+    store = hl.extract(model, data, "stem", folder, **SMALL)
+    assert files(folder) == files(tmp_path / "whole")
+    assert {name: (folder / name).stat().st_mtime_ns for name in written} == written
+    assert torch.equal(store["stem"][:], whole["stem"][:])
+
+
+def test_a_finished_store_is_checked_and_not_made_again(whole, model):
+    class Never(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("it must not run")
+
+    handle = model.stem.register_forward_pre_hook(lambda *_: Never()(None))
+    try:
+        store = hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], whole, **SMALL)
+    finally:
+        handle.remove()
+    assert len(store) == 100
+
+
+def test_a_damaged_shard_is_found_and_made_again(model, tmp_path, whole):
+    folder = tmp_path / "s"
+    hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], folder, **SMALL)
+    damaged = sorted(folder.glob("shard-*"))[2]
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    (folder / "shard-00000004.safetensors").unlink()
+    with pytest.warns(hl.HooklineWarning, match=r"1 shards .* damaged and are made again"):
+        hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], folder, **SMALL)
+    assert files(folder) == files(whole)
+
+
+def test_another_job_is_refused_and_its_difference_named(model, tmp_path):
+    folder = tmp_path / "s"
+    hl.extract(model, ROWS, "stem", folder, **SMALL)
+    before = files(folder)
+    other = SmallNet()
+    for changed, given, options in [
+        ("model.weights", (other, ROWS, "stem"), {}),
+        ("sites", (model, ROWS, "fc"), {}),
+        ("options.dtype", (model, ROWS, "stem"), {"dtype": torch.float16}),
+        ("options.keep", (model, ROWS, "stem"), {"keep": lambda t: t * 2}),
+        ("batch_size", (model, ROWS, "stem"), {"batch_size": 8}),
+        ("data", (model, ROWS * 2, "stem"), {}),
+        ("n_items", (model, ROWS[:50], "stem"), {}),
+    ]:
+        with pytest.raises(hl.FolderError, match=f"(?s)another job.*{changed}.*in the store, now"):
+            hl.extract(*given, folder, **{**SMALL, **options})
+    assert files(folder) == before
+    with pytest.raises(hl.FolderError, match="holds a store already"):
+        hl.extract(model, ROWS, "stem", folder, resume=False, **SMALL)
+
+
+def test_other_threads_are_warned_of(model, tmp_path):
+    threads = torch.get_num_threads()
+    hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(hl.HooklineWarning, match=f"threads was {threads}, is {threads + 1}"):
+            hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def in_a_child(work):
+    """Fork, and run a function in the child; the child's process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            warnings.simplefilter("ignore")
+            work()
+        finally:
+            os._exit(0)
+    return child
+
+
+@pytest.mark.processes
+def test_killed_at_20_moments_the_result_is_bit_identical(model, tmp_path):
+    """Each start is killed at a random moment; the last is left alone."""
+    chance = random.Random(0)
+    folder, options = tmp_path / "killed", {"batch_size": 2, "shard_bytes": 1}
+
+    def work(folder=folder):
+        hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], folder, **options)
+
+    os.waitpid(in_a_child(lambda: work(tmp_path / "whole")), 0)
+    n_killed = 0
+    for _ in range(20):
+        child = in_a_child(work)
+        n_before = len(list(folder.glob("shard-*")))
+        until = n_before + chance.randrange(4)
+        while len(list(folder.glob("shard-*"))) < until and os.waitpid(child, os.WNOHANG)[0] == 0:
+            pass
+        try:
+            os.kill(child, signal.SIGKILL)
+            n_killed += 1
+            os.waitpid(child, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+    os.waitpid(in_a_child(work), 0)
+    assert n_killed > 10
+    assert files(folder) == files(tmp_path / "whole")
+    assert len(hl.open(folder, verify=True)) == 100
+    assert not list(folder.glob(".*.part"))
+
+
+FILL = """
+import sys, torch, hookline as hl
+rows = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
+model = torch.nn.Identity()
+try:
+    hl.extract(model, rows, "", sys.argv[1] + "/s", batch_size=100, shard_bytes=10_000)
+except hl.FolderError as error:
+    print(error)
+for path in (__import__("pathlib").Path(sys.argv[1]) / "s").glob("shard-*"):
+    assert path.stat().st_size > 6000
+    n = len(list(path.parent.glob("shard-*")))
+print(n, "shards")
+"""
+
+
+@pytest.mark.processes
+def test_a_full_disk_leaves_whole_shards_and_says_so(tmp_path):
+    """On a file system of 100 kB, of its own name space."""
+    script = 'mount -t tmpfs -o size=100k none "$1" && exec "$2" -c "$3" "$1"'
+    found = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, FILL],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "No space left on device" in found.stdout
+    assert "Free space on the disk." in found.stdout
+    assert int(found.stdout.split()[-2]) > 2
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path):
+    rows = torch.ones(10, 4)
+    rows[3, 1], rows[7] = torch.nan, torch.inf
+    with pytest.warns(hl.HooklineWarning, match=r"5 numbers at \(root\) are NaN or infinite"):
+        store = hl.extract(nn.Identity(), rows, "", tmp_path / "s")
+    assert torch.equal(store["(root)"][:].isnan(), rows.isnan())
+    assert store.statistics["(root)"].non_finite == 5
+    assert store.statistics["(root)"].mean == 1
+
+
+class Broken(StopsAt):
+    def __getitem__(self, index):
+        if index in (0, 13, *range(21, 28)):
+            raise OSError(f"item {index} is broken")
+        return ROWS[index]
+
+
+def test_items_that_fail_are_left_out_and_listed(model, tmp_path):
+    with pytest.raises(hl.InputError, match="item 0 is broken"):
+        hl.extract(model, Broken(None), "stem", tmp_path / "s", **SMALL)
+    with pytest.warns(hl.HooklineWarning, match="9 items could not be loaded"):
+        store = hl.extract(model, Broken(None), "stem", tmp_path / "t", on_error="skip", **SMALL)
+    gone = [0, 13, *range(21, 28)]
+    assert [item for item, _ in store.skipped] == gone
+    assert store.items[:].tolist() == [k for k in range(100) if k not in gone]
+    assert "item 13 is broken" in store.skipped[1][1]
+
+
+def test_a_second_writer_is_refused(model, tmp_path):
+    from hookline.stores.place import place_of
+
+    with place_of(tmp_path / "s").locked():
+        with pytest.raises(hl.FolderError, match="another process is writing"):
+            hl.extract(model, ROWS, "stem", tmp_path / "s")
+    hl.extract(model, ROWS, "stem", tmp_path / "s")
+
+
+def test_a_folder_with_other_files_is_refused(model, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(hl.FolderError, match=r"must be empty or hold a store.*mine\.txt"):
+        hl.extract(model, ROWS, "stem", tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("net", "selector", "error", "message"),
+    [
+        (SmallNet(), "nowhere", hl.SelectionError, "matches no module"),
+        (SmallNet(), "stem:grad_output", hl.SelectionError, "only runs forward"),
+        (nn.Sequential(nn.Flatten(0)), "0", hl.StructureError, "a row for each of the 7 items"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_any_writing(
+    tmp_path, net, selector, error, message
+):
+    with pytest.raises(error, match=message):
+        hl.extract(net, ROWS, selector, tmp_path / "s", **SMALL)
+    assert not list(tmp_path.glob("s/[!.]*"))
+
+
+def test_a_module_that_runs_twice_needs_its_call(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Identity()
+
+        def forward(self, x):
+            return self.block(self.block(x) + 1)
+
+    x = torch.zeros(4, 2)
+    store = hl.extract(Twice(), x, "block#1", tmp_path / "s")
+    assert torch.equal(store["block#1"][:], x + 1)
+
+
+def test_an_unknown_option_is_refused(model, tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtypes'"):
+        hl.extract(model, ROWS, "stem", tmp_path / "s", dtypes=torch.float16)
