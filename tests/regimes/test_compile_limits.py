@@ -122,7 +122,7 @@ def test_a_sweep_of_lines_says_at_the_limit_what_to_do():
 
     with pytest.raises(FailOnRecompileLimitHit) as failed:
         sweep(torch.compile(model, **OPTIONS))
-    assert "hooks at other sites" in failed.value.__notes__[0]
+    assert "a different set of sites triggers a recompilation" in failed.value.__notes__[0]
     assert "hl.edits.scale(1.0)" in failed.value.__notes__[0]
     torch.compiler.reset()
     model = steps(5)

@@ -220,7 +220,7 @@ def test_a_spawned_process_gets_a_model_whose_hooks_are_inert(model, x):
     plain = model.requires_grad_(False)(x)
     context = multiprocessing.get_context("spawn")
     with (
-        pytest.warns(hl.HooklineWarning, match="what other processes run"),
+        pytest.warns(hl.HooklineWarning, match="it does not see other processes"),
         hl.edit(model, "2", hl.edits.scale(0.0)),
         hl.record(model),
         context.Pool(1) as pool,

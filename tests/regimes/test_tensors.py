@@ -387,7 +387,7 @@ def test_gradients_of_the_older_layout_are_not_clipped(options):
 def test_what_torch_cannot_do_with_the_older_layout_is_refused():
     model, x = Pooled(), nested(torch.strided)
     with hl.edit(model, "act:grad_output", lambda g: g * 0):
-        with pytest.raises(hl.StructureError, match=r"Make it with layout=torch\.jagged"):
+        with pytest.raises(hl.StructureError, match=r"Make the tensor with layout=torch\.jagged"):
             total(model(x)).backward()
     with hl.attach(model) as line:
         line.backward("act", lambda *a: None)
