@@ -376,7 +376,7 @@ def test_what_is_no_site_or_no_pass_says_how_to_look_up(net, image):
 def test_the_line_is_not_the_recording_and_says_so(net, image):
     line = hl.record(net, "layer1")
     net(image)
-    with pytest.raises(TypeError, match=r"this is the line.*\n.*line.recording"):
+    with pytest.raises(TypeError, match=r"got the line.*\n.*line.recording"):
         line["layer1"]
     assert repr(line).endswith("1 site, 1 pass, 1 fired, 0 never; attached")
     line.remove()

@@ -139,7 +139,7 @@ def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
 
 @pytest.mark.cell(
     "torch.compile", "watch",
-    note="what runs in compiled code is printed when that has run, without inputs and times",
+    note="modules in compiled code are printed after it has run, without inputs and times",
 )  # fmt: skip
 def test_watch_prints_what_compiled_code_has_done():
     model, out = steps(), io.StringIO()
@@ -156,7 +156,9 @@ def test_watch_prints_what_compiled_code_has_done():
 
 
 @pytest.mark.cell(
-    "torch.compile", "features", note="the whole graph runs: it cannot be left in the middle"
+    "torch.compile",
+    "features",
+    note="the whole graph runs, because compiled code cannot stop in the middle",
 )
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_features_are_those_of_the_eager_model(form):
@@ -412,7 +414,7 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     assert step > 50
 
 
-@pytest.mark.cell("torch.compile", "raw hooks", refused="AttachError", note="`line.saved`")
+@pytest.mark.cell("torch.compile", "raw hooks", refused="AttachError", note="for `line.saved`")
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
     run = torch.compile(model, **OPTIONS)
@@ -420,7 +422,7 @@ def test_packing_what_is_saved_is_refused_with_the_remedy():
     with hl.attach(model) as line:
         line.options.quiet = True
         line.saved("1", lambda t: t, lambda t: t)
-        with pytest.raises(Exception, match=r"cannot be packed inside compiled.*\n.*force_eager"):
+        with pytest.raises(Exception, match=r"must run outside compiled code.*\n.*force_eager"):
             run(X)
     assert is_bare(model)
 

@@ -47,7 +47,9 @@ def test_under_ddp_each_rank_records_its_part_of_the_batch(rank, folder):
                 assert_close(value, expected[site])
 
 
-@pytest.mark.cell("DDP", "gradients", note="parameters: before the reduction")
+@pytest.mark.cell(
+    "DDP", "gradients", note="a parameter's gradient is this rank's, before the reduction"
+)
 @pytest.mark.trap(30)
 @on_ranks
 def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
@@ -64,7 +66,9 @@ def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
         assert_close(run.reduced(f"{name}:grad", op="mean"), parameter.grad)
 
 
-@pytest.mark.cell("DDP", "statistics", note="each rank's own; run.reduced is over all ranks")
+@pytest.mark.cell(
+    "DDP", "statistics", note="each rank has its own; `run.reduced` combines all ranks"
+)
 @on_ranks
 def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
     model = DistributedDataParallel(conv_net())
@@ -229,7 +233,9 @@ def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
     assert_close(again.full("fc.weight:grad"), expected["fc.weight:grad"] / 2)
 
 
-@pytest.mark.cell("FSDP2", "statistics", note="each rank's own; run.reduced is over all ranks")
+@pytest.mark.cell(
+    "FSDP2", "statistics", note="each rank has its own; `run.reduced` combines all ranks"
+)
 @pytest.mark.trap(30)
 @on_ranks
 def test_statistics_of_shards_are_each_ranks_own_and_say_so(rank, folder):

@@ -67,7 +67,7 @@ OFF = r"turned off torch's fast path of layers\.0.*\n.*set_fastpath_enabled\(Fal
     "record",
     "raw hooks",
     "edit",
-    note="warned: the last bits may be the slow path's",
+    note="a warning says that the last bits may be those of the slow path",
 )
 def test_a_hook_inside_turns_the_fast_path_off_and_that_is_said(x, padding, fused_calls):
     model = encoder(norm_first=True)
@@ -172,7 +172,11 @@ def test_a_copy_sheds_the_hooks_and_has_its_fast_path(x, fused_calls):
 
 
 @pytest.mark.trap(34)
-@pytest.mark.cell("encoder layers, fast path", "record", note="padded: nested tensors")
+@pytest.mark.cell(
+    "encoder layers, fast path",
+    "record",
+    note="with a padding mask, values inside are nested tensors",
+)
 def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     model = encoder()
     with torch.no_grad(), nested_tensors():

@@ -58,7 +58,9 @@ GRADS = {
 
 
 @pytest.mark.trap(28)
-@pytest.mark.cell("torch.func.grad, vjp", "record", note="plain values when the transform is over")
+@pytest.mark.cell(
+    "torch.func.grad, vjp", "record", note="values are plain tensors after the transform"
+)
 @pytest.mark.parametrize("name", [*GRADS, "jvp", "jacrev", "jacfwd"])
 def test_values_come_out_plain_whatever_the_transform(name, net, image, left_as_found):
     transform = {
@@ -193,7 +195,7 @@ def test_a_value_overwritten_inside_transforms_is_refused_too(net, image):
 @pytest.mark.cell(
     "torch.func.grad, vjp",
     "gradients",
-    note="`grad` of a parameter never fires: the transform returns it",
+    note="`grad` of a parameter never fires, because the transform returns the gradient",
 )
 def test_a_parameters_gradient_is_what_the_transform_returns(net, image):
     with pytest.warns(
@@ -218,7 +220,10 @@ def test_a_silent_parameter_says_so_of_a_module_run_by_hand_too():
 
 @pytest.mark.trap(28)
 @pytest.mark.cell(
-    "torch.func.vmap", "record", "statistics", note="the batch in front; keep= sees one example"
+    "torch.func.vmap",
+    "record",
+    "statistics",
+    note="the batch is the first dimension; `keep=` gets one example",
 )
 def test_under_vmap_the_whole_batch_is_recorded_batch_in_front():
     torch.manual_seed(0)
@@ -251,7 +256,9 @@ def test_a_value_that_does_not_depend_on_the_batch_has_none():
 
 
 @pytest.mark.cell(
-    "torch.func.vmap", "record", note="an ensemble by stack_module_state: its members in front"
+    "torch.func.vmap",
+    "record",
+    note="in an ensemble by `stack_module_state`, the members are the first dimension",
 )
 def test_an_ensemble_is_recorded_member_by_member():
     torch.manual_seed(0)
@@ -264,7 +271,7 @@ def test_an_ensemble_is_recorded_member_by_member():
 
 
 @pytest.mark.cell(
-    "torch.func.vmap", "gradients", note="with the gradient taken inside: vmap(grad(f))"
+    "torch.func.vmap", "gradients", note="if the gradient is taken inside: `vmap(grad(f))`"
 )
 def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     alone = []
@@ -286,7 +293,7 @@ def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     "gradients",
     "raw hooks",
     refused="AttachError",
-    note="with the gradient taken outside",
+    note="if the gradient is taken outside",
 )
 @pytest.mark.parametrize("port", ["grad_output", "grad_input", "raw"])
 def test_gradients_that_flow_past_one_examples_value_are_refused(port, net, image):

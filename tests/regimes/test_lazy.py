@@ -76,7 +76,7 @@ def test_after_the_first_run_lazy_types_match_nothing(model, x):
 
 @pytest.mark.cell(
     "lazy modules, before their first run", "gradients", "clip", refused="AttachError",
-    note="of parameters: run the model once first",
+    note="for parameters; run the model once first",
 )  # fmt: skip
 def test_hooks_on_lazy_parameters_are_refused_until_a_first_run(model, x):
     def hook(line, what):
@@ -122,5 +122,5 @@ def test_a_summary_without_a_run_lists_them_one_with_is_refused(model, x):
     assert [row.module_type for row in hl.summary(model).rows[1:3]] == [
         "LazyConv2d", "LazyBatchNorm2d",
     ]  # fmt: skip
-    with pytest.raises(hl.InputError, match=r"0\.weight is lazy"):
+    with pytest.raises(hl.InputError, match=r"no lazy parameters, got 0.weight"):
         hl.summary(model, x)

@@ -76,7 +76,8 @@ def test_in_inference_mode_overwritten_values_were_copied(net, image):
 @pytest.mark.trap(26)
 @pytest.mark.cell(
     "no_grad, inference_mode", "gradients", "edit gradients", "raw hooks", "clip",
-    note="none flow: a warning says why, and looking one up raises", refused="NotRecordedError",
+    note="no gradient arrives; a warning says why, and a look-up raises",
+    refused="NotRecordedError",
 )  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
 def test_no_gradient_flows_is_said_with_reason_and_remedy(mode, net, image):
@@ -136,7 +137,7 @@ class Thawed(Frozen):
 
 @pytest.mark.cell(
     "gradients switched inside forward", "record", "gradients", "edit", "edit gradients",
-    note="where they are off none flows, and a warning says so",
+    note="where gradients are off, none arrives, and a warning says so",
 )  # fmt: skip
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "thawed"])

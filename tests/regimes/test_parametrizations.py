@@ -94,7 +94,9 @@ def test_what_a_parametrization_computes_is_a_site_of_its_own(name, x):
 
 
 @pytest.mark.cell(
-    "parametrized weights", "record", note="`parametrize.cached()`: once in the block"
+    "parametrized weights",
+    "record",
+    note="under `parametrize.cached()`, the parametrization runs once in the block",
 )
 def test_a_cached_parametrization_runs_once_later_passes_say_so(x):
     model = build(parametrizations.spectral_norm)

@@ -61,7 +61,7 @@ def child(action):
 
 @pytest.mark.cell(
     "a fork inside the block", "record", "gradients", "edit", "edit gradients", "clip",
-    note="the child goes on with a copy of the line: nothing of it comes back",
+    note="the child continues with a copy of the line; the parent's line sees none of it",
 )  # fmt: skip
 def test_a_child_goes_on_alone_and_the_parents_line_is_untouched(model, x):
     plain = model(x)
@@ -214,7 +214,10 @@ def test_forked_workers_edit_and_keep_what_they_record(model):
 
 
 @pytest.mark.cell(
-    "spawned processes", "record", "edit", note="the hooks of the copy they get are inert"
+    "spawned processes",
+    "record",
+    "edit",
+    note="the process gets a copy of the model, whose hooks are inert",
 )
 def test_a_spawned_process_gets_a_model_whose_hooks_are_inert(model, x):
     plain = model.requires_grad_(False)(x)

@@ -93,8 +93,8 @@ def wide(tensor):
 
 @pytest.mark.cell(
     "kinds of tensors", "record", "features", "watch",
-    note="sparse, complex, quantized, 8-bit, nested, empty, viewed: as they are; of sparse,"
-    " quantized, nested and complex32 ones the numbers are not saved, and `run.lost` says so",
+    note="sparse, complex, quantised, 8-bit, nested, empty and viewed tensors are recorded as they"
+    " are; sparse, quantised, nested and complex32 ones are not saved, and `run.lost` names them",
 )  # fmt: skip
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
 def test_a_tensor_is_recorded_as_saved_or_named_as_lost(name, tmp_path):
@@ -161,7 +161,9 @@ WORKS = {
 
 
 @pytest.mark.cell(
-    "kinds of tensors", "edit", note="an edit that torch has not for a kind is a StructureError"
+    "kinds of tensors",
+    "edit",
+    note="an edit that torch lacks for a kind of tensor raises StructureError",
 )
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
@@ -238,7 +240,7 @@ def total(value):
 
 @pytest.mark.cell(
     "nested tensors", "record", "gradients", "statistics", "edit", "features", "watch",
-    note="both layouts; not saved, and `run.lost` says so",
+    note="both layouts are recorded; they are not saved, and `run.lost` names them",
 )  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_values_and_gradients_of_nested_tensors_are_their_parts(layout):
@@ -312,7 +314,7 @@ def test_nested_values_are_those_of_torchs_hooks(layout, path):
     assert not all(map(torch.equal, expected, bare))
 
 
-@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="of the jagged layout")
+@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="with the jagged layout")
 @pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
 def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     torch.manual_seed(0)
@@ -328,7 +330,7 @@ def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     assert not all(map(torch.equal, expected, bare))
 
 
-@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="of the jagged layout")
+@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="with the jagged layout")
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
     model, x, given = Pooled(), nested(torch.jagged), []
@@ -351,7 +353,7 @@ def with_holes():
     return torch.nested.narrow(torch.stack([BASE, BASE]), 1, starts, lengths, layout=torch.jagged)
 
 
-@pytest.mark.cell("nested tensors", "clip", note="of the jagged layout")
+@pytest.mark.cell("nested tensors", "clip", note="with the jagged layout")
 @pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
 @pytest.mark.parametrize(
     "options", [{"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"value": 0.1}]

@@ -106,7 +106,7 @@ def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
 
 
 @pytest.mark.cell(
-    "thread pools", "record", note="the context is taken along, or `every_thread=True`"
+    "thread pools", "record", note="with `copy_context().run(model, ...)` or `every_thread=True`"
 )
 def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how(model):
     with ThreadPoolExecutor(2) as pool:
@@ -151,7 +151,7 @@ def test_tasks_that_are_gathered_keep_their_lines_apart(model, is_shared):
     assert not len(hl.inventory(model))
 
 
-@pytest.mark.cell("async tasks", "raw hooks", note="`hl.EVERYWHERE`")
+@pytest.mark.cell("async tasks", "raw hooks", note="with `hl.EVERYWHERE`")
 def test_everywhere_is_of_one_task(model):
     async def work(k):
         seen = []
@@ -170,7 +170,7 @@ def test_everywhere_is_of_one_task(model):
 
 @pytest.mark.cell(
     "DataParallel", "record", "edit",
-    note="several devices: `every_thread=True`, each replica a pass",
+    note="on several devices, give `every_thread=True`; each replica runs a pass",
 )  # fmt: skip
 def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     # What DataParallel does on several devices, which are not here: replicas, one thread each.
@@ -194,7 +194,9 @@ def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
         together(*[lambda step, r=r: r(batch(1)) for r in replicas])
 
 
-@pytest.mark.cell("DataParallel", "record", "gradients", note="on the CPU it calls the module")
+@pytest.mark.cell(
+    "DataParallel", "record", "gradients", note="on the CPU, DataParallel calls the module itself"
+)
 def test_data_parallel_on_the_cpu_is_the_module(model):
     parallel = nn.DataParallel(model)
     with hl.record(parallel, "0", ports=("output", "grad_output")) as run:

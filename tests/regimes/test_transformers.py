@@ -152,7 +152,9 @@ def test_transformers_hooks_inside_a_block_see_the_edit_and_stay(llama):
 
 @pytest.mark.trap(35)
 @pytest.mark.cell(
-    "transformers", "record", note="attention patterns: under `eager`, not under sdpa"
+    "transformers",
+    "record",
+    note="attention patterns are recorded under `eager`, and are None under `sdpa`",
 )
 def test_attention_patterns_are_there_under_eager_not_under_sdpa(llama):
     with torch.no_grad():
@@ -232,7 +234,9 @@ class Outer(nn.Module):
 
 
 @pytest.mark.cell(
-    "transformers, generate", "record", note="attached to what is not called: one pass, said so"
+    "transformers, generate",
+    "record",
+    note="a line on a module that `generate` does not call has one pass, and a warning says so",
 )
 def test_a_root_that_generate_does_not_call_is_reported(llama):
     outer = Outer(llama)

@@ -118,7 +118,7 @@ def test_tracing_is_refused_as_hooks_would_become_code(model, x):
 
 @pytest.mark.cell(
     "a feature extractor made by torch.fx", "record",
-    note="a line on the original sees the modules that hold no others",
+    note="a line on the original sees the modules without submodules",
 )  # fmt: skip
 def test_a_traced_copy_calls_innermost_modules_and_reports_which(model, x):
     traced = torch.fx.symbolic_trace(model)
@@ -148,7 +148,9 @@ class Adding(nn.Module):
 
 
 @pytest.mark.cell(
-    "a __call__ of its own", "record", note="what `forward` returns; not seen without `super()`"
+    "a __call__ of its own",
+    "record",
+    note="the value is the result of `forward`; without `super()` the module is not seen",
 )
 def test_a_call_of_its_own_is_seen_from_within_or_explained(x):
     wrapped = Adding(calls_super=True)

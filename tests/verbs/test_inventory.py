@@ -93,7 +93,7 @@ def test_hooks_of_a_line_say_where_they_are_a_copys_are_inert():
         ]  # fmt: skip
         model(torch.ones(1, 2))
     inert = [entry.function for entry in hl.inventory(copied)]
-    assert inert == ["inert (of a copy): does nothing, goes when first called"] * 3
+    assert inert == ["inert (of a copy): does nothing, is removed when first called"] * 3
 
 
 def test_the_parameters_of_the_root_itself_have_no_dot():

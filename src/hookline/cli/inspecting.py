@@ -49,8 +49,8 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
     for site in hl.select(model, at or None):
         if site.is_gradient:
             raise SelectionError(
-                f"{site} flows backward, and inspect runs the model forward only."
-                "\nIn Python: with hl.record(model, ...) as run: loss(model(x)).backward()."
+                f"--at must name sites of the forward, got {site}: inspect runs no backward."
+                "\nUse Python: with hl.record(model, ...) as run: loss(model(x)).backward()."
             )
     n_modules = sum(1 for _ in model.modules())
     output: list[Any] = []

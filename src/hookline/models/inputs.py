@@ -64,7 +64,7 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
     if is_file(expanded):
         return _file_batch(Path(expanded), loaded)
     if is_special(expanded):
-        raise InputError(f"{printable(spec)} {absence(expanded)}.\nCopy what it gives into a file.")
+        raise InputError(f"{printable(spec)} {absence(expanded)}.\nCopy its contents into a file.")
     if loaded.tokenize is None or _means_a_file(spec):
         raise _not_there(spec, loaded)
     if not spec.strip():

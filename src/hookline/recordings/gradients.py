@@ -83,7 +83,8 @@ class GradientFlow:
             if row.site == as_written(site):
                 return row
         raise NotRecordedError(
-            f"{site!r} has no gradients here; rows: {', '.join(row.site for row in self.rows[:8])}."
+            f"the site must be a row of this table, got {site!r}.\nGive one of its sites:"
+            f" {', '.join(row.site for row in self.rows[:8])}{', …' * (len(self.rows) > 8)}."
         )
 
     def __str__(self) -> str:

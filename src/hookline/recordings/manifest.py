@@ -105,6 +105,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FolderError(
             f"{folder} is not a recording: its {MANIFEST} was not written by hookline."
+            "\nGive the folder that run.save(...) wrote."
         )
     if manifest.get("version") != VERSION:
         raise FolderError(

@@ -1,4 +1,4 @@
-"""Inventory: every hook now on a model, and whose it is."""
+"""List every hook on a model, and the owner of each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from hookline.engine.torch_private.hooks import HOOK_DICTS, global_hooks, hook_d
 @final
 @dataclass(frozen=True)
 class HookEntry:
-    """One hook that is on a model now.
+    """A hook that is on a model now.
 
     Args:
-        path: the module it is on (or module and parameter); "(every module)" for process-wide ones.
+        path: the path of its module, or of the module and the parameter. "(every module)" for a
+            process-wide hook.
         kind: "forward_pre", "forward", "backward", "grad", "state_dict", ...
-        owner: "hookline", "torch", the name of an installed package, or "yours".
-        function: the name of the function, as it was defined.
-        where: the file and line of its definition, where Python knows it.
+        owner: "hookline", "torch", the name of an installed package, "python" (the standard
+            library), or "yours".
+        function: the qualified name of the function. For a hook of hookline, the tap and its site.
+        where: the file and line of the definition; empty where Python does not know them.
     """
 
     path: str
@@ -62,7 +64,7 @@ class Inventory:
 
 
 def inventory(model: nn.Module) -> Inventory:
-    """List every hook now on a model: hookline's, torch's, a library's, yours.
+    """List every hook now on a model, and its owner: hookline, torch, a library, or you.
 
         >>> model = nn.Linear(2, 2)
         >>> handle = model.register_forward_hook(lambda module, args, output: None)
@@ -70,17 +72,17 @@ def inventory(model: nn.Module) -> Inventory:
         ['forward']
 
     Args:
-        model: any module. Nothing is run or changed.
+        model: any module. It is neither run nor changed.
 
     Returns:
-        The hooks on its modules and parameters, and the process-wide ones.
+        The hooks on its modules and parameters, and the process-wide hooks.
     """
     nodes = walk(model)
     return Inventory(tuple(_entries(nodes)), len(nodes))
 
 
 def inventory_parts(found: Inventory) -> list[Part]:
-    """Describe an inventory for the terminal: each hook, and whose it is."""
+    """Describe an inventory for the terminal, as a table of hooks and owners."""
     if not found.entries:
         return [f"no hooks on {plural(found.modules, 'module')}"]
     rows: list[list[Words]] = [
@@ -109,7 +111,7 @@ def _entries(nodes: list[Any]) -> Iterator[HookEntry]:
 
 
 def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
-    # Load-state-dict pre-hooks come wrapped by torch, and partials by anyone.
+    # torch wraps load-state-dict pre-hooks, and a user may register a functools.partial.
     inner = getattr(hook, "func", None) or getattr(hook, "hook", None) or hook
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, Tap | RootTap):
@@ -130,7 +132,7 @@ def _entry(path: str, kind: str, hook: Callable[..., Any]) -> HookEntry:
 
 def _label(owner: Tap | RootTap) -> str:
     if is_inert(owner):
-        return "inert (of a copy): does nothing, goes when first called"
+        return "inert (of a copy): does nothing, is removed when first called"
     if isinstance(owner, RootTap):
         return f"pass {owner.rank.name.lower()}s"
     return f"{owner.rank.name.lower()} {owner.site}"

@@ -1,4 +1,4 @@
-"""summary: one run of a model as a table of its modules."""
+"""Run a model once and describe its modules in a table."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ if TYPE_CHECKING:
 @final
 @dataclass
 class Row:
-    """One module of a summary.
+    """A module in a summary.
 
     Args:
-        path: its path; the root's is the empty string.
-        depth: how deep it lies below the root.
+        path: the module's path; the root's is the empty string.
+        depth: the number of modules above it.
         module_type: the name of its class.
-        aliases: its other paths, where it is shared.
-        own_parameters: the number of elements of the parameters that it holds itself.
-        parameters: the same with all that it holds below, each counted once.
-        trainable: of `parameters`, those that require gradients.
-        calls: how often it ran.
-        input: the structure of what it got, first call.
-        output: the structure of what it returned, first call.
-        dtype: of its first output tensor.
-        output_bytes: of its output tensors, all calls.
-        flops: floating-point operations of all calls (a multiply-add is two), those below included.
+        aliases: its other paths, if it is shared.
+        own_parameters: the number of elements of its own parameters, without its submodules.
+        parameters: the number of elements of its parameters and of those of its submodules. Each
+            parameter counts once.
+        trainable: the number of these elements that require gradients.
+        calls: the number of its calls.
+        input: the structure of its input at the first call.
+        output: the structure of its output at the first call.
+        dtype: the dtype of its first output tensor.
+        output_bytes: the bytes of its output tensors, over all calls.
+        flops: the floating-point operations of all calls, with those of its submodules. A
+            multiply-add counts as two.
     """
 
     path: str
@@ -61,32 +63,32 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last part of the path."""
         return str(Site(self.path)).rpartition(".")[2]
 
     @property
     def type_and_calls(self) -> str:
-        """Its class, and how often it ran where that was several times: `ReLU x2`."""
+        """The class, with the number of calls if there were several: `ReLU x2`."""
         return self.module_type + f" x{self.calls}" * (self.calls > 1)
 
 
 @final
 @dataclass
 class Summary:
-    """A model as a table. Print it, or read `rows` and the totals.
+    """The table that `hl.summary` makes. Print it, or read `rows` and the totals.
 
     Args:
         model_type: the class of the model.
         rows: every module in registration order, the root first.
         ran: whether the model was run.
-        failure: if its forward raised: the module that did, what it got, and the error.
-        parameters: elements of all parameters, shared ones counted once.
-        trainable: of these, those that require gradients.
-        parameter_bytes: their memory.
-        buffer_bytes: the memory of buffers.
-        input_bytes: the memory of the input's tensors.
-        activation_bytes: of the outputs of all modules that hold no other: what a training step
-            keeps, roughly.
+        failure: if the forward raised, the module that raised, its inputs, and the error.
+        parameters: the number of elements of all parameters. A shared parameter counts once.
+        trainable: the number of these elements that require gradients.
+        parameter_bytes: the bytes of all parameters.
+        buffer_bytes: the bytes of all buffers.
+        input_bytes: the bytes of the input's tensors.
+        activation_bytes: the bytes of the outputs of all modules without submodules. A training
+            step keeps roughly this much.
     """
 
     model_type: str
@@ -102,7 +104,7 @@ class Summary:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the whole run; a multiply-add is two."""
+        """The floating-point operations of the whole run; a multiply-add counts as two."""
         return self.rows[0].flops if self.rows else 0
 
     @property
@@ -111,7 +113,7 @@ class Summary:
         return {row.dtype for row in self.rows if row.dtype}
 
     def __str__(self) -> str:
-        """Every module and the totals, as wide as they need to be.
+        """Show every module and the totals, at full width.
 
         >>> print(summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2)))
         module  type        input  output  parameters  FLOPs  memory
@@ -163,27 +165,27 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         >>> table.rows[1].output, table.rows[1].parameters, table.flops
         ('[4, 3]', 9, 48)
 
-    The model runs once, in eval mode and without gradients; its mode, buffers and torch's random
-    state are as before afterwards. A model on the meta device is run there, on shapes alone, so
-    that one larger than memory can be described. FLOPs are counted by torch's own counter.
+    The model runs once, in eval mode and without gradients. Afterwards its mode, its buffers and
+    torch's random state are as before. A model on the meta device runs on shapes alone, so a model
+    larger than memory can be described. torch's own counter counts the FLOPs.
 
     Args:
         model: the model.
-        inputs: a tensor; a tuple of arguments; a dict of keyword arguments; a function that runs
-            the model. A dict that is one argument is given as `({...},)`. None describes the
+        inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function that runs
+            the model. Give a dict that is one argument as `({...},)`. None describes the
             parameters only.
 
     Returns:
-        The table. If the forward raises, it holds what ran, and `failure` names the module that
-        raised and what it got.
+        The table. If the forward raises, the table holds the modules that ran. Its `failure` then
+        names the module that raised and its inputs.
 
     Raises:
-        AttachError: what was given is not a model.
+        AttachError: `model` is not a model.
         InputError: the model has lazy parameters, which a run would create for good.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(
-            f"summary needs a model (an nn.Module), got {type(model).__name__}."
+            f"model must be an nn.Module, got {type(model).__name__}."
             "\nGive the model itself: hl.summary(model, x)."
         )
     line = Line(model, name="summary")
@@ -212,8 +214,8 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
 
 
 def _counter() -> FlopCounterMode:
-    """Torch's counter, and a formula that it lacks: the fused attention of the CPU."""
-    from torch.utils import flop_counter  # late: it would slow `import hookline`
+    """Return torch's FLOP counter, with a formula that it lacks: the CPU's fused attention."""
+    from torch.utils import flop_counter  # late, because it would slow `import hookline`
 
     def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         count: int = flop_counter.sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
@@ -224,7 +226,7 @@ def _counter() -> FlopCounterMode:
 
 @final
 class _Gauge:
-    """Fills the rows as the modules run."""
+    """Fill the rows as the modules run."""
 
     def __init__(self, rows: Mapping[str, Row], counter: FlopCounterMode) -> None:
         self._rows = rows
@@ -245,9 +247,9 @@ class _Gauge:
         def callback(current: Pass, value: Any) -> None:
             stack = current.log
             while stack and stack[-1][0] is not row:
-                stack.pop()  # a module that raised, and whose caller went on
+                stack.pop()  # a module that raised, and whose caller caught the exception
             before = stack.pop()[1] if stack else 0
-            # A module that calls itself is counted at its outermost call only.
+            # A recursive module is counted at its outermost call only.
             if not any(other is row for other, _ in stack):
                 row.flops += self._counter.get_total_flops() - before
             row.calls += 1
@@ -295,16 +297,17 @@ _N_ALIASES_SHOWN = 2
 
 
 def summary_parts(found: Summary, *, failure: bool = True) -> list[Part]:
-    """Describe a summary for the terminal: the modules, the totals, and what went wrong.
+    """Describe a summary for the terminal: the modules, the totals, and the failure.
 
         >>> len(summary_parts(summary(nn.Linear(2, 3))))
         2
 
-    `ReLU x2` ran twice. One dtype throughout is left to the totals, several get a column.
+    A module that ran twice is written `ReLU x2`. A dtype that all outputs share stands in the
+    totals; several dtypes get a column.
 
     Args:
-        found: what `hl.summary` gave.
-        failure: whether what the run raised is told below; False where that is said elsewhere.
+        found: the summary.
+        failure: whether to describe the failure of the run; False where a caller does so itself.
     """
     parts: list[Part] = [_modules(found), _totals(found)]
     if found.failure and failure:
@@ -314,7 +317,7 @@ def summary_parts(found: Summary, *, failure: bool = True) -> list[Part]:
 
 def _modules(found: Summary) -> Table:
     has_dtypes = len(found.dtypes) > 1
-    # Where a terminal is narrow, names are folded sooner than the numbers beside them are lost.
+    # In a narrow terminal, names (^) are folded before the numbers beside them are cut.
     names = ["^module", "^type"]
     if found.ran:
         names += ["~input", "~output", *["dtype"] * has_dtypes]
@@ -349,14 +352,14 @@ def _name(row: Row) -> Words:
 def _output(row: Row, holds_one_that_ran: bool) -> Words:
     if row.calls:
         return _compact(row.output)
-    if row.input:  # it was entered, and never left
+    if row.input:  # it was called and has not returned
         return [("raised", "not dim bold red")]
-    # A ModuleList is never called itself: nothing is amiss.
+    # A container such as ModuleList is never called itself, so its row stays empty.
     return "" if holds_one_that_ran else "not run"
 
 
 def _compact(form: str) -> str:
-    """Take the blanks out of shapes, `[1,64,112,112]`: four columns fit 100 characters."""
+    """Remove the spaces from shapes, `[1,64,112,112]`, so that four columns fit 100 characters."""
     return _SHAPE.sub(lambda shape: shape[0].replace(" ", ""), form)
 
 
@@ -379,7 +382,7 @@ def _totals(found: Summary) -> Grid:
             ("Input", size(found.input_bytes)),
             ("Activations", size(found.activation_bytes)),
         ]
-        # A run that raised never came to the end at which the root's are counted.
+        # The root's FLOPs are counted when it returns, so a run that raised has none.
         rows += [("FLOPs", count(found.flops))] * (not found.failure)
         if len(found.dtypes) == 1:
             rows += [("Output dtype", f"{found.dtypes.pop()} throughout")]

@@ -159,13 +159,16 @@ def test_a_copied_optimizer_has_no_hooks(net):
 @pytest.mark.parametrize(
     ("attach", "says"),
     [
-        (lambda line, o: line.step_pre(o, print), "holds none of the 20 parameters of SmallNet"),
-        (lambda line, o: line.step_post("sgd", print), "needs an optimizer, got str"),
-        (lambda line, o: line.step_pre(None, print), "needs an optimizer, got NoneType"),
+        (
+            lambda line, o: line.step_pre(o, print),
+            "got SGD with none of its 20.",
+        ),
+        (lambda line, o: line.step_post("sgd", print), "must be given an optimizer, got str"),
+        (lambda line, o: line.step_pre(None, print), "must be given an optimizer, got NoneType"),
         (lambda line, o: line.step_pre(o, 3), "must be a function"),
-        (lambda line, o: line.state_dict(o, print), "holds none of"),
+        (lambda line, o: line.state_dict(o, print), "must hold parameters of"),
         (lambda line, o: line.registered("tensor", print), "got .tensor."),
-        (lambda line, o: hl.attach().registered("buffer", print), "happen in a model"),
+        (lambda line, o: hl.attach().registered("buffer", print), "must have a model"),
     ],
 )
 def test_what_cannot_be_hooked_is_refused_with_the_remedy(net, attach, says):
@@ -179,7 +182,7 @@ def test_a_step_hook_that_returns_something_else_is_refused(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with hl.attach(net) as line:
         line.step_pre(optimizer, lambda *_: 3)
-        with pytest.raises(hl.StructureError, match=r"Return \(args, kwargs\)"):
+        with pytest.raises(hl.StructureError, match=r"must return \(args, kwargs\), got"):
             optimizer.step()
     with hl.attach(net) as line:
         line.step_post(optimizer, lambda *_: 3)

@@ -115,7 +115,7 @@ def test_an_accumulated_hook_that_returns_a_value_is_refused(net, image):
             hl.AttachError,
             "only leaf tensors accumulate",
         ),
-        (lambda line, net: line.grad("stem.weight", print), hl.AttachError, "is frozen"),
+        (lambda line, net: line.grad("stem.weight", print), hl.AttachError, "a frozen parameter"),
         (lambda line, net: line.grad("fc:grad_output", print), hl.SelectionError, "is a module's"),
         (lambda line, net: line.grad("fc.bais", print), hl.SelectionError, "fc.bias"),
         (lambda line, net: line.grad("fc.bias", None), hl.AttachError, "must be a function"),

@@ -119,7 +119,7 @@ def test_always_call_runs_when_the_module_raises(net):
 def test_a_forward_hook_that_returns_nonsense_is_an_error(net, image, returned):
     with hl.attach(net) as line:
         line.forward("fc", lambda module, args, output: returned)
-        with pytest.raises(hl.StructureError, match="would become the output") as caught:
+        with pytest.raises(hl.StructureError, match="must return an output with tensors") as caught:
             net(image)
     assert "hookline: raised by the hook at fc:forward (Linear)" in caught.value.__notes__
 

@@ -120,7 +120,7 @@ def test_whatever_a_hook_returns_becomes_the_output(stray):
     handle = model[0].register_forward_hook(lambda *_: stray)
     assert model(X) is stray
     handle.remove()
-    with pytest.raises(hl.StructureError, match="which would become the output") as failed:
+    with pytest.raises(hl.StructureError, match="must return an output with tensors") as failed:
         with hl.attach(model) as line:
             line.forward("0", lambda *_: stray)
             model(X)
@@ -135,7 +135,7 @@ def test_a_pre_hooks_single_value_is_wrapped_with_kwargs_a_pair(with_kwargs):
     with hl.attach(model) as line:
         line.forward_pre("", lambda module, *_: X * 5, with_kwargs=with_kwargs)
         if with_kwargs:
-            with pytest.raises(hl.StructureError, match=r"Return \(args, kwargs\)"):
+            with pytest.raises(hl.StructureError, match=r"must return \(args, kwargs\), got"):
                 model(X)
         else:
             assert torch.equal(model(X), X * 5)
@@ -184,6 +184,9 @@ def test_hooks_that_return_nothing_are_held_to_it(kind, act):
 @pytest.mark.parametrize("wrong", [3, "x", (1, 2), ((), []), [(), {}]])
 def test_the_arguments_of_a_step_are_a_pair(wrong):
     optimizer = torch.optim.SGD([nn.Parameter(X.clone())], lr=0.1)
-    with hl.attach() as line, pytest.raises(hl.StructureError, match=r"Return \(args, kwargs\)"):
+    with (
+        hl.attach() as line,
+        pytest.raises(hl.StructureError, match=r"must return \(args, kwargs\), got"),
+    ):
         line.step_pre(optimizer, lambda *_: wrong)
         optimizer.step()

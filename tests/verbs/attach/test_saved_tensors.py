@@ -103,7 +103,10 @@ def test_errors_name_the_site_and_wrong_returns_are_refused(model):
     assert caught.value.__notes__ == ["hookline: raised by the hook at 0:saved (Linear)"]
     with hl.attach(model) as line:
         line.saved("1", lambda t: t, lambda t: "nothing")
-        with pytest.raises(hl.StructureError, match="unpack at 1:saved returned str"):
+        with pytest.raises(
+            hl.StructureError,
+            match="unpack at 1:saved must return the tensor that was packed, got str",
+        ):
             model(torch.ones(2, 3)).sum().backward()
     assert is_off()
 
@@ -140,5 +143,5 @@ def test_what_is_unpacked_in_another_form_is_refused(unpack):
     with hl.attach(model) as line, pytest.raises(hl.StructureError) as caught:
         line.saved("0", lambda t: t, unpack)
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    assert "for what was packed, a tensor of shape [2, 3], torch.float32" in str(caught.value)
+    assert "must return a tensor of shape [2, 3], torch.float32" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 2

@@ -135,7 +135,7 @@ def convnext_of_torchvision():
     ],
     ids=["vit", "timm", "registers", "pooled", "hf-vit", "hf-swin", "swin", "vgg", "convnext"],
 )
-@pytest.mark.filterwarnings("ignore:(gradcam|scorecam|eigencam) at .* finds nothing")
+@pytest.mark.filterwarnings("ignore:(gradcam|scorecam|eigencam) at .* finds no place")
 def test_the_layer_and_its_grid_are_found(x, build, layer, grid):
     torch.manual_seed(0)
     model = build().eval()
@@ -149,7 +149,7 @@ def test_the_layer_and_its_grid_are_found(x, build, layer, grid):
 def test_a_layer_whose_patches_carry_nothing_is_warned_of(x):
     torch.manual_seed(0)
     vit = vit_of_timm().eval()
-    with pytest.warns(hl.HooklineWarning, match="at blocks.2 finds nothing .* of image 0, 1"):
+    with pytest.warns(hl.HooklineWarning, match="at blocks.2 finds no place .* of image 0, 1"):
         found = hl.cam(vit, x, "blocks.2")
     assert found.maps.abs().max() == 0
     assert hl.cam(vit, x, method="eigencam").layers == ("norm",)  # features are there, even so

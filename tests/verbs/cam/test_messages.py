@@ -42,24 +42,23 @@ def test_a_method_that_there_is_not(model, x):
 def test_a_layer_without_maps(model, x):
     assert said(hl.SelectionError, lambda: hl.cam(model, x, ["block3", "pool2"])) == (
         "pool2 (AdaptiveAvgPool2d) must return maps of 8 images of 8 x 8, got Tensor[8, 40, 1, 1]."
-        "\nName a layer that returns (batch, channels, height, width), or give reshape=, from its"
-        " output to that; without layer= the last one is found."
+        "\nName a layer that returns (batch, channels, height, width), or give reshape=,"
+        " a function from its output to that; without layer= the last one is found."
     )
     one = said(hl.SelectionError, lambda: hl.cam(model, x[:1], "pool2"))
     assert "must return maps of 1 image of 8 x 8, got" in one
     assert "'block3'" in said(hl.SelectionError, lambda: hl.cam(model, x, "blok3"))
     assert said(hl.SelectionError, lambda: hl.cam(model, x, "block3:input")) == (
-        "a class map is made of what a layer returns, and block3:input is its input."
-        "\nName the layer alone: 'block3'."
+        "layer= must name outputs of layers, got block3:input.\nName the layer alone: 'block3'."
     )
 
 
 def test_a_model_without_maps(x):
     flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     assert said(hl.SelectionError, lambda: hl.cam(flat, x)) == (
-        "no layer of Sequential returns maps of its 8 x 8 images: (batch, channels, height, width),"
-        " channels last, or tokens of square patches."
-        "\nName one with layer=, and with reshape= a function from its output to such maps."
+        "a layer of Sequential must return maps of its 8 x 8 images, got none: (batch, channels,"
+        " height, width), channels last, or tokens of square patches."
+        "\nName one with layer=, and with reshape= a function from its output to maps."
     )
 
 
@@ -70,7 +69,7 @@ def test_a_reshape_that_gives_no_maps(model, x):
         "\nReturn a tensor of shape (8, channels, height, width)."
     )
     message = said(hl.InputError, lambda: hl.cam(model, x, reshape=3))
-    assert message.startswith("reshape= must be a function, got 3.\nGive one")
+    assert message.startswith("reshape= must be a function, got 3.\nGive a function")
 
 
 @pytest.mark.parametrize("method", ["gradcam", "eigencam", "scorecam"])
@@ -80,14 +79,15 @@ def test_a_class_out_of_range(model, x, target, method):
     wrong = target if isinstance(target, int) else 10
     assert message == (
         f"target must be one of the model's 10 classes, 0 to 9, got {wrong}."
-        "\nGive one of these, or None for each image's highest."
+        "\nGive one of these, or None for each image's highest class."
     )
 
 
 @pytest.mark.parametrize("target", [[1, 2], torch.tensor([3]), []])
 def test_classes_that_are_not_one_for_each_image(model, x, target):
     assert said(hl.InputError, lambda: hl.cam(model, x, target=target)) == (
-        f"target= names {len(target)} class{'es' * (len(target) != 1)} for 8 images."
+        "target= must name one class for each of 8 images, got"
+        f" {len(target)} class{'es' * (len(target) != 1)}."
         "\nGive one class for each image, or a single number for all."
     )
 
@@ -106,12 +106,13 @@ def test_a_function_that_returns_something_else(model, x):
     ):
         message = said(hl.InputError, lambda f=function: hl.cam(model, x, target=f))
         assert message == (
-            f"target= got the model's output, Tensor[8, 10], and returned {text}."
+            f"target= must return a score for each image, got {text} for the model's output,"
+            " Tensor[8, 10]."
             "\nReturn one floating number for each image, shape (8,), or a single one, shape ()."
         )
     total = lambda out: out[:, 0].sum()  # noqa: E731
     message = said(hl.InputError, lambda: hl.cam(model, x, target=total, method="scorecam"))
-    assert "scorecam needs the score of each masked image" in message
+    assert "must return the score of each masked image for scorecam, got one" in message
     one = hl.cam(model, x, target=total, method="scorecam", batch_size=1)
     together = hl.cam(model, x, target=0, method="scorecam")
     torch.testing.assert_close(one.maps, together.maps, atol=1e-5, rtol=0)
@@ -123,17 +124,17 @@ def test_a_function_that_returns_something_else(model, x):
 @pytest.mark.parametrize(
     ("inputs", "remedy"),
     [
-        (torch.zeros(1, 8, 8), "Of a single image make a batch: x[None]."),
+        (torch.zeros(1, 8, 8), "Make the single image a batch: x[None]."),
         (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), "Prepare the images as in training"),
-        (torch.zeros(2, 64), "Give the images as the model wants them"),
-        (torch.zeros(0, 1, 8, 8), "Give the images as the model wants them"),
-        (torch.zeros(2, 1, 8, 8).numpy(), "Of an array make a tensor: torch.from_numpy"),
-        ("cat.png", "Give the images as the model wants them"),
+        (torch.zeros(2, 64), "Give the images as the model takes them"),
+        (torch.zeros(0, 1, 8, 8), "Give the images as the model takes them"),
+        (torch.zeros(2, 1, 8, 8).numpy(), "Make the array a tensor: torch.from_numpy"),
+        ("cat.png", "Give the images as the model takes them"),
     ],
 )
 def test_inputs_without_images(model, inputs, remedy):
     message = said(hl.InputError, lambda: hl.cam(model, inputs))
-    assert message.startswith("cam needs images, a floating tensor of shape (batch, channels,")
+    assert message.startswith("inputs must hold images, a floating tensor of shape (batch,")
     assert f"\n{remedy}" in message
 
 
@@ -164,11 +165,11 @@ def test_an_output_without_class_scores(x):
 def test_a_score_without_a_gradient(x):
     detached = Net(lambda maps, other: maps.mean((2, 3)).detach())
     assert said(hl.InputError, lambda: hl.cam(detached, x, "conv")).startswith(
-        "the score has no gradient: the model, or target=, runs under no_grad() or detaches it."
+        "the score must have a gradient, got none: the model, or target=, runs under no_grad()"
     )
     cut = Net(lambda maps, other: maps.mean((2, 3)).detach() + other)
     assert said(hl.InputError, lambda: hl.cam(cut, x, "conv")).startswith(
-        "no gradient of the score reached conv: the score does not depend on it, or a detach()"
+        "the score must depend on conv, got no gradient there: the score does not use it,"
     )
 
 
@@ -191,28 +192,28 @@ def test_a_reentrant_checkpoint_says_what_to_give_instead(x):
 
 def test_numbers_that_are_not_finite(x):
     bad = Net(lambda maps, other: maps.mean((2, 3)) * float("nan"))
-    assert "the score is not finite" in said(hl.InputError, lambda: hl.cam(bad, x, "conv"))
+    assert "the score must be finite" in said(hl.InputError, lambda: hl.cam(bad, x, "conv"))
     hidden = Net(lambda maps, other: (maps * 1e38 * 1e38).clamp(-1, 1).mean((2, 3)))
-    with pytest.raises(hl.InputError, match="the map at conv is not finite"):
+    with pytest.raises(hl.InputError, match="the map at conv must be finite"):
         hl.cam(hidden, x, "conv", 0, reshape=lambda t: t * float("inf"))
 
 
 def test_a_map_of_nothing_is_warned_of(x):
     against = Net(lambda maps, other: -maps.square().mean((2, 3)))
-    with pytest.warns(hl.HooklineWarning, match="hirescam at conv finds nothing that speaks for"):
+    with pytest.warns(hl.HooklineWarning, match="hirescam at conv finds no place that raises"):
         found = hl.cam(against, x, "conv", 0, method="hirescam")
     assert found.maps.abs().max() == 0
-    with pytest.warns(hl.HooklineWarning, match="all that is there speaks against it"):
+    with pytest.warns(hl.HooklineWarning, match="every place lowers the score"):
         hl.cam(against, x, "conv", 0, method="hirescam")
     none = Net(lambda maps, other: maps.mean((2, 3)) * 0)
-    with pytest.warns(hl.HooklineWarning, match="nothing of it reaches the score"):
+    with pytest.warns(hl.HooklineWarning, match="does not depend on the layer"):
         hl.cam(none, x, "conv", 0)
 
 
 def test_models_in_which_no_hook_fires(model, x):
     traced = torch.jit.trace(model, x)
     assert "scripted or traced" in said(hl.AttachError, lambda: hl.cam(traced, x))
-    with pytest.raises(hl.AttachError, match=r"needs a model \(an nn.Module\), got function"):
+    with pytest.raises(hl.AttachError, match=r"model must be an nn.Module, got function"):
         hl.cam(lambda x: x, x)
     lazy = nn.Sequential(nn.LazyConv2d(3, 3), nn.Flatten())
     assert "lazy" in said(hl.InputError, lambda: hl.cam(lazy, x))

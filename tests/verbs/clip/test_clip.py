@@ -278,7 +278,7 @@ def test_a_bound_of_infinity_measures_and_changes_nothing(model, x, kind):
         ({"value": math.nan}, "value must be a number >= 0, got nan."),
         ({"norm": True}, "norm must be a number >= 0, got True."),
         ({"norm": "1"}, "norm must be a number >= 0, got '1'."),
-        ({"total_norm": 1.0, "ports": "grad_output"}, "total_norm needs all gradients"),
+        ({"total_norm": 1.0, "ports": "grad_output"}, "total_norm must be given parameters"),
         ({"norm": 1.0, "ports": "output"}, "hl.clip must be given gradients, got '0'."),
     ],
 )

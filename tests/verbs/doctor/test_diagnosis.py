@@ -72,7 +72,7 @@ def test_of_many_sites_some_are_shown_and_the_rest_are_counted():
 
 def test_notes_and_the_environment_stand_below(found):
     text = str(found)
-    assert "backward  was run from the sum of its outputs" in text
+    assert "backward  run from the sum of the outputs" in text
     assert text.rstrip().splitlines()[-2].startswith(f"torch {torch.__version__}; python 3.")
     assert "mode eval; gradients on; autocast off" in text
 
@@ -86,7 +86,7 @@ def test_a_failure_is_shown_with_what_to_do():
     lines = str(hl.doctor(nn.Linear(5, 5), X)).splitlines()
     at = lines.index("The run failed")
     assert lines[at + 1].startswith("(root) (Linear), which got Tensor[3, 2]: RuntimeError: ")
-    assert any(line.startswith("-> give it what it expects") for line in lines[at:])
+    assert any(line.startswith("-> give the inputs that it expects") for line in lines[at:])
 
 
 def test_a_model_of_many_causes_is_cut_and_says_so(found):

@@ -45,7 +45,7 @@ def test_gradients_that_flow_fire_and_what_they_are_of_is_told():
     assert found.ok
     assert found.ran == "forward and backward"
     assert [note.what for note in found.notes if note.about == "backward"] == [
-        "was run from the sum of its outputs, as no loss was given"
+        "run from the sum of the outputs, because no loss was given"
     ]
 
 
@@ -64,7 +64,7 @@ def test_a_frozen_beginning_is_told_and_either_remedy_helps():
     model = Through()
     model.a.requires_grad_(False)
     why, remedy = never(hl.doctor(model, X, "a:grad_output"), "a:grad_output")
-    assert why.startswith("what it returns needs no gradient: nothing that it is computed from")
+    assert why.startswith("its output needs no gradient: nothing that it is computed from")
     assert "x.requires_grad_()" in remedy
     assert hl.doctor(model, X.clone().requires_grad_(), "a:grad_output").ok
     model.a.requires_grad_()
@@ -73,7 +73,7 @@ def test_a_frozen_beginning_is_told_and_either_remedy_helps():
 
 def test_the_input_of_the_first_layer_is_told():
     why, remedy = never(hl.doctor(Through(), X, "a:grad_input"), "a:grad_input")
-    assert why.startswith("what it is given needs no gradient")
+    assert why.startswith("its input needs no gradient")
     assert "x.requires_grad_()" in remedy
 
 
@@ -87,9 +87,7 @@ def test_a_layer_that_detaches_what_it_returns_is_told():
 
     model = nn.Sequential(Detaching(2, 2), nn.Linear(2, 2))
     why, remedy = never(hl.doctor(model, X, "0", ports=BACK[:2]), "0:grad_output")
-    assert why == (
-        "what it returns needs no gradient although its parameters do: it is detached inside"
-    )
+    assert why == ("its output needs no gradient although its parameters do: it is detached inside")
     assert ".detach()" in remedy
     Detaching.detaches = False
     assert hl.doctor(model, X, "0", ports=BACK[:2]).ok
@@ -115,8 +113,10 @@ def test_a_loss_that_leaves_a_part_out_is_told():
 
     found = hl.doctor(model, lambda: both()[0] * 2, "heads.*", ports=("grad_output", "grad"))
     assert found["heads.one:grad_output"].verdict == "fires"
-    assert never(found, "heads.two:grad_output")[0].endswith("what came out does not depend on it")
-    assert never(found, "heads.two.weight:grad")[0].startswith("unused: what came out does not")
+    assert never(found, "heads.two:grad_output")[0].endswith(
+        "the model's output does not depend on it"
+    )
+    assert never(found, "heads.two.weight:grad")[0].startswith("unused: the model's output")
     found = hl.doctor(model, lambda: sum(both()), "heads.*", ports=("grad_output", "grad"))
     assert found.ok
 
@@ -133,7 +133,7 @@ def test_integers_are_told_and_the_site_named_instead_fires():
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     ids = torch.tensor([[0, 1]])
     why, remedy = never(hl.doctor(model, ids, "0:grad_input"), "0:grad_input")
-    assert why == "what it is given is int64, and only floating tensors have gradients"
+    assert why == "its input is int64, and only floating tensors have gradients"
     assert remedy == "select '0:grad_output', whose value is floating"
     assert hl.doctor(model, ids, "0:grad_output").ok
 
@@ -153,8 +153,8 @@ def test_gradients_switched_off_around_the_doctor_are_told():
 
 def test_gradients_that_the_model_switches_off_are_told():
     why, remedy = never(hl.doctor(Through(no_grad=True), X, "a:grad_output"), "a:grad_output")
-    assert why.startswith("the model itself switches gradients off around it: torch.no_grad()")
-    assert remedy.startswith("take the no_grad away there")
+    assert why.startswith("the model itself switches gradients off here: by torch.no_grad()")
+    assert remedy.startswith("remove the no_grad")
 
 
 def test_reentrant_checkpoints_are_told_others_bring_gradients():
@@ -177,7 +177,8 @@ def test_reentrant_checkpoints_are_not_run_backward_past_hooks():
     model.b.weight.register_post_accumulate_grad_hook(steps.append)
     found = hl.doctor(model, X.clone().requires_grad_(), "b:grad_output")
     assert (
-        "hooks behind the accumulation of gradients would run" in never(found, "b:grad_output")[0]
+        "which would also run the hooks after gradient accumulation"
+        in never(found, "b:grad_output")[0]
     )
     assert not steps
 
@@ -190,7 +191,7 @@ def test_an_output_without_a_graph_is_told_and_a_loss_helps():
 
     model = nn.Sequential(nn.Linear(2, 2), Labels(2, 2))
     why, remedy = never(hl.doctor(model, X, "0:grad_output"), "0:grad_output")
-    assert why.startswith("no backward could be run: nothing that came out requires a gradient")
+    assert why.startswith("no backward could be run: no output requires a gradient")
     assert remedy == (
         "give a function that returns the loss: hl.doctor(model, lambda: loss(model(x)))"
     )
@@ -254,7 +255,7 @@ def test_quantised_values_are_told():
 
     model = nn.Sequential(nn.Linear(2, 2), Quantising(), Dequantising())
     why, remedy = never(hl.doctor(model, X, "1:grad_output"), "1:grad_output")
-    assert why == "what it returns is quantised, and has no gradient"
+    assert why == "its output is quantised, and has no gradient"
     assert remedy == "take the gradients of the float model, before it is quantised"
     Quantising.on = False
     assert hl.doctor(model, X, "1:grad_output").ok

@@ -85,13 +85,13 @@ def test_hooks_of_others_are_noted_and_those_that_replace_values():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model[1].register_forward_hook(looks)
     ((what, remedy),) = said(hl.doctor(model, X), "other hooks")
-    assert what.startswith("1 hook of others: forward ")
+    assert what.startswith("1 hook of other code: forward ")
     assert "looks on 1 (yours)" in what
     assert "hl.inventory(model)" in remedy
     handle = model[0].register_forward_hook(doubles)
     _, (what, remedy) = said(hl.doctor(model, X), "other hooks")
-    assert "doubles on 0 returns something, which replaces what the module computed" in what
-    assert remedy == "if that is not meant, have it return None"
+    assert "doubles on 0 returned a value, which replaces" in what
+    assert remedy == "return None in that hook, if the replacement is not meant"
     handle.remove()
     assert len(said(hl.doctor(model, X), "other hooks")) == 1
 
@@ -114,7 +114,7 @@ def test_a_backward_hook_before_in_place_is_blamed_not_lines():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
     handle = model[0].register_full_backward_hook(lambda module, grad_input, grad_output: None)
     found = hl.doctor(model, X, "0:grad_output")
-    assert "a full backward hook stands before an operation in place" in found.failure.what
+    assert "a full backward hook is registered before an in-place operation" in found.failure.what
     assert "line.backward(...)" in found.failure.remedy
     assert any("full backward hooks are on 0" in what for what, _ in said(found, "other hooks"))
     handle.remove()
@@ -222,7 +222,7 @@ def test_the_environment_is_told():
 def test_a_torch_that_is_too_old_is_noted(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     ((what, remedy),) = said(hl.doctor(nn.Linear(2, 2)), "torch")
-    assert what == "2.4.1 is older than any that hookline is tested with"
+    assert what == "2.4.1 is older than the versions that hookline is tested with"
     assert remedy == "pip install 'torch>=2.11'"
 
 

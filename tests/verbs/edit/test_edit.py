@@ -244,7 +244,7 @@ def test_part_of_a_tuple_returned_for_the_whole_is_an_error():
 
 
 def test_what_is_no_function_is_refused(net):
-    with pytest.raises(hl.AttachError, match=r"needs a function.*\n.*hl.edits.replace"):
+    with pytest.raises(hl.AttachError, match=r"must be a function.*\n.*hl.edits.replace"):
         hl.edit(net, "fc", torch.zeros(1))
 
 
@@ -484,16 +484,17 @@ def test_a_ready_made_edit_of_what_has_no_tensor_says_what_to_do():
     model = Returns(lambda t: iter([t]))
     with hl.edit(model, "", hl.edits.scale(2)), pytest.raises(hl.StructureError) as caught:
         model(torch.ones(2))
-    assert str(caught.value).endswith("Select a module that returns one, or give a function that"
-                                      " returns a new value.")  # fmt: skip
+    assert str(caught.value).endswith(
+        "Select a module that returns a tensor, or give hl.edit a function of your own."
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (hl.edits.scale, "hl.edits.scale makes the function that hl.edit needs, and was not"),
-        (lambda module, args, output: output, "the value alone, got one that takes (module, args"),
-        (lambda: None, "the value alone, got one that takes ()"),
+        (hl.edits.scale, "got hl.edits.scale, which makes one.\nCall it: hl.edits.scale(...)"),
+        (lambda module, args, output: output, "the value alone, got a function that takes (module"),
+        (lambda: None, "the value alone, got a function that takes ()"),
     ],
 )
 def test_what_cannot_be_called_with_the_value_alone_is_refused(looped, change, said):

@@ -398,7 +398,12 @@ def test_a_folder_with_other_files_is_refused(model, tmp_path):
     ("net", "selector", "error", "message"),
     [
         (SmallNet(), "nowhere", hl.SelectionError, "matches no module"),
-        (SmallNet(), "stem:grad_output", hl.SelectionError, "only runs forward"),
+        (
+            SmallNet(),
+            "stem:grad_output",
+            hl.SelectionError,
+            "sites of the forward, got stem:grad_output",
+        ),
         (nn.Sequential(nn.Flatten(0)), "0", hl.StructureError, "a row for each of the 7 items"),
     ],
 )

@@ -174,7 +174,9 @@ def test_stopping_early_keeps_no_activation_alive():
 
 def test_a_gradient_is_no_feature_and_it_is_said(net, image, left_as_found):
     before = left_as_found(net)
-    with pytest.raises(hl.SelectionError, match="fc:grad_output flows backward") as caught:
+    with pytest.raises(
+        hl.SelectionError, match="sites of the forward, got fc:grad_output"
+    ) as caught:
         hl.features(net, image, ["stem", "fc:grad_output"])
     assert "hl.record(model, 'fc:grad_output')" in str(caught.value)
     assert left_as_found(net) == before
@@ -256,7 +258,7 @@ def test_batches_with_labels_say_how_to_give_the_inputs_alone(net):
         hl.InputError, match=r"got list\(Tensor\[2, 3, 8, 8\], Tensor\[2\]\)"
     ) as caught:
         hl.features(net, loader, "stem")
-    remedy = str(caught.value).split("each: ")[1].rstrip(".")
+    remedy = str(caught.value).split("each batch: ")[1].rstrip(".")
     feats = eval(remedy.replace("...", "'stem'"), {"hl": hl, "model": net, "loader": loader})
     assert feats.cat("stem").shape == (5, 4, 8, 8)
     with pytest.raises(hl.InputError, match=r"got a data set \(TensorDataset\).\n.*DataLoader"):

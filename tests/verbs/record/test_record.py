@@ -243,7 +243,7 @@ def test_a_keep_that_takes_a_leaf_has_it_proposed(keep, selector, leaf):
     with hl.record(model, selector, keep=keep), pytest.raises(hl.StructureError) as refused:
         model()
     assert str(refused.value).startswith(f"keep= must take the value at {selector}, got ")
-    assert str(refused.value).endswith(f"\nSelect the leaf that it takes: {leaf!r}.")
+    assert str(refused.value).endswith(f"\nSelect the leaf that keep= takes: {leaf!r}.")
     with hl.record(model, leaf, keep=keep) as run:
         model()
     assert run[leaf].numel()

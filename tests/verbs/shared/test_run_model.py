@@ -25,7 +25,7 @@ VERBS = {
 }
 NOTE = (
     "a dict is given as keyword arguments, and the model's forward refuses them: missing a required"
-    " argument: 'batch'.\nIf the model takes one dict, give it in a tuple: ({'image': ...},)."
+    " argument: 'batch'.\nGive a dict that is one argument in a tuple: ({'image': ...},)."
 )
 
 
@@ -62,7 +62,7 @@ def test_keys_that_are_no_names_are_refused_alike():
     with pytest.raises(TypeError) as caught:
         hl.features(TakesOneDict(), {0: torch.zeros(1), "a": 1, "b": 2, "c": 3}, "fc")
     (note,) = caught.value.__notes__
-    assert note.endswith("give it in a tuple: ({0: ..., 'a': ..., 'b': ..., ...},).")
+    assert note.endswith("that is one argument in a tuple: ({0: ..., 'a': ..., 'b': ..., ...},).")
 
 
 @pytest.mark.parametrize("name", ["features", "features of batches"])
@@ -95,5 +95,5 @@ def test_an_error_of_a_hook_has_no_second_note(net, image):
 @pytest.mark.parametrize("shape", [(1, 3, 8, 8), torch.Size([1, 3, 8, 8])])
 def test_a_shape_in_the_place_of_a_tensor_is_said(net, shape):
     said = hl.summary(net, shape).failure
-    assert said.endswith("\nFor an input of this shape, give torch.rand(1, 3, 8, 8).")
+    assert said.endswith("\nGive torch.rand(1, 3, 8, 8) for an input of this shape.")
     assert "hookline" not in hl.summary(net, (torch.zeros(1, 3, 8, 8), 3)).failure

@@ -42,7 +42,9 @@ def test_what_is_no_recording_is_refused_with_how_to_make_one(name, model):
         with pytest.raises(hl.InputError) as failed:
             FIGURES[name](source)
         text = str(failed.value)
-        assert text.startswith(f"hl.plots draws recordings, got {type(source).__name__}.\n")
+        assert text.startswith(
+            f"hl.plots must be given a recording or a pass, got {type(source).__name__}.\n"
+        )
         assert "with hl.record(model) as run" in text
         assert "hl.open(path)" in text
 
@@ -77,7 +79,7 @@ def test_what_is_no_row_of_a_batch_is_refused(run, sample):
 
 
 def test_gradients_are_drawn_of_a_whole_recording(run):
-    with pytest.raises(hl.InputError, match="Give the recording, not one of its passes"):
+    with pytest.raises(hl.InputError, match="Give the recording: the figure shows means"):
         hl.plots.gradients(run.passes[0])
 
 

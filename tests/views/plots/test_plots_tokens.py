@@ -164,7 +164,7 @@ def test_sites_in_one_recording_alone_and_other_shapes_are_said(net, image, said
     figure = hl.plots.compare(a, b)
     assert "shapes [2, 4, 8, 8] and [1, 4, 8, 8]" in figure.axes[0].texts[0].get_text()
     assert "1 only in the first (fc); 1 only in the second (pool)" in said(figure)
-    with pytest.raises(hl.InputError, match="two shapes"):
+    with pytest.raises(hl.InputError, match="must have one shape in both recordings"):
         hl.plots.compare(a, b, "stem")
 
 

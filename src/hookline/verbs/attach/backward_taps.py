@@ -1,9 +1,10 @@
-"""Raw backward hooks on modules, torch's signatures.
+"""Raw backward hooks on modules, with torch's signatures.
 
-`fn(module, grad_output)` before a module's backward, `fn(module, grad_input, grad_output)` after
-it. Gradients are tuples, as torch gives them: a lone output makes a tuple of one; an output that is
-a dict, a `ModelOutput` or a dataclass, for which torch calls nothing, keeps its own form. Inputs
-are the positional arguments, then the keyword ones in the order in which they were given.
+`fn(module, grad_output)` runs before a module's backward. `fn(module, grad_input, grad_output)`
+runs after it. As in torch, gradients are tuples, and a lone output gives a tuple of one. For an
+output that is a dict, a `ModelOutput` or a dataclass, torch calls no hook. Here the gradients of
+such an output keep its structure. Inputs are the positional arguments, then the keyword arguments
+in the order in which they were given.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ Grads = list[Tensor | None]
 
 @final
 class _Call:
-    """One call of a module, whose backward is to come.
+    """One call of a module whose backward is still to come.
 
     Args:
-        module: gives the module, as it is handed to the user's function.
-        frame: says which call of it.
+        module: a function that returns the module, for the user's function.
+        frame: the id of the frame of the call.
 
     Attributes:
-        flow: that of the inputs, if one of them needs a gradient, until the call ends.
-        has_inputs: whether one of them needs a gradient.
+        flow: the gradients of the inputs until the call ends; None if no input requires a gradient.
+        has_inputs: whether an input requires a gradient.
         inputs: the outline of the inputs.
         outputs: the outline of the outputs.
-        waits: whether gradients of the outputs are to come.
-        grad_output: those that came, by the run of autograd.
+        waits: whether an output requires a gradient.
+        grad_output: the gradients of the outputs that have arrived, by the run of autograd.
     """
 
     __slots__ = (
@@ -78,7 +79,7 @@ class _Call:
 
 
 class _RawBackwardTap(GradientTap):
-    """The base of both kinds: it calls the user's function and checks what it returns."""
+    """Call the user's function and check its result: the base of both kinds of tap."""
 
     __slots__ = ("function", "is_everywhere")
 
@@ -95,19 +96,19 @@ class _RawBackwardTap(GradientTap):
 
     @while_tracing
     def refuse_graphs(self) -> None:
-        """Code is being compiled that calls this tap.
+        """Refuse the compilation of code that calls this tap.
 
         Raises:
-            AttachError: always; a graph holds no such hook.
+            AttachError: always, because a graph cannot hold a raw backward hook.
         """
         raise AttachError(
-            f"{self._name}: raw backward hooks cannot run inside compiled code."
-            "\nUse hl.record or hl.edit at ':grad_output' or ':grad_input', which can; or put"
+            f"{self._name} must run outside compiled code for raw backward hooks, got compiled"
+            " code.\nUse hl.record or hl.edit at ':grad_output' or ':grad_input', or put"
             " torch.compiler.set_stance('force_eager') around the block."
         )
 
     def retire(self) -> None:
-        """Fire no more, and let the user's function go."""
+        """Stop firing, and drop the user's function."""
         super().retire()
         self.function = no_callback
 
@@ -118,7 +119,8 @@ class _RawBackwardTap(GradientTap):
         self, current: Pass, tensor: Tensor, hook: GradHook, module: nn.Module, *, reads: bool
     ) -> None:
         lost = GradHook(refuse, self._name)
-        # torch calls process-wide hooks first; what reads comes after the module's own that change.
+        # torch calls process-wide hooks first. A tap that only reads must still come after those of
+        # the module's own hooks that change gradients.
         is_last = reads and self.is_everywhere
         with aside(current.region):
             view = hook_value(tensor, hook, lost, id(module), is_last=is_last)
@@ -126,12 +128,13 @@ class _RawBackwardTap(GradientTap):
             self.note_view(current, view)
 
     def _begin(self, module: nn.Module, frame: int = 0) -> _Call:
-        # Weakly: a module that keeps its output would be held by that output's graph, for ever.
-        # The line holds its own modules as long as it lasts; of those met anywhere, nobody does.
+        # Weakly, because a module that keeps its output would be held by that output's graph for
+        # ever. The line holds its own modules while it lasts. Nothing else holds a module that
+        # hl.EVERYWHERE met, so the call holds that one.
         return _Call((lambda: module) if self.is_everywhere else weakref.ref(module), frame)
 
     def _ask(self, call: _Call, old: Any, *rest: Any) -> Any:
-        """Call the user's function with the gradients; return None if they stay as they are."""
+        """Call the user's function with the gradients; return None if they stay unchanged."""
         module = call.module()
         if self.passes.closed or module is None:
             return None
@@ -148,7 +151,7 @@ class _RawBackwardTap(GradientTap):
 
 @final
 class BackwardPreTap(_RawBackwardTap):
-    """`fn(module, grad_output)`: before the gradients of a module's outputs enter it."""
+    """Call `fn(module, grad_output)` before the gradients of a module's outputs enter it."""
 
     __slots__ = ()
     hooks: ClassVar = (
@@ -157,7 +160,7 @@ class BackwardPreTap(_RawBackwardTap):
     )
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook that stands early: several outputs' gradients are made to meet."""
+        """Join the gradients of several outputs in one node: an early forward hook."""
         if is_dynamo_compiling():
             self.refuse_graphs()
         return self.join_at(module, output, id(sys._getframe(1)))
@@ -184,7 +187,7 @@ class BackwardPreTap(_RawBackwardTap):
         return output
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook in its own place: a lone output's gradient is hooked as it is."""
+        """Hook the gradient of a lone output: a forward hook among the module's other hooks."""
         current = self._pass_of(module)
         if current is None:
             return None
@@ -214,7 +217,7 @@ class BackwardPreTap(_RawBackwardTap):
 
 @final
 class BackwardTap(_RawBackwardTap):
-    """`fn(module, grad_input, grad_output)`: when the gradients of a module's inputs are there."""
+    """Call `fn(module, grad_input, grad_output)` when a module's input gradients are complete."""
 
     __slots__ = ()
     hooks: ClassVar = (
@@ -227,17 +230,17 @@ class BackwardTap(_RawBackwardTap):
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The forward-pre hook: the module gets aliases of its inputs."""
+        """Replace the inputs by aliases: the forward-pre hook."""
         if is_dynamo_compiling():
             self.refuse_graphs()
         if kwargs is None:
-            return None  # another thread is taking it off, and has the mark that it wants them
+            return None  # another thread is removing this hook and has cleared its with_kwargs flag
         return self.enter_at(module, args, kwargs, sys._getframe(1))
 
     def enter_at(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        """Do the work of `enter`, from the frame that calls the hooks."""
+        """Do the work of `enter`; `frame` is the frame that calls the hooks."""
         current = self._pass_of(module)
         if current is None:
             return None
@@ -259,7 +262,7 @@ class BackwardTap(_RawBackwardTap):
 
         def hook(grads: Grads) -> Grads | None:
             if call.waits and backward_number() not in call.grad_output:
-                return None  # it came past the outputs, as in a second derivative
+                return None  # it bypassed the outputs, as in a second derivative
             new = self._answer(call, dict(enumerate(grads)))
             return None if new is None else _numbered(call.inputs, new, grads)
 
@@ -267,7 +270,7 @@ class BackwardTap(_RawBackwardTap):
         return args, kwargs
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook that stands early: where no input needs a gradient, outputs' must meet."""
+        """Join the outputs' gradients where no input requires one: an early forward hook."""
         return self.join_at(module, output, id(sys._getframe(1)))
 
     def join_at(self, module: nn.Module, output: Any, key: int) -> Any:
@@ -291,7 +294,7 @@ class BackwardTap(_RawBackwardTap):
         return output
 
     def read(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward hook behind all that change gradients: the outputs' are noted."""
+        """Note the outputs' gradients: a forward hook after all hooks that change gradients."""
         return self.read_at(module, output, id(sys._getframe(1)))
 
     def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
@@ -326,10 +329,10 @@ class BackwardTap(_RawBackwardTap):
         run = backward_number()
         if run not in call.grad_output:
             call.grad_output[run] = {}
-            # Where no gradient of an input is wanted, nobody else takes them out.
+            # Where no gradient of an input is wanted, nothing else removes the gradients.
             at_end_of_backward(partial(_forget, call, run))
         call.grad_output[run][slot] = grad
-        if not call.has_inputs:  # none of them needs a gradient, and this is the only output
+        if not call.has_inputs:  # no input requires a gradient, and this is the only output
             self._answer(call, {})
 
     def _answer(self, call: _Call, grads: dict[int, Tensor | None]) -> Any:
@@ -338,22 +341,22 @@ class BackwardTap(_RawBackwardTap):
         return self._ask(call, given, outlines.fill(call.outputs, grad_output))
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The last forward hook, always called."""
+        """Close the call: the last forward hook, always called."""
         self.close_at(output, sys._getframe(1))
 
     def close_at(self, output: Any, frame: FrameType) -> None:
-        """Do the work of `close`, from the frame that calls the hooks."""
+        """Do the work of `close`; `frame` is the frame that calls the hooks."""
         current = self.lane.running
         opened = None if current is None else current.opened.get(self)
         ours = id(call_frame(frame))
-        # A call whose pre-hooks failed never began; a call that Ctrl-C ended never closed.
+        # A call whose pre-hooks failed was never opened. A call that Ctrl-C ended was never closed.
         if current is None or not opened or all(call.frame != ours for call in opened):
             return
         while (call := opened.pop()).frame != ours:
             pass
         if call.flow is not None:
             call.flow.close(output)
-            call.flow = None  # its hooks hold the call
+            call.flow = None  # the hooks of the flow hold the call
         if not opened and not current.roots:
             current.close()
 
@@ -368,12 +371,12 @@ def _forget(call: _Call, run: int) -> None:
 
 
 def _needing(output: Any) -> list[Tensor]:
-    """The outputs that need gradients, each once."""
+    """List the output tensors that require gradients, each once."""
     return [one for one in tree.distinct(output) if one.requires_grad and one.grad_fn is not None]
 
 
 def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
-    """The outline of an output, in a tuple, as torch has it, unless it has a form of its own."""
+    """Return the outline of an output: of a tensor or a list as a tuple, as in torch."""
     if isinstance(output, Tensor):
         return (outlines.outline(output, number),)
     form = outlines.outline(output, number)
@@ -381,15 +384,19 @@ def _form(output: Any, number: Callable[[Tensor], int | None]) -> Any:
 
 
 def _numbered(form: Any, new: Any, old: Sequence[Tensor | None]) -> Grads:
-    """New gradients by the slots of a form; what was not replaced stays."""
+    """Return the gradients by slot, with the new ones in place of the old.
+
+    Raises:
+        StructureError: a tensor that occurs several times got different gradients.
+    """
     grads = list(old)
     found: dict[int, Any] = {}
     for slot, grad in _slots(form, new):
         if slot in found and not _are_same(found[slot], grad):
             raise StructureError(
-                "the hook returned several gradients for one tensor, which the module took or"
-                " returned more than once; it has one gradient, the sum."
-                "\nReturn the same one in each of its places."
+                "the hook must return one gradient for each tensor, got several for a tensor that"
+                " the module took or returned more than once."
+                "\nReturn the same gradient, the sum, in each of its places."
             )
         grads[slot] = found[slot] = grad
     return grads
@@ -401,7 +408,7 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def _slots(form: Any, value: Any) -> Iterator[tuple[int, Any]]:
-    """Each slot of a form, with what stands there in a value of the same structure."""
+    """Yield each slot of a form, with the part of a value at its place."""
     if isinstance(form, outlines.Slot):
         yield form, value
         return

@@ -1,8 +1,9 @@
-"""Hooks on the modules of any model, but only in this context.
+"""Register hooks on the modules of any model, but only in this context.
 
-torch's process-wide hooks see every thread. So there is one dispatcher, on torch only while some
-line needs it, and it asks the lines' passes which of them are to be told. Backward needs no such
-hook: what a line puts on the values of its context in forward belongs to it in backward.
+torch's process-wide hooks run in every thread. So one dispatcher registers them, and only while a
+line needs them. The dispatcher calls the hooks of the lines whose passes belong to the present
+context. Backward needs no process-wide hook, because a forward hook of the line registers hooks on
+the values of its context.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Matcher = Callable[[nn.Module], bool]
 
 
 class _GlobalHook(NamedTuple):
-    """One hook on what a line cannot name beforehand, with what it matches."""
+    """A hook of a line, and the function that says which modules it runs on."""
 
     kind: str
     matches: Matcher
@@ -46,8 +47,8 @@ class GlobalHooks(Attachment):
     """The hooks of one line on modules, registrations and optimizers everywhere.
 
     Args:
-        passes: the line's; they say whether it sees the present thread and task.
-        is_all: whether the line has no model, and these are all its hooks.
+        passes: the passes of the line. They tell whether the line sees the present thread and task.
+        is_all: whether the line has no model, so that these are all its hooks.
     """
 
     __slots__ = ("groups", "hidden", "is_all", "passes", "taps")
@@ -55,7 +56,7 @@ class GlobalHooks(Attachment):
     def __init__(self, passes: Passes, *, is_all: bool) -> None:
         self.passes = passes
         self.is_all = is_all
-        self.hidden = False  # whether some of it ran inside an operation that torch fused
+        self.hidden = False  # whether torch ran a matching module inside a fused operation
         self.taps: list[_GlobalHook] = []
         self.groups: set[str] = set()
 
@@ -68,7 +69,7 @@ class GlobalHooks(Attachment):
         with_kwargs: bool = False,
         prepend: bool = False,
     ) -> None:
-        """Add a hook of a kind, on what it matches."""
+        """Add a hook of a kind on the modules that `matches` accepts."""
         self.taps.insert(
             0 if prepend else len(self.taps), _GlobalHook(kind, matches, tap, with_kwargs)
         )
@@ -76,32 +77,32 @@ class GlobalHooks(Attachment):
 
     @property
     def has_hooks(self) -> bool:
-        """Tell whether any hook is in place."""
+        """Tell whether any hook is registered."""
         return bool(self.groups)
 
     def end(self) -> None:
-        """Take off all of them."""
+        """Remove all hooks."""
         if self.groups:
             DISPATCHER.discard(self)
 
     def drop(self, taps: Iterable[Any]) -> None:
-        """Drop some taps, and the kinds of hooks that no other needs."""
+        """Drop some taps, and the process-wide hooks that no other tap needs."""
         gone = set(map(id, taps))
         self.taps[:] = [one for one in self.taps if id(one.tap) not in gone]
         self.groups = {group for one in self.taps for group in _groups(one.kind)}
         DISPATCHER.shrink(self)
 
     def note(self) -> str | None:
-        """Say that torch ran layers as one operation, if that hid any from these hooks."""
+        """Return a warning if torch ran layers as one operation and so hid modules from hooks."""
         return _HIDDEN if self.hidden else None
 
     def why_silent(self) -> str | None:
-        """Say what no hook everywhere reaches, if there may have been any."""
+        """Name the compiled code that no process-wide hook reaches, if there may be any."""
         return _BESIDE if self.is_all and has_compiled() else None
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Add what the block adds, or if it raises, nothing of it."""
+        """Undo what the block added if it raises."""
         before = list(self.taps)
         try:
             yield
@@ -110,7 +111,7 @@ class GlobalHooks(Attachment):
             raise
 
 
-# Which of torch's process-wide hooks come and go together; "after" stands behind "modules".
+# torch's process-wide hooks that are registered together. "after" comes after "modules".
 _GROUPS = {
     "modules": ("forward_pre", "forward"),
     "after": ("after",),
@@ -120,7 +121,7 @@ _GROUPS = {
 
 
 def _groups(kind: str) -> set[str]:
-    """Which of torch's process-wide hooks a kind needs."""
+    """Return the groups of process-wide hooks that a kind of hook needs."""
     if kind in ("parameter", "buffer", "module"):
         return {"registration"}
     if kind.startswith("step"):
@@ -129,7 +130,13 @@ def _groups(kind: str) -> set[str]:
 
 
 def everywhere_matcher(selector: Selector) -> Matcher:
-    """A selector that needs no paths, since a module met anywhere has none."""
+    """Return the predicate of a selector that needs no paths.
+
+    A module that is met anywhere has no path.
+
+    Raises:
+        SelectionError: the selector needs paths.
+    """
     if selector is None or selector == "**":
         return lambda module: True
     if isinstance(selector, nn.Module):
@@ -142,27 +149,27 @@ def everywhere_matcher(selector: Selector) -> Matcher:
     if callable(selector) and not isinstance(selector, type):
         return lambda module: bool(selector("", module))
     raise SelectionError(
-        f"{selector!r} cannot select with hl.EVERYWHERE, where modules have no paths."
+        f"the selector must need no paths with hl.EVERYWHERE, got {selector!r}."
         "\nGive a module type, a module, a predicate (path, module) -> bool, or None for all."
     )
 
 
 @final
 class _Dispatcher:
-    """Torch's process-wide hooks, there only while some line needs them; each asks who is here."""
+    """Register torch's process-wide hooks while a line needs them, and call the lines' hooks."""
 
     def __init__(self) -> None:
-        # One that its own thread may take again: a handler of a signal may attach a line, too.
+        # Reentrant: a signal handler may attach a line while its own thread holds the lock.
         self._lock = fork_safe_lock()
         self._lines: tuple[GlobalHooks, ...] = ()
         self._placed: dict[str, Registrations] = {}
 
     def here(self) -> list[GlobalHooks]:
-        """The lines that see the present thread and task."""
+        """List the lines that see the present thread and task."""
         return [line for line in self._lines if line.passes.is_here()]
 
     def add(self, line: GlobalHooks) -> None:
-        """Let a line be told of what it has caught for by now."""
+        """Register the process-wide hooks that a line needs by now."""
         with self._lock:
             if line not in self._lines:
                 self._lines = (*self._lines, line)
@@ -178,13 +185,16 @@ class _Dispatcher:
                     raise
 
     def discard(self, line: GlobalHooks) -> None:
-        """A line has ended; with the last one of its group, torch's hooks go."""
+        """Remove a line that has ended, and the process-wide hooks that no other line needs."""
         with self._lock:
             self._lines = tuple(other for other in self._lines if other is not line)
             self._remove_unwanted()
 
     def shrink(self, line: GlobalHooks) -> None:
-        """A line has dropped some taps; it keeps its place among the lines for what is left."""
+        """Remove the process-wide hooks that nobody needs after a line has dropped some taps.
+
+        A line with taps left keeps its place among the lines.
+        """
         with self._lock:
             if not line.groups:
                 self._lines = tuple(other for other in self._lines if other is not line)
@@ -226,7 +236,7 @@ class _Dispatcher:
     @staticmethod
     def _forward(module: nn.Module, args: Any, *rest: Any) -> Any:
         if len(rest) < 2:
-            return None  # another thread puts it on or off: its mark for kwargs is not there
+            return None  # another thread is registering or removing this hook with its kwargs flag
         kwargs, output = rest
         if isinstance(module, nn.TransformerEncoderLayer):
             _note_hidden(module, args, kwargs)
@@ -249,9 +259,10 @@ class _Dispatcher:
 def _on_output(
     module: nn.Module, args: Any, kwargs: Any, key: int
 ) -> Iterator[Callable[[Any], Any]]:
-    """List the hooks of all lines on an output, in torch's order.
+    """Yield the hooks of all lines on an output, in torch's order.
 
-    Forward hooks come first, then those that backward hooks need: of backward_pre before backward.
+    Forward hooks come first, then the forward hooks that backward hooks need. Among these,
+    backward_pre comes before backward.
     """
     found: dict[str, list[_GlobalHook]] = {kind: [] for kind in _AFTER}
     for line in DISPATCHER.here():
@@ -271,7 +282,7 @@ def _on_output(
 
 
 def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
-    """An encoder layer has run: did torch run it as one operation, and whom did that hide?"""
+    """Note each line that torch hid modules from, by running an encoder layer as one operation."""
     inner = [module for module in layer.modules() if module is not layer]
     has_hooks = any(
         hook_dict(module, kind) for module in layer.modules() for kind in ("forward_pre", "forward")
@@ -305,7 +316,7 @@ class _Event:
                     if new is None:
                         continue
                     changed = new
-                    # The next hook gets what this one made: (name, value), or (args, kwargs).
+                    # The next hook gets the result: (name, value), or (args, kwargs).
                     values = new if isinstance(new, tuple) else (*values[:-1], new)
         return changed
 
@@ -314,7 +325,7 @@ DISPATCHER = _Dispatcher()
 
 
 class EverywhereHooks(Line):
-    """The part of a raw line that hooks what it meets, wherever that is."""
+    """The part of a raw line that registers hooks everywhere."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -322,7 +333,7 @@ class EverywhereHooks(Line):
         self.attached.append(self._catch)
 
     def _caught(self, kind: str, matches: Matcher, tap: Any, **options: bool) -> HookHandle:
-        """Let a tap fire wherever in this context something of a kind matches."""
+        """Call a tap wherever a module or optimizer in this context matches."""
         with self.hooking(tap.site.port) as (_, handle), self._catch.all_or_nothing():
             self._catch.add(kind, matches, tap, **options)
             DISPATCHER.add(self._catch)
@@ -331,10 +342,10 @@ class EverywhereHooks(Line):
 
 
 _HIDDEN = (
-    "torch ran encoder layers as one operation each, so that hl.EVERYWHERE did not see the modules"
-    f" in them.\nTo see them: {REMEDY} before."
+    "torch ran encoder layers as one operation each, so hl.EVERYWHERE did not see the modules"
+    f" in them.\nCall {REMEDY} before the model runs."
 )
 _BESIDE = (
-    "nothing it matches ran here, unless in compiled code, which hl.EVERYWHERE does not reach:"
-    " attach to the model itself"
+    "nothing that it matches ran here, except perhaps in compiled code, which hl.EVERYWHERE does"
+    " not reach; attach to the model itself"
 )

@@ -1,4 +1,4 @@
-"""Raw hooks on what happens beside the passes: registrations, steps of optimizers, state dicts."""
+"""Raw hooks on registrations, on steps of optimizers and on state dicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class EventHooks(ModuleHooks):
     def registered(self, kind: str, hook: Hook) -> HookHandle:
         """Call `hook(module, name, value)` when a parameter, buffer or module is registered.
 
-        On a line of a model: in that model. With `hl.EVERYWHERE`: in any, in this context.
+        On a line of a model, this covers the modules of the model. With `hl.EVERYWHERE`, it covers
+        every module in this context.
 
             >>> with hl.attach(hl.EVERYWHERE) as line:
             ...     _ = line.registered("parameter", lambda module, name, value: print(name))
@@ -36,23 +37,22 @@ class EventHooks(ModuleHooks):
 
         Args:
             kind: "parameter", "buffer" or "module".
-            hook: the function; what it returns, unless None, is registered instead.
+            hook: the function. Its result is registered in place of the value; None changes
+                nothing.
 
         Raises:
-            AttachError: there is no such kind.
-            StructureError: (when it fires) the hook returned what cannot be registered.
+            AttachError: the kind is unknown, or the line has no model.
+            StructureError: (when it fires) the hook returned an object of another type.
         """
         check_callable("registered", hook)
         kinds = {"parameter": nn.Parameter, "buffer": Tensor, "module": nn.Module}
         if kind not in kinds:
-            raise AttachError(
-                f"what is registered must be one of {', '.join(map(repr, kinds))}, got {kind!r}."
-            )
+            raise AttachError(f"kind must be one of {', '.join(map(repr, kinds))}, got {kind!r}.")
         root = self.root
         if root is None and not self.is_everywhere:
             raise AttachError(
-                "registrations happen in a model: hl.attach(model), or hl.attach(hl.EVERYWHERE)"
-                " while one is being built."
+                "line.registered must have a model to watch, got none.\nUse hl.attach(model), or"
+                " hl.attach(hl.EVERYWHERE) while a model is being built."
             )
         site = Site("any module", f"registered {kind}", module_type=self.layout.name)
         tap = EventTap(site, self.passes, hook, returns.check_registered(kind, kinds[kind]))
@@ -73,11 +73,12 @@ class EventHooks(ModuleHooks):
             step
 
         Args:
-            optimizer: the optimizer; with `hl.EVERYWHERE` None, for every one in this context.
-            hook: the function; returns None, or the `(args, kwargs)` of the step.
+            optimizer: the optimizer. With `hl.EVERYWHERE`, None covers every optimizer in this
+                context.
+            hook: the function. It returns None, or the `(args, kwargs)` of the step.
 
         Raises:
-            AttachError: it is no optimizer, or holds none of the model's parameters.
+            AttachError: it is not an optimizer, or holds none of the model's parameters.
             StructureError: (at the step) the hook returned something else.
         """
         return self._optimizer("step_pre", optimizer, hook, returns.check_step)
@@ -86,54 +87,67 @@ class EventHooks(ModuleHooks):
         """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
 
         Args:
-            optimizer: the optimizer; with `hl.EVERYWHERE` None, for every one in this context.
-            hook: the function. It returns nothing.
+            optimizer: the optimizer. With `hl.EVERYWHERE`, None covers every optimizer in this
+                context.
+            hook: the function. It must return None.
 
         Raises:
-            AttachError: it is no optimizer, or holds none of the model's parameters.
+            AttachError: it is not an optimizer, or holds none of the model's parameters.
+            StructureError: (at the step) the hook returned something other than None.
         """
         check = returns.check_nothing("line.step_post", "change the parameters")
         return self._optimizer("step_post", optimizer, hook, check)
 
     def state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
-        """Call `hook(module, prefix, keep_vars)`, or `hook(optimizer)`, before one is made.
+        """Call a hook before a state dict is made.
+
+        On a module the call is `hook(module, prefix, keep_vars)`, on an optimizer
+        `hook(optimizer)`.
 
         Args:
             where: which modules, as in `hl.select`; or an optimizer.
-            hook: the function. It returns nothing.
+            hook: the function. It must return None.
         """
         check = returns.check_nothing("line.state_dict_pre", "change the module")
         return self._state("state_dict_pre", "state_dict_pre", where, hook, check)
 
     def state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
-        """Call `hook(module, state_dict, prefix, local_metadata)` when its state dict is made.
+        """Call a hook after a state dict is made.
+
+        On a module the call is `hook(module, state_dict, prefix, local_metadata)`, on an optimizer
+        `hook(optimizer, state_dict)`.
 
         Args:
-            where: which modules, as in `hl.select`; or an optimizer: `hook(optimizer, state_dict)`.
-            hook: the function. A module's changes the state dict in place and returns nothing; an
-                optimizer's may return another one.
+            where: which modules, as in `hl.select`; or an optimizer.
+            hook: the function. A module's hook changes the state dict in place and returns None.
+                An optimizer's hook may return another state dict.
         """
         check = returns.check_nothing("line.state_dict", "change the state_dict")
         return self._state("state_dict", "state_dict_post", where, hook, check)
 
     def load_state_dict_pre(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
-        """Call `hook(module, state_dict, prefix, local_metadata, strict, missing_keys,
-        unexpected_keys, error_msgs)` before a state dict is loaded.
+        """Call a hook before a state dict is loaded.
+
+        On a module the call is `hook(module, state_dict, prefix, local_metadata, strict,
+        missing_keys, unexpected_keys, error_msgs)`, on an optimizer `hook(optimizer, state_dict)`.
 
         Args:
-            where: which modules, as in `hl.select`; or an optimizer: `hook(optimizer, state_dict)`.
-            hook: the function. A module's changes the state dict in place and returns nothing; an
-                optimizer's may return another one.
+            where: which modules, as in `hl.select`; or an optimizer.
+            hook: the function. A module's hook changes the state dict in place and returns None.
+                An optimizer's hook may return another state dict.
         """
         check = returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
         return self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
 
     def load_state_dict(self, where: Selector | Optimizer, hook: Hook) -> HookHandle:
-        """Call `hook(module, incompatible_keys)`, or `hook(optimizer)`, when one is loaded.
+        """Call a hook after a state dict is loaded.
+
+        On a module the call is `hook(module, incompatible_keys)`, on an optimizer
+        `hook(optimizer)`.
 
         Args:
             where: which modules, as in `hl.select`; or an optimizer.
-            hook: the function. It returns nothing; `incompatible_keys` may be changed in place.
+            hook: the function. It must return None, and may change `incompatible_keys` in place.
         """
         check = returns.check_nothing("line.load_state_dict", "change incompatible_keys")
         return self._state("load_state_dict", "load_state_dict_post", where, hook, check)
@@ -147,7 +161,7 @@ class EventHooks(ModuleHooks):
             return self._caught(kind, lambda owner: True, tap)
         if not isinstance(optimizer, Optimizer):
             raise AttachError(
-                f"line.{kind} needs an optimizer, got {type(optimizer).__name__}."
+                f"line.{kind} must be given an optimizer, got {type(optimizer).__name__}."
                 f"\nWrite line.{kind}(optimizer, fn); with hl.EVERYWHERE, None is every optimizer."
             )
         self._check_owns(optimizer)
@@ -163,8 +177,9 @@ class EventHooks(ModuleHooks):
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if mine and not any(id(tensor) in mine for tensor in held):
             raise AttachError(
-                f"this {type(optimizer).__name__} holds none of the {len(mine)} parameters of"
-                f" {self.layout.name}; was it made before the model was built or copied?"
+                f"the optimizer must hold parameters of {self.layout.name}, got"
+                f" {type(optimizer).__name__} with none of its {len(mine)}. Perhaps it was made"
+                " before the model was built or copied."
                 "\nMake it from model.parameters(), or use hl.attach() for an optimizer alone."
             )
 
@@ -178,11 +193,11 @@ class EventHooks(ModuleHooks):
         check_callable(kind, hook)
         if self.is_everywhere:
             raise AttachError(
-                f"line.{kind} needs a model or an optimizer: torch has no process-wide hooks on"
-                f" state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
+                f"line.{kind} must be given a model or an optimizer: torch has no process-wide"
+                f" hooks on state dicts.\nUse hl.attach(model), or line.{kind}(optimizer, fn)."
             )
         with self.hooking(kind) as (registrations, handle):
-            # Of every module: a ModuleList has a state dict, though nothing flows through it.
+            # Containers included: a ModuleList is never called, but it has a state dict.
             for site, node in self._each_module(kind, where, port=kind):
                 tap = EventTap(site, self.passes, hook, check)
                 if kind == "load_state_dict_pre":

@@ -1,4 +1,4 @@
-"""Raw hooks on modules: before and after their forward and their backward, and what they save."""
+"""Raw hooks on the forward and backward of modules, and on their saved tensors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Hook = Callable[..., Any]
 
 
 class ModuleHooks(EverywhereHooks):
-    """The part of a raw line that hooks modules."""
+    """The part of a raw line that registers hooks on modules."""
 
     def forward_pre(
         self, selector: Selector, hook: Hook, *, with_kwargs: bool = False, prepend: bool = False
     ) -> HookHandle:
         """Call `hook(module, args)` before each selected module runs.
 
-        Returning None changes nothing; a tuple replaces the arguments, and any other single value
-        becomes the only one. With `with_kwargs`, it is `hook(module, args, kwargs)`, and returns
-        None or `(args, kwargs)`.
+        If the hook returns None, the arguments stay unchanged. A tuple replaces the arguments. Any
+        other single value becomes the only argument. With `with_kwargs`, the call is `hook(module,
+        args, kwargs)`, and the hook returns None or `(args, kwargs)`.
 
             >>> model = nn.Linear(2, 2)
             >>> with hl.attach(model) as line:
@@ -43,19 +43,20 @@ class ModuleHooks(EverywhereHooks):
             True
 
         Args:
-            selector: which modules; as in `hl.select`, without a port or a leaf.
+            selector: which modules, as in `hl.select`, without a port or a leaf.
             hook: the function.
-            with_kwargs: also pass, and expect back, the keyword arguments.
-            prepend: before the hooks that are there, not after them.
+            with_kwargs: whether the hook also gets, and returns, the keyword arguments.
+            prepend: whether the hook runs before the hooks that the module already has.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port or a leaf.
-            StructureError: (when the model runs) the hook returned what cannot be arguments.
-            AttachError: `with_kwargs` with `hl.EVERYWHERE`, which torch does not offer.
+            StructureError: (when the model runs) the hook's result cannot be arguments.
+            AttachError: `with_kwargs` was given with `hl.EVERYWHERE`; torch does not offer this.
         """
         if self.is_everywhere and with_kwargs:
             raise AttachError(
-                "torch passes no keyword arguments to process-wide pre-hooks."
+                "with_kwargs must be False with hl.EVERYWHERE: torch passes no keyword arguments"
+                " to process-wide pre-hooks."
                 "\nUse line.forward(..., with_kwargs=True), or attach to a model."
             )
         check = returns.check_forward_pre(with_kwargs)
@@ -73,8 +74,8 @@ class ModuleHooks(EverywhereHooks):
     ) -> HookHandle:
         """Call `hook(module, args, output)` after each selected module has run.
 
-        Returning None changes nothing; anything else replaces the output. With `with_kwargs`, it
-        is `hook(module, args, kwargs, output)`.
+        If the hook returns None, the output stays unchanged. Any other result replaces it. With
+        `with_kwargs`, the call is `hook(module, args, kwargs, output)`.
 
             >>> model = nn.Linear(2, 2)
             >>> with hl.attach(model) as line:
@@ -83,18 +84,22 @@ class ModuleHooks(EverywhereHooks):
             [[0.0, 0.0]]
 
         Args:
-            selector: which modules; as in `hl.select`, without a port or a leaf.
+            selector: which modules, as in `hl.select`, without a port or a leaf.
             hook: the function.
-            with_kwargs: also pass the keyword arguments.
-            prepend: before the hooks that are there, not after them.
-            always_call: also when the module raises; the output is then None.
+            with_kwargs: whether the hook also gets the keyword arguments.
+            prepend: whether the hook runs before the hooks that the module already has.
+            always_call: whether the hook also runs when the module raises; the output is then None.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port or a leaf.
-            StructureError: (when the model runs) the hook returned what cannot be an output.
+            StructureError: (when the model runs) the hook's result cannot be an output.
+            AttachError: `always_call` was given with `hl.EVERYWHERE`.
         """
         if self.is_everywhere and always_call:
-            raise AttachError("always_call is not offered with hl.EVERYWHERE.")
+            raise AttachError(
+                "always_call must be False with hl.EVERYWHERE, got True."
+                "\nAttach to a model: hl.attach(model)."
+            )
         return self._forward("forward", selector, hook, returns.check_forward, prepend=prepend,
                       with_kwargs=with_kwargs, always_call=always_call)  # fmt: skip
 
@@ -121,9 +126,10 @@ class ModuleHooks(EverywhereHooks):
     def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_output)` before the gradients enter each selected module.
 
-        They are a tuple, or where the output is a dict, a dataclass or a `ModelOutput`, that.
-        Returning None changes nothing; gradients of the same form, or for a lone one the tensor
-        alone, take their place.
+        `grad_output` is a tuple. Where the output is a dict, a dataclass or a `ModelOutput`, the
+        gradients have the structure of the output. If the hook returns None, the gradients stay
+        unchanged. Gradients of the same structure replace them; a lone gradient may be returned as
+        a tensor.
 
             >>> model = nn.Linear(2, 1)
             >>> with hl.attach(model) as line:
@@ -133,23 +139,24 @@ class ModuleHooks(EverywhereHooks):
             tensor([2.])
 
         Args:
-            selector: which modules; as in `hl.select`, without a port, a leaf or a call.
-            hook: the function. It may not change a gradient in place.
-            prepend: before the hooks that are there, not after them.
+            selector: which modules, as in `hl.select`, without a port, a leaf or a call.
+            hook: the function. It must not change a gradient in place.
+            prepend: whether the hook runs before the hooks that the module already has.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port, a leaf or a call.
-            StructureError: (in backward) the hook returned gradients of another form, or changed
-                one in place.
+            StructureError: (in backward) the hook returned gradients of another structure, shape,
+                dtype or device, or changed a gradient in place.
         """
         return self._backward("backward_pre", selector, hook, BackwardPreTap, prepend=prepend)
 
     def backward(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
-        """Call `hook(module, grad_input, grad_output)` when each module's gradients are there.
+        """Call `hook(module, grad_input, grad_output)` when each module's gradients are complete.
 
-        Both are tuples: of the positional arguments and then the keyword ones, and of the outputs;
-        None for what needs no gradient. What is returned, unless None, takes the place of
-        `grad_input`: the gradients that flow on, through this module alone.
+        `grad_input` is a tuple of the gradients of the positional arguments, then of the keyword
+        arguments. `grad_output` is a tuple of the gradients of the outputs. A gradient is None
+        where none is needed. The hook's result, unless None, replaces `grad_input`: the gradients
+        that flow on, through this module alone.
 
             >>> model = nn.ReLU()
             >>> x = torch.ones(1, 2, requires_grad=True)
@@ -160,14 +167,14 @@ class ModuleHooks(EverywhereHooks):
             tensor([[2., 2.]])
 
         Args:
-            selector: which modules; as in `hl.select`, without a port, a leaf or a call.
-            hook: the function. It may not change a gradient in place.
-            prepend: before the hooks that are there, not after them.
+            selector: which modules, as in `hl.select`, without a port, a leaf or a call.
+            hook: the function. It must not change a gradient in place.
+            prepend: whether the hook runs before the hooks that the module already has.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port, a leaf or a call.
-            StructureError: (in backward) the hook returned gradients of another form, or changed
-                one in place.
+            StructureError: (in backward) the hook returned gradients of another structure, shape,
+                dtype or device, or changed a gradient in place.
             AttachError: (when the model runs) the module changes one of several inputs in place.
         """
         return self._backward("backward", selector, hook, BackwardTap, prepend=prepend)
@@ -203,10 +210,10 @@ class ModuleHooks(EverywhereHooks):
     def saved(
         self, selector: Selector, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> HookHandle:
-        """Pack what autograd saves for backward in the selected modules, and unpack it there.
+        """Pack the tensors that autograd saves in the selected modules; unpack them in backward.
 
-        Unpacking goes on after the line has ended, for what was packed while it lasted. Packers
-        nest: what a module inside another saves is packed by the inner one's.
+        Tensors that were packed while the line lasted are still unpacked after its end. Where one
+        selected module is inside another, the inner module's `pack` gets the tensors.
 
             >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
             >>> with hl.attach(model) as line:
@@ -216,20 +223,22 @@ class ModuleHooks(EverywhereHooks):
 
         Args:
             selector: which modules; "" is the whole model.
-            pack: called with each tensor that is saved; what it returns is kept instead.
-            unpack: called with that in backward; gives a tensor of the same shape and dtype.
+            pack: a function of each saved tensor; its result is kept in place of the tensor.
+            unpack: a function of that result, called in backward. It returns a tensor of the same
+                shape, dtype and device.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port, a leaf or a call.
-            AttachError: the line has no model: `torch.autograd.graph.saved_tensors_hooks` is
-                torch's own, a context manager, for code outside of modules.
+            AttachError: the line has no model. For code outside of modules, use torch's context
+                manager `torch.autograd.graph.saved_tensors_hooks`.
         """
         check_callable("saved", pack)
         check_callable("saved", unpack)
         if self.root is None:
             raise AttachError(
-                "line.saved needs a model: it packs what its modules save."
-                "\nOutside of modules: torch.autograd.graph.saved_tensors_hooks(pack, unpack)."
+                "line.saved must have a model, because it packs the tensors that modules save."
+                "\nOutside of modules, use"
+                " torch.autograd.graph.saved_tensors_hooks(pack, unpack)."
             )
         return self._hook_all(
             "saved", selector, lambda site: SavedTap(site, self.passes, pack, unpack)
@@ -238,13 +247,17 @@ class ModuleHooks(EverywhereHooks):
     def _each_module(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"
     ) -> Iterator[tuple[Site, ModuleNode]]:
-        """Yield the modules that a selector matches; refuse parts of them."""
+        """Yield the sites and nodes of the modules that a selector matches.
+
+        Raises:
+            SelectionError: the selector names a port, a leaf, or a call where that is not allowed.
+        """
         for site, node in self.select(selector, (port,)).places():
             is_port = site.port not in (port, "output")
             is_part = is_port or site.leaf or (site.call is not None and not calls)
             if is_part or not isinstance(node, ModuleNode):
                 raise SelectionError(
-                    f"line.{kind} must be given modules, got {site}; a line hooks modules whole."
+                    f"line.{kind} must be given modules as a whole, got {site}."
                     f"\nSelect {_module_of(site, node)!r}, or use hl.record or hl.edit for parts."
                 )
             yield replace(site, port=kind), node
@@ -259,10 +272,13 @@ def _everywhere(kind: str) -> Site:
 
 
 def check_callable(kind: str, hook: Any) -> None:
-    """Refuse what cannot be called.
+    """Refuse an object that cannot be called.
 
     Raises:
-        AttachError: it is no function.
+        AttachError: the object cannot be called.
     """
     if not callable(hook):
-        raise AttachError(f"the hook of line.{kind} must be a function, got {type(hook).__name__}.")
+        raise AttachError(
+            f"the hook of line.{kind} must be a function, got {type(hook).__name__}."
+            "\nGive a function that takes torch's arguments for this hook."
+        )

@@ -1,4 +1,4 @@
-"""Raw hooks on parameters and tensors: their gradients, and the accumulation of them."""
+"""Raw hooks on the gradients of parameters and tensors, and on their accumulation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Hook = Callable[..., Any]
 
 
 class TensorHooks(Line):
-    """The part of a raw line that hooks parameters and tensors."""
+    """The part of a raw line that registers hooks on parameters and tensors."""
 
     def grad(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
-        """Call `hook(grad)` when the gradient of a parameter, or of any tensor, is there.
+        """Call `hook(grad)` when the gradient of a parameter or tensor has been computed.
 
             >>> a = torch.ones(2, requires_grad=True)
             >>> b = 2 * a
@@ -39,15 +39,16 @@ class TensorHooks(Line):
 
         Args:
             selector: which parameters, by their paths (`"fc*.bias"`) or by the modules that hold
-                them; or a tensor, of the model or not.
-            hook: the function; what it returns, unless None, takes the gradient's place. It may not
-                change the gradient in place.
-            prepend: before the hooks that are there, not after them.
+                them. Or a tensor, of the model or not.
+            hook: the function. Its result, unless None, replaces the gradient. It must not change
+                the gradient in place.
+            prepend: whether the hook runs before the hooks that the tensor already has.
 
         Raises:
             SelectionError: the selector matches no parameter.
-            AttachError: the tensor needs no gradient and has no graph.
-            StructureError: (in backward) what the hook returned is no such gradient.
+            AttachError: the parameter or tensor requires no gradient.
+            StructureError: (in backward) the hook's result is not a gradient of the same shape,
+                dtype and device.
         """
         check_callable("grad", hook)
         with self.hooking("grad") as (registrations, handle):
@@ -64,9 +65,9 @@ class TensorHooks(Line):
             return handle
 
     def accumulated(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
-        """Call `hook(parameter)` when a gradient has been accumulated in its `.grad`.
+        """Call `hook(parameter)` after a gradient has been accumulated in its `.grad`.
 
-        The place to change `.grad` itself, or to step an optimizer while backward still runs.
+        Use it to change `.grad` itself, or to step an optimizer while backward still runs.
 
             >>> model = nn.Linear(2, 1)
             >>> with hl.attach(model) as line:
@@ -76,20 +77,20 @@ class TensorHooks(Line):
 
         Args:
             selector: which parameters, as for `line.grad`; or a leaf tensor.
-            hook: the function. It returns nothing.
-            prepend: before the hooks that are there, not after them.
+            hook: the function. It must return None.
+            prepend: whether the hook runs before the hooks that the tensor already has.
 
         Raises:
             SelectionError: the selector matches no parameter.
             AttachError: the tensor accumulates no gradient.
-            StructureError: (in backward) the hook returned something, which torch would ignore.
+            StructureError: (in backward) the hook returned a value, which torch would ignore.
         """
         check_callable("accumulated", hook)
         with self.hooking("accumulated") as (registrations, handle):
             for site, node in self._each_tensor("accumulated", selector):
                 check = returns.check_nothing(f"line.accumulated at {site}", "change p.grad")
                 tap = EventTap(site, self.passes, hook, check)
-                # After what changes and reads the gradient itself, of a sharded parameter.
+                # After the taps that change and read the gradient of a sharded parameter.
                 tap.rank = Order.RECORD
                 registrations.register_on_tensor(
                     node.tensor,
@@ -103,7 +104,15 @@ class TensorHooks(Line):
             return handle
 
     def _each_tensor(self, kind: str, selector: Selector) -> Iterator[tuple[Site, ParameterNode]]:
-        """The parameters that a selector matches; a tensor is itself, of the model or not."""
+        """Yield the sites and nodes of the parameters that a selector matches.
+
+        A tensor selects itself, whether or not the model holds it. Frozen parameters are left out.
+
+        Raises:
+            AttachError: all selected parameters are frozen, or a parameter is selected by path with
+                `hl.EVERYWHERE`.
+            SelectionError: the selector names a gradient of a module.
+        """
         if isinstance(selector, Tensor) and not any(
             node.tensor is selector for node in self.layout.tensors
         ):
@@ -113,21 +122,21 @@ class TensorHooks(Line):
             return
         if self.is_everywhere:
             raise AttachError(
-                f"line.{kind} with hl.EVERYWHERE takes a tensor: parameters met anywhere have no"
+                f"line.{kind} must be given a tensor with hl.EVERYWHERE, where parameters have no"
                 f" paths.\nUse hl.attach(model), or line.{kind}(model.fc.weight, fn)."
             )
         places = list(self.select(selector, ("grad",)).places())
         trained = [node for _, node in places if _is_trained(node)]
         if places and not trained and all(site.port == "grad" for site, _ in places):
             raise AttachError(
-                f"{places[0][0]}: the parameter is frozen (requires_grad is False), so no hook on"
-                " its gradient would be called.\nCall requires_grad_() on it first."
+                f"{places[0][0]} must require a gradient, got a frozen parameter, on which torch"
+                " calls no gradient hooks.\nCall requires_grad_() on it first."
             )
         for site, found in places:
             if site.port != "grad" or not isinstance(found, ParameterNode):
                 raise SelectionError(
-                    f"line.{kind} hooks parameters and tensors, and {site} is a module's."
-                    f"\nUse line.backward({path_text(site.path)!r}, fn), or"
+                    f"line.{kind} must be given parameters or tensors, got {site}, which is a"
+                    f" module's.\nUse line.backward({path_text(site.path)!r}, fn), or"
                     f" hl.edit(model, {str(site)!r}, fn)."
                 )
             if found.tensor.requires_grad:
@@ -140,7 +149,7 @@ def _is_trained(node: Any) -> bool:
 
 @final
 class _Ask(GradientCallback):
-    """A user's function on a gradient."""
+    """Call a user's function on a gradient, and check its result."""
 
     __slots__ = ("_function", "_where")
     changes = True

@@ -1,8 +1,11 @@
 """A line of raw hooks, of every kind that torch has.
 
-Signatures are torch's. Where torch's semantics are a trap, they are mended: returns are checked, a
-gradient may not be changed in place, backward hooks see every structure and allow in-place
-operations behind the module, and what is hooked ends with the line.
+The signatures are torch's. hookline adds four things to torch's hooks:
+
+- results of hooks are checked
+- a hook must not change a gradient in place
+- backward hooks support every structure, and in-place operations after the module
+- all hooks are removed at the end of the line
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from hookline.engine.selection.ground import Everywhere
 from hookline.verbs.attach.on_events import EventHooks
 from hookline.verbs.attach.on_tensors import TensorHooks
 
-# What torch calls it -> what it is here.
+# torch's name of a registration -> the same on a line.
 _TORCH_NAMES = {
     "register_forward_pre_hook": "line.forward_pre(selector, fn)",
     "register_forward_hook": "line.forward(selector, fn)",
@@ -46,21 +49,21 @@ _TORCH_NAMES = {
 
 @final
 class RawLine(EventHooks, TensorHooks):
-    """A line of raw hooks, of every kind that torch has; `hl.attach` makes one.
+    """A line of raw hooks, of every kind that torch has; `hl.attach` makes it.
 
-    Hooks of one module are called in this order: those of `hl.EVERYWHERE`, edits, hooks as they
-    were added (or, with `prepend`, before those that are there), recorders.
+    The hooks of one module run in this order: hooks of `hl.EVERYWHERE`, edits, other hooks as they
+    were added, recorders. A hook with `prepend` runs before the other hooks that are already there.
     """
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in ("register_backward_hook", "register_module_backward_hook"):
             raise AttributeError(
-                f"{name} is not offered: what it calls grad_input is not dL/dx for a"
-                " module of several operations.\nUse line.backward(selector, fn), or"
+                f"{name} must be replaced on a line: for a module of several operations, its"
+                " grad_input is not dL/dx.\nUse line.backward(selector, fn), or"
                 " hl.record(model, selector, ports=('grad_input', 'grad_output'))."
             )
         if name in _TORCH_NAMES:
-            raise AttributeError(f"a line has no {name}; here it is {_TORCH_NAMES[name]}.")
+            raise AttributeError(f"a line has no {name}.\nUse {_TORCH_NAMES[name]}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -75,19 +78,19 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
         ReLU
 
     Args:
-        model: the model; or `hl.EVERYWHERE`: every module of every model that runs in this context
-            (thread, async task), selected by type, module, predicate or None; or nothing, for hooks
-            on tensors and optimizers that are given themselves.
-        every_thread: see every thread and async task. False: see the one that calls this, and what
-            runs in a copy of its context.
+        model: the model. Or `hl.EVERYWHERE`: every module of every model that runs in this context
+            (thread, async task), selected by type, module, predicate or None. Or None, for hooks
+            on given tensors and optimizers.
+        every_thread: True runs the hooks in every thread and async task. False runs them in the
+            calling thread or task, and in code that runs in a copy of its context.
 
     Returns:
         A line. Its methods add hooks: `forward_pre`, `forward`, `backward_pre`, `backward`,
         `saved`, `grad`, `accumulated`, `registered`, `step_pre`, `step_post`, `state_dict_pre`,
-        `state_dict`, `load_state_dict_pre`, `load_state_dict`. Each returns a handle, whose
-        `remove()` takes off what that call added; the end of the line takes off all.
+        `state_dict`, `load_state_dict_pre`, `load_state_dict`. Each returns a handle. The handle's
+        `remove()` removes the hooks of that call. The end of the line removes all hooks.
 
     Raises:
-        AttachError: what was given is no model, or one that torch never calls hooks on.
+        AttachError: `model` is not a model, or torch calls no hooks on it.
     """
     return RawLine(model, every_thread=every_thread)

@@ -16,9 +16,10 @@ from hookline.engine.torch_private.hooks import discard_hooks_of
 
 
 class EventTap(Tap):
-    """Passes torch's arguments to a user's function, at what is no value and belongs to no pass.
+    """Pass torch's arguments to a user's function, for events that have no value and no pass.
 
-    A step of an optimizer, a state dict, a registration, a parameter whose gradient is complete.
+    Such events are a step of an optimizer, a state dict, a registration, and a parameter whose
+    gradient is complete.
     """
 
     __slots__ = ("check", "function", "is_elsewhere")
@@ -28,12 +29,12 @@ class EventTap(Tap):
         self, site: Site, passes: Passes, function: Callable[..., Any], check: Callable[..., Any]
     ) -> None:
         super().__init__(site, passes, no_callback, Order.HOOK)
-        self.is_elsewhere = False  # whether it happened where the line does not see
+        self.is_elsewhere = False  # whether it fired in a context that the line does not see
         self.function = function
         self.check = check
 
     def fire(self, *values: Any) -> Any:
-        """The hook itself."""
+        """Call the user's function and check its result: the hook."""
         if is_inert(self):
             if isinstance(values[0], nn.Module):
                 discard_hooks_of(values[0], self, is_inert)
@@ -53,12 +54,12 @@ class EventTap(Tap):
             self.leave_walk()
 
     def retire(self) -> None:
-        """Fire no more, and let the user's function go."""
+        """Stop firing, and drop the user's function."""
         super().retire()
         self.function = no_callback
 
     def why_silent(self) -> str:
-        """Say what did not happen."""
+        """Return the reason why the event did not occur."""
         if self.is_elsewhere:
             return f"it happened {ELSEWHERE}"
         return _NEVER.get(self.site.port.partition(" ")[0], "nothing of the kind happened")
@@ -67,8 +68,8 @@ class EventTap(Tap):
 _NEVER = {
     "grad": (
         "no gradient was accumulated while the line lasted; call backward() inside the block, on a"
-        " loss that depends on it (autograd.grad accumulates none, nor backward(inputs=...) for"
-        " others, nor torch.func.functional_call)"
+        " loss that depends on it (autograd.grad, backward(inputs=...) of other tensors and"
+        " torch.func.functional_call accumulate none)"
     ),
     "registered": "nothing of the kind was registered while the line lasted",
     "step_pre": "the optimizer made no step while the line lasted",
@@ -77,9 +78,9 @@ _NEVER = {
 
 
 class RawTap(OutputTap):
-    """Passes torch's own arguments to a user's function and checks what comes back.
+    """Pass torch's own arguments to a user's function and check its result.
 
-    All of them are the value that it sees.
+    The value that the tap sees is the tuple of all these arguments.
     """
 
     __slots__ = ("check", "function")
@@ -96,11 +97,11 @@ class RawTap(OutputTap):
         super().__init__(site, passes, self._call, Order.HOOK)
 
     def fire(self, module: nn.Module, *values: Any) -> Any:
-        """The hook itself."""
+        """Call the tap with the module's arguments and output: the hook."""
         return OutputTap.fire(self, module, None, (module, *values))
 
     def retire(self) -> None:
-        """Fire no more, and let the user's function go."""
+        """Stop firing, and drop the user's function."""
         super().retire()
         self.function = no_callback
 
@@ -114,12 +115,12 @@ class RawTap(OutputTap):
 
 
 class AlwaysCalledTap(RawTap):
-    """A raw tap that is also called where the module raises: then torch walks over its hooks."""
+    """A raw tap that torch also calls when the module raises, while it iterates over its hooks."""
 
     __slots__ = ()
 
     def fire(self, module: nn.Module, *values: Any) -> Any:
-        """The hook itself."""
+        """Call the tap, and note that torch is iterating over the module's hooks."""
         if is_dynamo_compiling():
             return RawTap.fire(self, module, *values)
         try:

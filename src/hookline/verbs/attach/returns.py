@@ -1,7 +1,7 @@
-"""Checks of the values that raw hooks return.
+"""Check the values that raw hooks return.
 
-torch takes any return but None for the new value: a stray `True` becomes the layer's output, and a
-pre-hook's list becomes one argument.
+torch uses every result but None as the new value. A stray `True` would become the layer's output,
+and the list that a pre-hook returns would become one argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hookline.errors import StructureError
 
 
 def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
-    """The result of a forward hook, if it can be an output.
+    """Return the result of a forward hook, if it can be an output.
 
     Raises:
         StructureError: the output held tensors, and the result holds none.
@@ -24,30 +24,32 @@ def check_forward(result: Any, values: tuple[Any, ...]) -> Any:
     output = values[-1]
     if not _has_tensor(result) and _has_tensor(output):
         raise StructureError(
-            f"the hook returned {_show(result)}, which would become the output in place of"
+            f"the hook must return an output with tensors, got {_show(result)} in place of"
             f" {describe.in_words(output)}.\nReturn the new output, or None to leave it as it is."
         )
     return result
 
 
 def check_forward_pre(with_kwargs: bool) -> Callable[[Any, tuple[Any, ...]], Any]:
-    """The check for the results of a forward-pre hook."""
+    """Return the check for the results of a forward-pre hook."""
     return _check_args_kwargs if with_kwargs else _check_args
 
 
 def _check_args(result: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     args = values[1]
     took_list = len(args) == 1 and isinstance(args[0], list)
-    # A list where there was none is a mistake for a tuple; torch would pass it as one argument.
+    # A new list is a mistake for a tuple; torch would pass the list as one argument.
     if isinstance(result, list) and not took_list:
         raise StructureError(
-            f"the pre-hook returned {_show(result)}, which would become one argument."
+            f"the pre-hook must return a tuple, got {_show(result)}, which would become one"
+            " argument."
             "\nReturn a tuple of arguments, a single argument, or None."
         )
     new: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
     if not _has_tensor(new) and _has_tensor(args):
         raise StructureError(
-            f"the pre-hook returned {_show(result)} in place of {describe.in_words(args)}."
+            f"the pre-hook must return arguments with tensors, got {_show(result)} in place of"
+            f" {describe.in_words(args)}."
             "\nReturn a tuple of arguments, a single argument, or None to leave them as they are."
         )
     return new
@@ -57,32 +59,34 @@ def _check_args_kwargs(result: Any, values: tuple[Any, ...]) -> Any:
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not (is_pair and isinstance(result[0], tuple) and isinstance(result[1], dict)):
         raise StructureError(
-            f"the pre-hook (with_kwargs) returned {_show(result)}."
+            f"the pre-hook (with_kwargs) must return (args, kwargs), got {_show(result)}."
             "\nReturn (args, kwargs), a tuple and a dict, or None to leave them as they are."
         )
     return result
 
 
 def check_gradient(result: Any, grad: Tensor, where: str) -> Tensor:
-    """Check that a hook's gradient can take the place of the one it got.
+    """Return the gradient that a hook returned, if it can replace the hook's argument.
 
     Raises:
-        StructureError: it is no tensor of the same shape, dtype and device.
+        StructureError: the result is not a tensor of the same shape, dtype and device.
     """
     found = describe.difference(grad, result)
     if found:
         raise StructureError(
             f"the hook at {where} must return a gradient of the same form: {found}."
-            "\nReturn a gradient of the same form, or None to leave it as it is."
+            "\nReturn a gradient of the same shape, dtype and device, or None to leave it as it is."
         )
     return result  # type: ignore[no-any-return]
 
 
 def check_backward(result: Any, old: Any) -> Any:
-    """Check a backward hook's gradients, and give them the form of the module's; wrap a single one.
+    """Return a backward hook's gradients in torch's form, if they can replace the module's.
+
+    A single tensor and a list become tuples.
 
     Raises:
-        StructureError: it is not of their structure, shapes, dtypes and devices.
+        StructureError: the gradients have another structure, shape, dtype or device.
     """
     if isinstance(old, tuple) and isinstance(result, Tensor):
         result = (result,)
@@ -99,11 +103,11 @@ def check_backward(result: Any, old: Any) -> Any:
 
 
 def check_nothing(who: str, instead: str) -> Callable[[Any, tuple[Any, ...]], Any]:
-    """The check for hooks whose result torch ignores or refuses."""
+    """Return the check for hooks whose result torch ignores or refuses."""
 
     def check(result: Any, values: tuple[Any, ...]) -> Any:
         raise StructureError(
-            f"{who} returned {_show(result)}, which would be ignored."
+            f"{who} must return None, got {_show(result)}, which would be ignored."
             f"\nReturn None; to have an effect, {instead} in place."
         )
 
@@ -111,33 +115,42 @@ def check_nothing(who: str, instead: str) -> Callable[[Any, tuple[Any, ...]], An
 
 
 def check_step(result: Any, values: tuple[Any, ...]) -> Any:
-    """Check the arguments that a hook before an optimizer's step returns."""
+    """Check the arguments that a hook before an optimizer's step returns.
+
+    Raises:
+        StructureError: they are not a tuple and a dict.
+    """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise StructureError(
-            f"line.step_pre returned {_show(result)}.\nReturn (args, kwargs) for the step, a tuple"
-            " and a dict, or None to leave them as they are."
+            f"line.step_pre must return (args, kwargs), got {_show(result)}.\nReturn a tuple"
+            " and a dict for the step, or None to leave its arguments as they are."
         )
     return result
 
 
 def check_optimizer_state(result: Any, values: tuple[Any, ...]) -> Any:
-    """Check the state dict that a hook on an optimizer returns."""
+    """Check the state dict that a hook on an optimizer returns.
+
+    Raises:
+        StructureError: it is not a dict.
+    """
     if not isinstance(result, dict):
         raise StructureError(
-            f"the hook on the optimizer's state dict returned {_show(result)}."
+            f"the hook on the optimizer's state dict must return a dict, got {_show(result)}."
             "\nReturn a state dict, or None to leave it as it is."
         )
     return result
 
 
 def check_registered(kind: str, wanted: type) -> Callable[[Any, tuple[Any, ...]], Any]:
-    """The check for what is to be registered instead of a parameter, buffer or module."""
+    """Return the check for the value that a registration hook returns."""
 
     def check(result: Any, values: tuple[Any, ...]) -> Any:
         if not isinstance(result, wanted):
             raise StructureError(
-                f"the hook returned {_show(result)} to be registered as the {kind}"
-                f" {values[1]!r}.\nReturn a {wanted.__name__}, or None to leave it as it is."
+                f"the hook must return a {wanted.__name__} to be registered as the {kind}"
+                f" {values[1]!r}, got {_show(result)}."
+                f"\nReturn a {wanted.__name__}, or None to leave it as it is."
             )
         return result
 

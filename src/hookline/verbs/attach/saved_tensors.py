@@ -1,8 +1,8 @@
-"""Packing what autograd saves for backward, while a module runs.
+"""Pack the tensors that autograd saves for backward while a module runs.
 
-torch's own switch is a stack in each thread: it is pushed when the module begins and popped when it
-ends, also by an exception; what Ctrl-C left pushed is popped by the next call, or by the end of the
-line.
+torch keeps saved-tensor hooks on a stack in each thread. The hooks of a module are pushed when its
+call begins and popped when the call ends, also by an exception. After Ctrl-C, the next call or the
+end of the line pops them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Lane(threading.local):
 
 @final
 class SavedTap(Tap):
-    """Packs what is saved for backward in a module, and unpacks it there, by a user's functions."""
+    """Pack the tensors saved for backward in a module, and unpack them, by a user's functions."""
 
     __slots__ = ("_closed", "_n_open", "_pack", "_pushed", "_unpack")
     hooks: ClassVar = (
@@ -51,11 +51,11 @@ class SavedTap(Tap):
         self._pack = pack
         self._unpack = unpack
         self._pushed = _Lane()
-        self._n_open = 0  # in all threads
+        self._n_open = 0  # calls under way, in all threads
         self._closed: Callable[[], None] | None = None
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """The last forward-pre hook."""
+        """Push the saved-tensor hooks: the last forward-pre hook."""
         if is_dynamo_compiling():
             self.refuse_graphs()
         current = self._pass_of(module)
@@ -81,40 +81,40 @@ class SavedTap(Tap):
 
     @while_tracing
     def refuse_graphs(self) -> None:
-        """Code is being compiled that calls this tap.
+        """Refuse the compilation of code that calls this tap.
 
         Raises:
-            AttachError: always; what a graph saves is the compiler's choice.
+            AttachError: always, because the compiler chooses which tensors a graph saves.
         """
         raise AttachError(
-            f"{self.site}: what is saved for backward cannot be packed inside compiled code.\nPut"
+            f"{self.site} must run outside compiled code for line.saved, got compiled code.\nPut"
             " torch.compiler.set_stance('force_eager') around the block."
         )
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The first forward hook, always called."""
+        """Pop the saved-tensor hooks: the first forward hook, always called."""
         if is_dynamo_compiling():
             return
         if not hasattr(self, "_pushed"):
-            return  # an inert copy, which never began: a pre-hook failed before
+            return  # an inert copy, on which `begin` never ran because a pre-hook failed before
         self._pop(self._pushed.calls.end(call_frame(sys._getframe(1))))
         if self._closed is not None and not self._n_open:
             self._closed()
             self._closed = None
 
     def _again(self, current: Pass) -> Pass:
-        # Where torch packs itself what is saved in the second run, it counts on the same as before.
+        # If torch packs the tensors saved in the recomputation, it needs the same hooks as before.
         return current
 
     def release(self) -> None:
-        """The line ends: undo, in this thread, what is still pushed."""
+        """Pop the hooks that are still pushed in this thread, at the end of the line."""
         self._pop(len(self._pushed.calls))
         self._pushed.calls.clear()
         self._closed = None
 
     def closer(self) -> str | None:
-        """Name the hook that pops what a call under way, in any thread, has pushed."""
-        self._pop(self._pushed.calls.drop_dead(sys._getframe(1)))  # what Ctrl-C left
+        """Return the method that must still pop the hooks of calls under way; None without any."""
+        self._pop(self._pushed.calls.drop_dead(sys._getframe(1)))  # calls that Ctrl-C ended
         return "end" if self._n_open else None
 
     def when_closed(self, then: Callable[[], None]) -> None:
@@ -122,8 +122,8 @@ class SavedTap(Tap):
         self._closed = then
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what is kept in place of a tensor, and the form that it is given back in."""
-        if self.is_removed:  # in the midst of a call
+        """Return the packed form of a tensor, and the form that unpacking must restore."""
+        if self.is_removed:  # the line ended during a call
             return tensor.detach(), None
         self.fired += 1
         return self._packed(tensor)
@@ -136,7 +136,7 @@ class SavedTap(Tap):
             raise
 
     def _unpacked(self, kept: tuple[Any, Any]) -> Tensor:
-        # Also after the line's end: what was packed has to be unpacked.
+        # This also runs after the line's end, because packed tensors must be unpacked.
         packed, form = kept
         if form is None:
             return cast(Tensor, packed)
@@ -147,13 +147,13 @@ class SavedTap(Tap):
             raise
         if not isinstance(tensor, Tensor):
             raise StructureError(
-                f"unpack at {self.site} returned {in_words(tensor)}; backward needs the tensor that"
-                " was packed.\nReturn a tensor of its shape, dtype and device."
+                f"unpack at {self.site} must return the tensor that was packed, got"
+                f" {in_words(tensor)}.\nReturn a tensor of its shape, dtype and device."
             )
         if (tensor.shape, tensor.dtype, tensor.device) != form:
             shape, dtype, device = form
             raise StructureError(
-                f"unpack at {self.site} returned {in_full(tensor)} for what was packed, a tensor of"
-                f" shape {list(shape)}, {dtype}, on {device}.\nReturn one of the same form."
+                f"unpack at {self.site} must return a tensor of shape {list(shape)}, {dtype}, on"
+                f" {device}, got {in_full(tensor)}.\nReturn a tensor of that form."
             )
         return tensor

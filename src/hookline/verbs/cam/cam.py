@@ -1,4 +1,4 @@
-"""cam: which places of an image speak for a class."""
+"""Map the places of an image that raise the score of a class."""
 
 from __future__ import annotations
 
@@ -42,73 +42,77 @@ def cam(
     reshape: Reshape | None = None,
     batch_size: int = 32,
 ) -> ClassMaps:
-    """Map which places of each image speak for a class, from 0, its map's least, to 1, its largest.
+    """Map the places of each image that raise a class's score, on a scale from 0 to 1.
 
         >>> images, labels = load_demo_digits()
         >>> found = hl.cam(loaded.model, images)
         >>> found.layers, found.targets, found.maps.shape
         (('block3',), (0, 1, 2, 3, 4, 5, 6, 7), torch.Size([8, 8, 8]))
 
-    The model runs in eval mode, whatever mode it is in: dropout would make the maps random, and
-    batch norm would mix the images of a batch. Its mode, buffers, gradients and hooks, and torch's
-    random state, are as before afterwards, and gradients need not be enabled, nor parameters be
+    The model runs in eval mode. In training mode, dropout would make the maps random, and batch
+    norm would mix the images of a batch. Afterwards its mode, buffers, gradients and hooks, and
+    torch's random state, are as before. Gradients need not be enabled, and parameters need not be
     trainable.
 
-    Each layer's map is cut at zero, scaled from its least value, 0, to its largest, 1, and enlarged
-    to the image; those of several layers are averaged, and scaled again. So a 0 need not be
-    nothing, and maps of two images are not on one scale: `raw` of the result holds the numbers.
+    Each layer's map is cut at zero, scaled from 0 (its least value) to 1 (its largest), and
+    enlarged to the image. The maps of several layers are averaged and scaled again. So a 0 need
+    not mean that the place has no effect, and maps of two images are not on one scale. `raw` of
+    the result holds the numbers before they were cut and scaled.
 
     Args:
         model: a classifier of images, convolutional or a vision transformer.
-        inputs: the images as the model wants them, floating, shape `(batch, channels, height,
-            width)`; or its arguments as a tuple, or by name in a dict: the first such tensor in
-            them is the images. A dict that is one argument is given as `({...},)`.
-        layer: whose output; as in `hl.select`, several are averaged. None is the last one that
-            returns maps; `layers` of the result says which. Where after the last attention of a
-            transformer only its class token counts, it is the last layer through whose patches the
-            score flows.
-        target: a class's number; one for each image; None, each image's highest class; or a
-            function of the model's output that gives one number an image, or one number.
-        method: "gradcam", "gradcam++", "layercam", "hirescam"; "eigencam", which takes no gradient
-            and knows of no class; or "scorecam", which takes none but runs the model once for each
-            channel of the layer, image by image: of 512 some 60 to 100 times as slow.
-        reshape: from a layer's output to its maps, shape `(batch, channels, height, width)`, where
-            that cannot be found: channels last and tokens of square patches, after a class token
-            and registers, are.
-        batch_size: how many masked images scorecam runs at once.
+        inputs: the images as the model takes them: floating, shape `(batch, channels, height,
+            width)`. Or the model's arguments as a tuple, or by name in a dict; the first such
+            tensor is the images. Give a dict that is one argument as `({...},)`.
+        layer: the layers whose outputs make the maps, as in `hl.select`; several are averaged. None
+            is the last layer that returns maps; `layers` of the result names it. In a transformer,
+            only the class token may count after the last attention. Then None is the last layer
+            through whose patches the score flows.
+        target: the number of a class; a number for each image; None for each image's highest
+            class; or a function of the model's output that returns one number an image, or one
+            number.
+        method: "gradcam", "gradcam++", "layercam" or "hirescam"; "eigencam", which needs no
+            gradient and no class; or "scorecam", which needs no gradient. "scorecam" runs the model
+            once for each channel of the layer and each image. With 512 channels it takes some 60 to
+            100 times as long.
+        reshape: a function from a layer's output to its maps, shape `(batch, channels, height,
+            width)`. hookline itself finds maps with channels last, and tokens of square patches
+            after a class token and registers.
+        batch_size: the number of masked images that scorecam runs at once.
 
     Returns:
-        The maps, with the layers, classes and scores that they are of. `overlay()` lays them over
-        the images, `save(path)` writes that.
+        The maps, with their layers, classes and scores. `overlay()` lays them over the images, and
+        `save(path)` writes the overlays.
 
     Raises:
-        InputError: there are no images in the inputs; there is no such method or class; the
-            function gives no score for each image; or the score has no gradient.
+        InputError: the inputs hold no images; the method or class is unknown; the target's function
+            does not return a score for each image; or the score has no gradient.
         SelectionError: the selector matches nothing, or a layer that returns no maps.
         NotRecordedError: the layer did not run.
         AmbiguousError: the layer ran several times; name a call (`"relu#1"`).
-        AttachError: this is no model, or one that is scripted.
+        AttachError: `model` is not a model, or is scripted.
 
-    Source: see each formula in `hookline/verbs/cam/methods.py`; the scaling and the averaging are
-    those of the package grad-cam (pytorch-grad-cam).
+    Source: the formulas in `hookline/verbs/cam/methods.py`; for the scaling and the averaging, the
+    package grad-cam (pytorch-grad-cam).
     """
     way = method_named(method)
     if not isinstance(model, nn.Module):
         raise AttachError(
-            f"cam needs a model (an nn.Module), got {type(model).__name__}."
+            f"model must be an nn.Module, got {type(model).__name__}."
             "\nGive the model itself: hl.cam(model, images)."
         )
     if any(is_scripted(module) for module in model.modules()):
         raise AttachError(
-            f"{type(model).__name__} is scripted or traced, in whole or in part: torch calls no"
-            " hooks there.\nGive the model from which that was made."
+            f"the model must be plain Python, got {type(model).__name__}, which is scripted or"
+            " traced in whole or in part: torch calls no hooks there."
+            "\nGive the model before scripting."
         )
     if reshape is not None and not callable(reshape):
         raise InputError(
-            f"reshape= must be a function, got {reshape!r}.\nGive one from a layer's output to maps"
-            " of shape (batch, channels, height, width)."
+            f"reshape= must be a function, got {reshape!r}.\nGive a function from a layer's output"
+            " to maps of shape (batch, channels, height, width)."
         )
-    # A compiled model's own module runs eagerly: to compile it anew for one map would cost more.
+    # The module inside a compiled model runs eagerly; to compile it anew for a map costs more.
     model = unwrap(model) if is_compiled(model) else model
     with (
         torch.inference_mode(mode=False),
@@ -130,7 +134,7 @@ class _Forward(NamedTuple):
 
 @final
 class _CamRunner:
-    """A model and its inputs, with all that does not depend on the layer."""
+    """Run a model on its inputs, and compute the maps of any of its layers."""
 
     def __init__(
         self,
@@ -150,7 +154,7 @@ class _CamRunner:
         self._size: tuple[int, int] = (self._images.shape[2], self._images.shape[3])
 
     def maps(self, layer: Selector, batch_size: int) -> ClassMaps:
-        """The class maps of the layers that a selector names, or of the last one that has maps."""
+        """Compute the class maps of the selected layers, or of the last layer that has maps."""
         sites = [self._last()] if layer is None else select_outputs(self._model, layer)
         shot = self._shoot(sites)
         if self._method.needs == "scores":
@@ -181,7 +185,7 @@ class _CamRunner:
     # -- running ---------------------------------------------------------------------------------
 
     def _run(self, images: Tensor, rows: slice | None = None) -> Any:
-        """Run the model on other images; of tensors that go with them, on those rows alone."""
+        """Run the model on other images, and on these rows of the other tensors of the batch."""
 
         def replaced(tensor: Tensor) -> Tensor:
             if tensor is self._images:
@@ -221,7 +225,7 @@ class _CamRunner:
             return _Forward(layers, activations, activations, aim, found)
         with torch.enable_grad(), recorder(self._model, sites, ("output", "grad_output")) as run:
             leaf = self._leaf()
-            output = self._run(leaf.clone())  # a model may write to its input; not to a leaf
+            output = self._run(leaf.clone())  # a model may write to its input, but not to a leaf
             layers, activations = self._read(run, sites)
             aim = self._goal(output)
             found = self._flow_back(aim, output, leaf)
@@ -230,9 +234,9 @@ class _CamRunner:
             flowed = gradient(run, one.site)
             if flowed is None or leaves.get(flowed, one.leaf, str(one.site)) is None:
                 raise InputError(
-                    f"no gradient of the score reached {one.site}: the score does not depend"
-                    " on it, or a detach() or no_grad() in the model cuts them apart."
-                    "\nName another layer, or method='eigencam' or 'scorecam', which take none."
+                    f"the score must depend on {one.site}, got no gradient there: the score does"
+                    " not use it, or a detach() or no_grad() in the model cuts the graph."
+                    "\nName another layer, or method='eigencam' or 'scorecam', which need none."
                 )
             gradients.append(one.maps(flowed))
         return _Forward(layers, activations, gradients, aim, found)
@@ -245,11 +249,12 @@ class _CamRunner:
         scores = self._scores(aim, output)
         if not scores.requires_grad:
             raise InputError(
-                "the score has no gradient: the model, or target=, runs under no_grad() or"
-                " detaches it.\nUse method='eigencam' or 'scorecam', which take none."
+                "the score must have a gradient, got none: the model, or target=, runs under"
+                " no_grad() or detaches it."
+                "\nUse method='eigencam' or 'scorecam', which need no gradient."
             )
-        # Towards the images alone, without touching any parameter's .grad. A stem that ends in
-        # detach() cuts them off, but not the layers above it, whose parameters need gradients.
+        # autograd.grad with respect to the images touches no parameter's .grad. If the stem ends
+        # in detach(), no gradient reaches the images, so backward runs to the parameters above it.
         total = scores.sum()
         above = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         try:
@@ -259,10 +264,10 @@ class _CamRunner:
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 error.add_note(
-                    "hookline: no gradient can be asked for through a part of the model that is"
-                    " checkpointed so. Give checkpoint(..., use_reentrant=False); of a transformers"
-                    " model, gradient_checkpointing_disable(); or use method='eigencam' or"
-                    " 'scorecam', which take none."
+                    "hookline: torch computes no gradients of inputs through a reentrant checkpoint"
+                    " of the model. Give checkpoint(..., use_reentrant=False); for a transformers"
+                    " model, call gradient_checkpointing_disable(); or use method='eigencam' or"
+                    " 'scorecam', which need none."
                 )
             raise
         return scores.detach()
@@ -274,14 +279,14 @@ class _CamRunner:
             return goal(self._target, output, self._n)
         except InputError:
             if self._method.needs == "nothing" and self._target is None:
-                return None  # it needs no class, so the model need not have any
+                return None  # the method needs no class, so the model may have none
             raise
 
     def _scores(self, aim: Goal, output: Any) -> Tensor:
         scores = aim.scores(output, self._n)
         if not bool(scores.isfinite().all()):
             raise InputError(
-                "the score is not finite: the model's output holds inf or NaN."
+                "the score must be finite, got a model output that holds inf or NaN."
                 "\nFind where they begin: with hl.record(model, copy=True) as run: model(x), then"
                 " go through run.passes[0].order; or run the model in float32."
             )
@@ -303,7 +308,8 @@ class _CamRunner:
                     f"{site} ({site.module_type}) must return maps of {plural(self._n, 'image')} of"
                     f" {self._size[0]} x {self._size[1]}, got {describe.in_words(value)}."
                     "\nName a layer that returns (batch, channels, height, width), or give"
-                    " reshape=, from its output to that; without layer= the last one is found."
+                    " reshape=, a function from its output to that; without layer= the last one is"
+                    " found."
                 )
             layers.append(found)
             activations.append(found.maps(value).detach())
@@ -327,7 +333,7 @@ class _CamRunner:
         return found
 
     def _scores_of_one(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
-        """The score of one image, masked by each channel: shape `(channels,)`."""
+        """Compute the score of one image masked by each channel, shape `(channels,)`."""
         scores = []
         for some in torch.split(channels, batch_size):
             masks = scaled(self._enlarged(some[:, None])[:, 0])[:, None].to(self._images)
@@ -335,8 +341,8 @@ class _CamRunner:
             one = aim.scores(output, len(masks), image)
             if one.dim() == 0 and len(masks) > 1:
                 raise InputError(
-                    "scorecam needs the score of each masked image, and target= returned one"
-                    f" number for {len(masks)} of them.\nReturn one for each image, or give"
+                    "target= must return the score of each masked image for scorecam, got one"
+                    f" number for {len(masks)} images.\nReturn one for each image, or give"
                     " batch_size=1."
                 )
             scores.append(one.reshape(-1))
@@ -347,51 +353,52 @@ class _CamRunner:
 
 
 def _images_in(inputs: Any) -> Tensor:
-    """The first tensor in a model's inputs that holds images.
+    """Return the first tensor in a model's inputs that holds images.
 
     Raises:
-        InputError: there is none.
+        InputError: no tensor holds images.
     """
     found = [tensor for _, tensor in tree.tensors(inputs)]
     for tensor in found:
         if tensor.dim() == 4 and tensor.is_floating_point() and tensor.numel():
             return tensor
     given = describe.in_full(found[0]) if isinstance(inputs, Tensor) else describe.in_words(inputs)
-    remedy = "Give the images as the model wants them: prepared, stacked, on its device."
+    remedy = "Give the images as the model takes them: prepared, stacked, on its device."
     if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
-        remedy = "Of an array make a tensor: torch.from_numpy(images)."
+        remedy = "Make the array a tensor: torch.from_numpy(images)."
     elif found and found[0].dim() == 3:
-        remedy = "Of a single image make a batch: x[None]."
+        remedy = "Make the single image a batch: x[None]."
     elif found and found[0].dim() == 4 and found[0].numel():
-        remedy = "Prepare the images as in training: x.float() / 255, then as the model wants them."
+        remedy = "Prepare the images as in training: x.float() / 255, then as the model takes them."
     raise InputError(
-        "cam needs images, a floating tensor of shape (batch, channels, height, width); got"
+        "inputs must hold images, a floating tensor of shape (batch, channels, height, width), got"
         f" {given}.\n{remedy}"
     )
 
 
 def _check(name: str, maps: Tensor, method: str) -> None:
-    """Refuse maps that are no numbers, and say of which images there is nothing to see.
+    """Refuse maps that are not finite, and warn of images whose map is 0 everywhere.
 
     Raises:
-        InputError: one is not finite.
+        InputError: a map is not finite.
     """
     if not bool(maps.isfinite().all()):
         raise InputError(
-            f"the map at {name} is not finite: its activations or gradients hold inf or NaN, or"
-            " overflow in half precision.\nRun the model in float32 or bfloat16."
+            f"the map at {name} must be finite, got inf or NaN: its activations or gradients hold"
+            " them, or overflow in half precision.\nRun the model in float32 or bfloat16."
         )
     empty = [image for image, one in enumerate(maps) if not bool((one > 0).any())]
     if empty:
         is_zero = not bool(maps[empty].any())
         why = (
-            "nothing of it reaches the score, or it is dead. After a vision transformer's last"
-            " attention patches may count for nothing, and half precision may round gradients to 0"
+            "the score does not depend on the layer, or the layer is dead. After a vision"
+            " transformer's last attention the patches may not count, and half precision may round"
+            " gradients to 0"
             if is_zero
-            else "all that is there speaks against it"
+            else "every place lowers the score"
         )
         which = ", ".join(map(str, empty[:8])) + (", …" if len(empty) > 8 else "")
         warn(
-            f"{method} at {name} finds nothing that speaks for the class of image {which}, so the"
-            f" map is 0 all over: {why}.\nName another layer= or target=."
+            f"{method} at {name} finds no place that raises the score of image {which}, so the map"
+            f" is 0 everywhere: {why}.\nName another layer= or target=."
         )

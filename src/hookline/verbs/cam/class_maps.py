@@ -1,4 +1,4 @@
-"""ClassMaps: what `cam` found, and how it is laid over the images."""
+"""ClassMaps: the result of `cam`, and its overlays on the images."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Pixels = npt.NDArray[np.uint8]
 
 _IN_A_ROW = 8
 _GAP = 4  # pixels between overlays
-_LEAST = 96  # pixels that an overlay is high at least, where it is shown or saved
+_LEAST = 96  # the least height, in pixels, of an overlay that is shown or saved
 
 # inferno at 0, 0.1, ..., 1; colours between these are interpolated. Its lightness rises evenly from
-# black, so it reads the same to colour-blind people and in black and white.
+# black, so it reads the same for colour-blind people and in black and white.
 _ANCHORS = np.array(
     [
         (0, 0, 4), (22, 11, 57), (66, 10, 104), (106, 23, 110), (147, 38, 103), (188, 55, 84),
@@ -41,7 +41,7 @@ _ANCHORS = np.array(
 @final
 @dataclass(frozen=True)
 class ClassMaps:
-    """Maps of the places in each image that speak for its class; made by `hl.cam`.
+    """Maps of the places in each image that raise the score of its class; made by `hl.cam`.
 
         >>> images, labels = load_demo_digits()
         >>> found = hl.cam(loaded.model, images[:2])
@@ -51,15 +51,15 @@ class ClassMaps:
         (8, 8, 3)
 
     Args:
-        maps: each from its own least value, 0, to its own largest, 1; float32, shape `(batch,
-            height, width)`, of the images' size. A map that is 0 all over had one value everywhere.
-        layers: the layers, as written in `hl.select`, that they were made at.
-        method: the name of the formula.
+        maps: float32, shape `(batch, height, width)`, the height and width of the images. Each map
+            is scaled from 0, its least value, to 1, its largest. A constant map is 0 everywhere.
+        layers: the layers of the maps, as written in `hl.select`.
+        method: the name of the method.
         targets: the class of each image; None where the target was a function, or no class.
-        scores: of each image the number whose map it is, shape `(batch,)`, or () if the target's
-            function gave one for all; None where there was none.
-        raw: by layer, what the formula gave, before it was cut at zero, scaled and enlarged: shape
-            `(batch, height, width)` of the layer's maps.
+        scores: the score of each image, shape `(batch,)`. Shape () if the target's function
+            returned one score for all images; None if there was no score.
+        raw: by layer, the result of the formula before it was cut at zero, scaled and enlarged.
+            Shape `(batch, height, width)`, the height and width of the layer's maps.
         images: the images as the model got them.
     """
 
@@ -72,23 +72,24 @@ class ClassMaps:
     images: Tensor = field(repr=False)
 
     def overlay(self, image: Any = None, alpha: float = 0.5) -> list[Pixels]:
-        """Lay each map over its image: black is 0, light yellow is 1.
+        """Lay each map over its image. Black is 0, light yellow is 1.
 
-        The image is drawn in grey, so that every colour is the map's.
+        The image is drawn in grey, so every colour belongs to the map.
 
         Args:
-            image: the pictures to lay them over: one, or a list or batch of them; pillow's, arrays
-                `(height, width[, 3])` or tensors `(1 or 3, height, width)`, of integers from 0 to
-                255 or floats from 0 to 1. Of any size: the maps are stretched to it, so it has to
-                show what the model was shown, and not more. None: what the model was given, each
-                image scaled to its own range.
-            alpha: how much of what is seen is the map, 0 to 1.
+            image: the pictures to use: one, or a list or batch of them. A picture is pillow's, an
+                array `(height, width[, 3])` or a tensor `(1 or 3, height, width)`, of integers from
+                0 to 255 or of floats from 0 to 1. The maps are stretched to the picture, so it must
+                show exactly the part that the model got, at any size. None uses the model's input,
+                with each image scaled to its own range.
+            alpha: the weight of the map, from 0 to 1; the image has the rest.
 
         Returns:
-            For each image an array of shape `(height, width, 3)`, red, green and blue, 0 to 255.
+            For each image an array of shape `(height, width, 3)`: red, green and blue, 0 to 255.
 
         Raises:
-            InputError: alpha is out of range, or these are no pictures, or not as many.
+            InputError: alpha is out of range, the pictures cannot be read, or their number is not
+                that of the maps.
         """
         if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
             raise InputError(
@@ -98,8 +99,8 @@ class ClassMaps:
         pictures = [_stretched(one) for one in self.images] if image is None else _listed(image)
         if len(pictures) != len(self.maps):
             raise InputError(
-                f"{plural(len(pictures), 'picture')} for {plural(len(self.maps), 'map')}."
-                "\nGive one for each, as a list."
+                f"image= must hold one picture for each of {plural(len(self.maps), 'map')}, got"
+                f" {plural(len(pictures), 'picture')}.\nGive one for each map, as a list."
             )
         return [
             _blend(one if image is None else _fitting(_pixels(one), number), number, alpha)
@@ -107,10 +108,10 @@ class ClassMaps:
         ]
 
     def save(self, path: str | os.PathLike[str], image: Any = None, alpha: float = 0.5) -> None:
-        """Write the overlays as a picture, eight in a row; the name's ending says of which kind.
+        """Write the overlays as a picture, eight in a row, in the format of the file's ending.
 
-        Those that are less than 96 pixels high are enlarged by a whole factor; `overlay` gives all
-        as they are.
+        Overlays less than 96 pixels high are enlarged by a whole factor. `overlay` returns all of
+        them at their own size.
 
         Args:
             path: the file, as in `"map.png"`.
@@ -119,15 +120,15 @@ class ClassMaps:
 
         Raises:
             HooklineError: pillow is not installed.
-            InputError: as in `overlay`; or the name's ending is of no kind of picture, or there
-                is no such folder.
+            InputError: as in `overlay`. Or the file's ending names no picture format, or its folder
+                does not exist or cannot be written to.
         """
         picture = self._side_by_side(image, alpha)
         try:
             picture.save(path)
         except ValueError as error:
             raise InputError(
-                f"{os.fspath(path)!r} does not say which kind of picture it is.\nEnd it in .png."
+                f"path must end in a picture format, got {os.fspath(path)!r}.\nEnd it in .png."
             ) from error
         except OSError as error:
             folder = os.path.dirname(path) or "."
@@ -135,12 +136,12 @@ class ClassMaps:
                 error.strerror if os.path.isdir(folder) else f"its folder {folder!r} does not exist"
             )
             raise InputError(
-                f"{os.fspath(path)!r} cannot be written: {why}."
-                "\nGive a place in a folder that is there, and that you may write to."
+                f"{os.fspath(path)!r} must be a file that can be written, got: {why}."
+                "\nGive a path in a folder that exists and that you may write to."
             ) from error
 
     def _side_by_side(self, image: Any, alpha: float) -> Any:
-        """The overlays, eight in a row, small ones enlarged by a whole factor."""
+        """Put the overlays side by side, eight in a row, with small ones enlarged."""
         pillow = _pillow()
         overlays = [
             pillow.fromarray(one.repeat(k, 0).repeat(k, 1))
@@ -161,7 +162,7 @@ class ClassMaps:
         return whole
 
     def _repr_png_(self) -> bytes | None:
-        """The overlays side by side, for a notebook; without pillow it shows the text alone."""
+        """Show the overlays in a notebook; without pillow it shows the text alone."""
         try:
             picture = self._side_by_side(None, 0.5)
         except HooklineError:
@@ -184,19 +185,19 @@ def _pillow() -> Any:
         return import_module("PIL.Image")
     except ModuleNotFoundError as error:
         raise HooklineError(
-            f"to write a picture needs pillow.\n{how_to_install('plots')}"
+            f"pillow must be installed to write a picture.\n{how_to_install('plots')}"
         ) from error
 
 
 def _fitting(pixels: Pixels, map_HW: Tensor) -> Pixels:
-    """The same pixels; a warning if they cannot be what the model was shown, merely resized."""
+    """Return the pixels; warn if they cannot be the model's input at another size."""
     (height, width), (rows, columns) = pixels.shape[:2], map_HW.shape
     # A side may be rounded by a pixel.
     if abs(height * columns - width * rows) > max(height, width, rows, columns):
         warn(
             f"the picture is {width} x {height}, and the model saw {columns} x {rows}: if it was"
             " cropped for the model, the map lies in the wrong place.\nGive the part that the model"
-            " was shown, or image=None; if the picture was only stretched, the map is right."
+            " saw, or image=None. If the picture was only stretched, the map is right."
         )
     return pixels
 
@@ -206,7 +207,7 @@ def _blend(pixels: Pixels, map_HW: Tensor, alpha: float) -> Pixels:
     whole = map_HW.detach().float().cpu()[None, None]
     values = interpolate(whole, (height, width), mode="bilinear", align_corners=False)[0, 0].numpy()
     colours = _coloured(values.astype(np.float64))
-    # Red, green and blue weigh as in BT.601, which is how pillow turns a picture grey.
+    # The weights of red, green and blue are those of BT.601, which pillow uses for grey.
     grey = (pixels.astype(np.float64) @ np.array([0.299, 0.587, 0.114]))[:, :, None]
     blended: Pixels = np.round((1 - alpha) * grey + alpha * colours).astype(np.uint8)
     return blended
@@ -218,7 +219,7 @@ def _coloured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _stretched(image: Tensor) -> Pixels:
-    """An image as the model got it, from its own least value, black, to its largest, white."""
+    """Return an input image of the model, scaled from black, its least value, to white."""
     values = image.detach().cpu().double()
     finite = values[values.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
@@ -235,17 +236,17 @@ def _listed(image: Any) -> list[Any]:
 
 
 def _pixels(picture: Any) -> Pixels:
-    """A picture as an array of red, green and blue.
+    """Return a picture as an array of red, green and blue, 0 to 255.
 
     Raises:
-        InputError: it is no picture.
+        InputError: the picture cannot be read.
     """
     given = picture
     if hasattr(picture, "convert"):  # pillow's
-        if picture.mode.startswith(("I", "F")):  # pillow would cut all above 255 off, silently
+        if picture.mode.startswith(("I", "F")):  # pillow would silently cut values above 255
             raise InputError(
-                f"this picture is of pillow's mode {picture.mode!r}, whose range nobody knows."
-                "\nScale it: an array of floats from 0 to 1, such as np.asarray(picture) / 65535."
+                f"image= must hold pictures of a known range, got pillow's mode {picture.mode!r}."
+                "\nScale it to floats from 0 to 1, as in np.asarray(picture) / 65535."
             )
         given = picture.convert("RGB")
     if isinstance(given, Tensor):
@@ -268,8 +269,8 @@ def _pixels(picture: Any) -> Pixels:
     ):
         raise InputError(
             f"image= must hold pictures, got {_described(picture, values)}.\nGive pillow's, an"
-            " array (height, width[, 3]) or a tensor (1 or 3, height, width): integers from 0 to"
-            " 255, or floats from 0 to 1."
+            " array (height, width[, 3]) or a tensor (1 or 3, height, width), with integers from 0"
+            " to 255 or floats from 0 to 1."
         )
     pixels = values if is_whole else values * 255.0
     return np.broadcast_to(np.round(pixels).astype(np.uint8), (*values.shape[:2], 3))

@@ -1,7 +1,7 @@
-"""Find the layers of a model that hold maps, and read their values as maps.
+"""Find the layers of a model that return maps, and read their values as maps.
 
-A map's shape is `(batch, channels, height, width)`; a value may have it, or hold channels last, as
-Swin does, or be the tokens of a vision transformer.
+A map's shape is `(batch, channels, height, width)`. A value may have this shape. It may also hold
+channels last, as in Swin, or be the tokens of a vision transformer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Grid(NamedTuple):
 
     Args:
         form: "channels first", "channels last" or "tokens".
-        height: of a map.
-        width: of a map.
-        n_prefix: how many tokens stand before those of the picture.
+        height: the height of a map.
+        width: the width of a map.
+        n_prefix: the number of tokens before the tokens of the picture.
     """
 
     form: str
@@ -44,7 +44,7 @@ class Grid(NamedTuple):
     n_prefix: int = 0
 
     def read(self, value: Tensor) -> Tensor:
-        """The value as `(batch, channels, height, width)`."""
+        """Return the value as maps, shape `(batch, channels, height, width)`."""
         if self.form == "channels first":
             return value
         if self.form == "tokens":
@@ -54,25 +54,26 @@ class Grid(NamedTuple):
 
 
 def grid_of(value: Tensor, n_images: int, size: Size, *, is_named: bool) -> Grid | None:
-    """Find the way to read a value as maps of images of that size; None if it holds none.
+    """Find the way to read a value as maps of images of this size; None if it holds no maps.
 
     Args:
         value: any tensor.
-        n_images: how many images the model was given.
-        size: their height and width.
-        is_named: whether a person says that there are maps: they may then be of another shape than
+        n_images: the number of images that the model was given.
+        size: the height and width of the images.
+        is_named: whether a user named the layer. Then the maps may have another aspect ratio than
             the images.
     """
     shape = tuple(value.shape) if value.layout is torch.strided and not value.is_nested else ()
     if not shape or shape[0] != n_images or not value.is_floating_point():
         return None
     if len(shape) == 3:
-        return _tokens(shape[1], size) if shape[2] > 1 else None  # pooled channels are no tokens
+        # A last dimension of 1 is pooled channels, and not tokens.
+        return _tokens(shape[1], size) if shape[2] > 1 else None
     if len(shape) != 4:
         return None
     first, last = Grid("channels first", *shape[2:]), Grid("channels last", *shape[1:3])
     best = first if _misfit(first, size) <= _misfit(last, size) else last
-    # A row or column more or less, as padding has it, on either side.
+    # Padding may add or remove a row or column on either side.
     fits = _misfit(best, size) <= 2 * sum(size)
     if not fits:
         best = first
@@ -84,7 +85,7 @@ def _misfit(grid: Grid, size: Size) -> int:
 
 
 def _tokens(n_tokens: int, size: Size) -> Grid | None:
-    """The grid of a picture's tokens: patches that are square and cover it, after a few others."""
+    """Find the grid of a picture's tokens: square patches that cover it, after prefix tokens."""
     height, width = size
     grids = {(height // side, width // side) for side in range(1, min(size) + 1)}
     grids |= {(-(-height // side), -(-width // side)) for side in range(1, min(size) + 1)}
@@ -97,29 +98,29 @@ def _tokens(n_tokens: int, size: Size) -> Grid | None:
 
 
 class Layer(NamedTuple):
-    """One layer of a class map: what is recorded there, and where in it the maps are."""
+    """A layer of a class map: its site, and the place of the maps in its value."""
 
     site: Site
     leaf: tree.Leaf
     read: Reshape
 
     def maps(self, value: Any) -> Tensor:
-        """The maps in a value (or in its gradient), in at least float32."""
+        """Return the maps in a value or in its gradient, in at least float32."""
         maps = self.read(leaves.get(value, self.leaf, str(self.site)))
         return maps if maps.dtype is torch.float64 else maps.float()
 
 
 def select_outputs(model: nn.Module, layer: Selector) -> list[Site]:
-    """The outputs that a selector names.
+    """List the outputs that a selector matches.
 
     Raises:
-        SelectionError: it matches nothing, or names another port.
+        SelectionError: the selector matches nothing, or another port.
     """
     sites = list(select(model, layer, "output"))
     for site in sites:
         if site.port != "output":
             raise SelectionError(
-                f"a class map is made of what a layer returns, and {site} is its {site.port}."
+                f"layer= must name outputs of layers, got {site}."
                 f"\nName the layer alone: {path_text(site.path)!r}."
             )
     return sites
@@ -131,7 +132,7 @@ def recorder(
     ports: tuple[str, ...],
     keep: Callable[[Any], Any] | None = None,
 ) -> RecordLine:
-    """A line that records these sites at these ports, and leaves it to its caller to complain."""
+    """Return a line that records these sites at these ports, and that warns of nothing."""
     whole = layout(model)
     nodes = {node.path: node for node in whole.nodes}
     places = [(replace(site, port=port), nodes[site.path]) for site in sites for port in ports]
@@ -145,10 +146,10 @@ def recorder(
 def layer_at(
     site: Site, value: Any, n_images: int, size: Size, reshape: Reshape | None
 ) -> Layer | None:
-    """Find the way to read the maps in a layer's value; None if it holds none.
+    """Find the way to read the maps in a layer's value; None if it holds no maps.
 
     Raises:
-        InputError: what `reshape` returned are no maps.
+        InputError: `reshape` did not return maps.
     """
     for leaf, tensor in tree.tensors(value):
         if reshape is not None:
@@ -170,7 +171,7 @@ def _check_reshaped(site: Site, given: Tensor, maps: Any, n_images: int) -> None
 
 
 class _Seen(NamedTuple):
-    """A layer that returned maps, at one call."""
+    """A call of a layer that returned maps."""
 
     site: Site
     grid: Grid
@@ -179,30 +180,32 @@ class _Seen(NamedTuple):
 def last_spatial(
     model: nn.Module, run: Run, flow_back: FlowBack | None, n_images: int, size: Size
 ) -> Site:
-    """The last layer, in the order in which they run, that returns maps.
+    """Find the last layer, in the order of their calls, that returns maps.
 
-    After the last attention of a vision transformer a class token alone may count: no gradient
-    comes back to the patches there. Then it is the last layer through whose patches the score
-    flows; of an attention's projections, which hold parts of tokens, none.
+    After the last attention of a vision transformer, the class token alone may count. Then no
+    gradient reaches the patches there, and the result is the last layer through whose patches the
+    score flows. The projections of an attention (Linear layers) are left out, because they hold
+    parts of tokens.
 
     Args:
         model: the model.
-        run: runs it, and gives its output.
-        flow_back: sends the gradient of an output's score back; None if no gradients are wanted.
-        n_images: how many images it is run on.
-        size: their height and width.
+        run: runs the model and returns its output.
+        flow_back: runs backward from the score of an output; None for methods without gradients.
+        n_images: the number of images that the model is given.
+        size: the height and width of the images.
 
     Raises:
-        SelectionError: there is none.
+        SelectionError: no layer returns maps.
     """
     with recorder(model, list(select(model)), ("output",), keep=_shape_alone) as found:
         run()
     seen = _spatial(found, n_images, size)
     if not seen:
         raise SelectionError(
-            f"no layer of {type(model).__name__} returns maps of its {size[0]} x {size[1]} images:"
-            " (batch, channels, height, width), channels last, or tokens of square patches."
-            "\nName one with layer=, and with reshape= a function from its output to such maps."
+            f"a layer of {type(model).__name__} must return maps of its {size[0]} x {size[1]}"
+            " images, got none: (batch, channels, height, width), channels last, or tokens of"
+            " square patches.\nName one with layer=, and with reshape= a function"
+            " from its output to maps."
         )
     last = seen[-1]
     if last.grid.form != "tokens" or flow_back is None:
@@ -220,7 +223,7 @@ def last_spatial(
 
 
 def gradient(run: Recording, site: Site) -> Any:
-    """The gradient that came back to the output at a site; None if none did."""
+    """Return the gradient of the output at a site; None if no gradient arrived."""
     try:
         return run[replace(site, port="grad_output")]
     except NotRecordedError:
@@ -228,7 +231,7 @@ def gradient(run: Recording, site: Site) -> Any:
 
 
 def _shape_alone(value: Any) -> Any:
-    """An empty tensor on no device, of the shape of a lone tensor; nothing for other values."""
+    """Return an empty tensor on the meta device with a tensor's shape; None for other values."""
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return None
@@ -239,7 +242,7 @@ def _spatial(found: Recording, n_images: int, size: Size) -> list[_Seen]:
     for current in found.passes:
         for site, call in current.fired():
             values = current.calls(site)
-            # The model's own output is its answer, not a layer's map.
+            # The model's own output is its answer, and not a layer's map.
             if not site.path or not isinstance(values[call], Tensor):
                 continue
             grid = grid_of(values[call], n_images, size, is_named=False)

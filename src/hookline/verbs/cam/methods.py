@@ -1,8 +1,8 @@
 """The formulas of class maps, one function a method.
 
-Each takes the activations of a layer, shape `(batch, channels, height, width)`, and what it weighs
-them by, and gives raw maps, shape `(batch, height, width)`; what is below zero counts as nothing
-later. All are float32 or wider.
+Each function takes the activations of a layer, shape `(batch, channels, height, width)`, and the
+weights that its method needs. It returns raw maps, shape `(batch, height, width)`. Values below
+zero are cut later. All tensors are float32 or wider.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ Needs = Literal["gradients", "scores", "nothing"]
 
 
 class Method(NamedTuple):
-    """One way to make a class map.
+    """A method that makes class maps.
 
     Args:
-        name: what it is asked for by.
-        formula: from activations, and what it needs, to raw maps.
-        needs: the score's gradients with respect to the activations; the scores of the image
-            masked by each channel, shape `(batch, channels)`; or nothing.
+        name: the name that `hl.cam` takes.
+        formula: a function from activations and weights to raw maps.
+        needs: the kind of weights. "gradients" are the score's gradients with respect to the
+            activations. "scores" are the scores of the image masked by each channel, shape `(batch,
+            channels)`. "nothing" is no weights.
     """
 
     name: str
@@ -35,14 +36,14 @@ class Method(NamedTuple):
 
 
 def gradcam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Each channel, times the mean of its gradient (Selvaraju et al., 2017, "Grad-CAM")."""
+    """Weigh each channel by the mean of its gradient (Selvaraju et al., 2017, "Grad-CAM")."""
     return _weighted(activations, gradients.mean((2, 3)))
 
 
 def gradcam_plus_plus(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Each channel, times a mean of its positive gradients in which places weigh unlike.
+    """Weigh each channel by a weighted mean of its positive gradients.
 
-    Chattopadhay et al., 2018, "Grad-CAM++", equations 11 and 19: for the exponential of the score
+    Chattopadhay et al., 2018, "Grad-CAM++", equations 11 and 19. For the exponential of the score,
     the higher derivatives are powers of the gradient.
     """
     squares = gradients.square()
@@ -52,20 +53,20 @@ def gradcam_plus_plus(activations: Tensor, gradients: Tensor) -> Tensor:
 
 
 def layercam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Each element, times its own gradient where that is positive (Jiang et al., 2021)."""
+    """Weigh each element by its own gradient where that is positive (Jiang et al., 2021)."""
     return (activations * gradients.relu()).sum(1)
 
 
 def hirescam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """Each element, times its own gradient (Draelos and Carin, 2020, "Use HiResCAM")."""
+    """Weigh each element by its own gradient (Draelos and Carin, 2020, "Use HiResCAM")."""
     return (activations * gradients).sum(1)
 
 
 def eigencam(activations: Tensor, _: Tensor) -> Tensor:
-    """The channels' first principal component (Muhammad and Yeasin, 2020, "Eigen-CAM").
+    """Compute the channels' first principal component (Muhammad and Yeasin, 2020, "Eigen-CAM").
 
-    As in the paper the activations are not centred. A component has no sign of its own: it is
-    given the one with which the map's sum is not negative.
+    As in the paper, the activations are not centred. A principal component has no sign, so the sign
+    is chosen that makes the sum of the map not negative.
     """
     places = activations.flatten(2).transpose(1, 2)  # (batch, places, channels)
     left, singular, _right = torch.linalg.svd(places, full_matrices=False)
@@ -75,10 +76,10 @@ def eigencam(activations: Tensor, _: Tensor) -> Tensor:
 
 
 def scorecam(activations: Tensor, scores: Tensor) -> Tensor:
-    """Each channel, times the softmax of the score of the image that it masks (Wang et al., 2020).
+    """Weigh each channel by the softmax of the score of the image masked by it (Wang et al., 2020).
 
-    The score of the baseline, which the paper subtracts, is the same for all channels: the softmax
-    is the same without it.
+    The paper subtracts the score of a baseline. That score is the same for all channels, so the
+    softmax does not change without it.
     """
     return _weighted(activations, scores.softmax(1))
 
@@ -101,10 +102,10 @@ METHODS = {
 
 
 def method_named(name: str) -> Method:
-    """The method that is called so.
+    """Return the method with this name.
 
     Raises:
-        InputError: there is none; the message shows close ones.
+        InputError: the name is unknown; the message shows close names.
     """
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
@@ -116,7 +117,7 @@ def method_named(name: str) -> Method:
 
 
 def scaled(maps: Tensor) -> Tensor:
-    """Each map from 0, its least value, to 1, its largest; one that is the same all over is 0."""
+    """Scale each map from 0, its least value, to 1, its largest. A constant map becomes 0."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     span = high - low
     return (maps - low) / torch.where(span > 0, span, 1.0)

@@ -1,4 +1,4 @@
-"""The target of a class map: a class's score, or any number made of the model's output."""
+"""The target of a class map: the score of a class, or a function of the model's output."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ _WRITE = (
 
 
 class Goal(NamedTuple):
-    """Whose gradient is taken: one class an image, or a function of the model's output.
+    """The score whose gradient is taken: of one class an image, or of a function of the output.
 
     Args:
         classes: the class of each image, int64, shape `(batch,)`; None with a function.
-        function: from the model's output to one number an image, or one number.
+        function: a function from the model's output to one number an image, or to one number; None
+            with classes.
     """
 
     classes: Tensor | None
     function: Callable[[Any], Tensor] | None
 
     def scores(self, output: Any, n_rows: int, image: int | None = None) -> Tensor:
-        """The score of each row of an output, shape `(n_rows,)`; () if the function sums them.
+        """Return the score of each row of an output, shape `(n_rows,)`; () if the function sums.
 
         Args:
-            output: what the model returned.
-            n_rows: how many images it was given.
-            image: the image whose class is meant, if all of them are versions of one.
+            output: the model's output.
+            n_rows: the number of images that the model was given.
+            image: the image whose class to use, if all rows are versions of one image.
 
         Raises:
             InputError: the function returned something else.
@@ -49,35 +50,36 @@ class Goal(NamedTuple):
         is_number = isinstance(found, Tensor) and found.is_floating_point()
         if not is_number or tuple(found.shape) not in ((), (n_rows,)):
             raise InputError(
-                f"target= got the model's output, {describe.in_words(output)}, and returned"
-                f" {describe.in_words(found)}.\nReturn one floating number for each image, shape"
+                f"target= must return a score for each image, got {describe.in_words(found)} for"
+                f" the model's output, {describe.in_words(output)}.\nReturn one floating number for"
+                " each image, shape"
                 f" ({n_rows},), or a single one, shape ()."
             )
         return found
 
 
 def goal(target: Target, output: Any, n_images: int) -> Goal:
-    """Resolve a target, now that the model's output is known.
+    """Resolve a target into classes or a function, with the model's output.
 
     Raises:
-        InputError: it is no class of the model, or not one for each image, or the model's output
-            has no classes.
+        InputError: a number is not a class of the model, there is not one class for each image, or
+            the model's output has no classes.
     """
     if callable(target) and not isinstance(target, Tensor):
         return Goal(None, target)
     found = logits(output)
     if len(found) != n_images:
         raise InputError(
-            f"the model returned {plural(len(found), 'row')} of scores for"
-            f" {plural(n_images, 'image')}.{_WRITE}"
+            f"the model must return one row of scores for each of {plural(n_images, 'image')}, got"
+            f" {plural(len(found), 'row')}.{_WRITE}"
         )
     if target is None:
         return Goal(found.argmax(1), None)
     classes = _integers(target, n_images)
     if len(classes) != n_images:
         raise InputError(
-            f"target= names {plural(len(classes), 'class', 'classes')} for"
-            f" {plural(n_images, 'image')}."
+            f"target= must name one class for each of {plural(n_images, 'image')}, got"
+            f" {plural(len(classes), 'class', 'classes')}."
             "\nGive one class for each image, or a single number for all."
         )
     n_classes = found.shape[1]
@@ -85,13 +87,17 @@ def goal(target: Target, output: Any, n_images: int) -> Goal:
         if not 0 <= one < n_classes:
             raise InputError(
                 f"target must be one of the model's {n_classes} classes, 0 to {n_classes - 1}, got"
-                f" {one}.\nGive one of these, or None for each image's highest."
+                f" {one}.\nGive one of these, or None for each image's highest class."
             )
     return Goal(torch.tensor(classes, device=found.device), None)
 
 
 def _integers(target: Any, n_images: int) -> list[int]:
-    """The classes that are named; a single number is for all images."""
+    """Return the named classes; a single number counts for all images.
+
+    Raises:
+        InputError: the target holds something other than integers.
+    """
     whole = target.tolist() if hasattr(target, "tolist") else target  # a tensor, an array
     is_one = not isinstance(whole, Sequence) or isinstance(whole, str)
     parts = [whole] * n_images if is_one else list(whole)
@@ -105,12 +111,12 @@ def _integers(target: Any, n_images: int) -> list[int]:
 
 
 def logits(output: Any) -> Tensor:
-    """The class scores in a model's output, shape `(batch, classes)`.
+    """Return the class scores in a model's output, shape `(batch, classes)`.
 
-    They are the output itself, its `logits`, or the first part of a tuple or list.
+    They are the output itself, its `logits`, or the first element of a tuple or list.
 
     Raises:
-        InputError: there are none.
+        InputError: the output holds no class scores.
     """
     found = output
     if isinstance(output, Mapping):

@@ -1,1 +1,1 @@
-"""Bound values, gradients and gradients of parameters, each at its site."""
+"""Limit the gradients of values and parameters, each at its site."""

@@ -1,4 +1,4 @@
-"""clip: hold gradients down as they flow, and say how often that was needed."""
+"""Clip gradients in backward, and report how often that was needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 @final
 @hides("start")
 class ClipLine(VerbLine[RawLine]):
-    """A line that clips: a context manager, or ended by `remove()`. `report()` says how much."""
+    """A line that clips: a context manager, or ended by `remove()`. `report()` counts the clips."""
 
     def __init__(self, line: RawLine, limit: Limit) -> None:
         super().__init__(line)
@@ -68,23 +68,23 @@ class ClipLine(VerbLine[RawLine]):
             self._told = True
             warn(
                 f"hl.clip: {sum(row.nonfinite for row in bad)} gradients were inf or NaN, which"
-                f" clipping cannot mend: {', '.join(row.site for row in bad[:4])}."
+                f" clipping cannot change: {', '.join(row.site for row in bad[:4])}."
                 "\nFind where they begin: hl.record(model, ports=('output', 'grad_output'))."
             )
 
     # -- attaching ------------------------------------------------------------------------------
 
     def start(self, selection: Selection) -> None:
-        """Put the hooks on the selected sites."""
+        """Register the hooks at the selected sites."""
         places = list(selection.places())
         ours = [place for place in places if place[0].port == "grad"]
         between = [place for place in places if place[0].port != "grad"]
         is_total = self._limit.kind == "total_norm"
         if is_total and between:
             raise AttachError(
-                "total_norm needs all gradients before it can change one; those that flow"
-                f" between modules ({between[0][0]}) are gone by then."
-                "\nUse norm= for them, each by itself, or total_norm= for parameters."
+                "total_norm must be given parameters, got gradients between modules"
+                f" ({between[0][0]}): it needs all gradients before it can change any, and these"
+                " are used up by then.\nUse norm= for each of them, or total_norm= for parameters."
             )
         if ours and self._limit.kind != "value":
             meet_for_norms([site for site, _ in ours], [node.tensor for _, node in ours])  # type: ignore[union-attr]
@@ -123,7 +123,7 @@ class ClipLine(VerbLine[RawLine]):
                 tallies[id(parameter)].add(norm, limit.bound)
 
         def clip_each(parameters: list[Tensor]) -> None:
-            # Each norm is a collective: in the same order on all ranks.
+            # Each norm is a collective, so all ranks must compute norms in the same order.
             for parameter in sorted(parameters, key=lambda one: numbers[id(one)]):
                 clip_one(parameter)
 
@@ -133,7 +133,7 @@ class ClipLine(VerbLine[RawLine]):
         when_whole = ClipOnAccumulate(clip_one)
 
         def accumulated(parameter: Tensor) -> None:
-            if is_grouped():  # what DDP reduces is in .grad at the end of backward
+            if is_grouped():  # DDP writes its reduced gradients into .grad at the end of backward
                 at_end.accumulated(parameter)
             else:
                 when_whole.accumulated(parameter)
@@ -153,7 +153,7 @@ class ClipLine(VerbLine[RawLine]):
 
 @final
 class _ClipGradient(GradientCallback):
-    """Clips what flows back between modules."""
+    """Clip the gradients of values between modules."""
 
     __slots__ = ("_limit", "_site", "_tally", "awaits", "before_inside", "inside")
     changes = True
@@ -167,13 +167,13 @@ class _ClipGradient(GradientCallback):
         self.awaits = self._look_at if limit.is_split else None
 
     def _look_at(self, current: Pass, pending: PendingGradient, slot: int, tensor: Tensor) -> None:
-        if is_dtensor(tensor):  # torch computes the norm of the whole
+        if is_dtensor(tensor):  # torch computes the norm over all ranks itself
             return
         groups, unknown = split_over(tensor)
         if unknown == "partial" or (unknown and current.recomputation is not None):
-            why = "is a sum in parts" if unknown == "partial" else "is in a reentrant checkpoint"
+            why = "is a partial sum" if unknown == "partial" else "is in a reentrant checkpoint"
             raise AttachError(
-                f"{self._site} must have a gradient whose norm can be told, got one that {why}."
+                f"{self._site} must have a gradient whose norm can be computed, got one that {why}."
                 "\nGive value=, which needs no norm; or checkpoint with use_reentrant=False."
             )
         pending.gathered["groups", slot] = list(groups.values())
@@ -181,7 +181,7 @@ class _ClipGradient(GradientCallback):
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Tensor:
         """Clip the gradient of one tensor."""
         if grad.is_nested and grad.layout is torch.strided:
-            return grad  # refused by the tap: torch takes none that was changed
+            return grad  # torch allows no changed gradient of a nested tensor: the tap refuses it
         if grad.is_sparse:
             sums = grad.coalesce()
             new = self.arrived(current, pending, slot, sums.values())
@@ -220,7 +220,7 @@ def clip(
     every_thread: bool = False,
     **others: Never,
 ) -> ClipLine:
-    """Clip gradients while the block lasts: of parameters, or as they flow between modules.
+    """Clip gradients while the block lasts: of parameters, or of values between modules.
 
         >>> model = nn.Linear(2, 1)
         >>> loss = model(torch.full((1, 2), 100.0)).sum()
@@ -231,38 +231,42 @@ def clip(
         >>> line.report().clipped
         1
 
-    A parameter's `.grad` is clipped when it has been accumulated, as `clip_grad_value_` and
-    `clip_grad_norm_` would do after `backward()`, so gradients that were there before count, too.
-    To accumulate over several backward passes and clip the sum, put the block around the last one.
-    In a distributed job it is clipped at the end of backward, when DDP and FSDP2 have reduced it;
-    a norm of what is split over ranks (sharded parameters, and under tensor parallelism gradients
-    between modules) is over all ranks, and all of them have to clip.
+    A parameter's `.grad` is clipped after it has been accumulated, as `clip_grad_value_` and
+    `clip_grad_norm_` do after `backward()`. So gradients from before the block count, too. To
+    accumulate over several backward passes and clip the sum, put the block around the last one.
 
-    What flows between modules is clipped on its way, and everything before it in the model gets
-    what is left (Pascanu et al., 2013, "On the difficulty of training recurrent neural networks").
+    In a distributed job, `.grad` is clipped at the end of backward, after DDP and FSDP2 have
+    reduced it. Where a gradient is split over ranks, its norm is over all ranks, and all of them
+    must clip. This holds for sharded parameters, and for values under tensor parallelism.
+
+    A gradient between modules is clipped as it arrives, and everything before it in the model gets
+    the clipped gradient (Pascanu et al., 2013, "On the difficulty of training recurrent neural
+    networks").
 
     Args:
         model: the model.
-        selector: which parameters, by their paths or by the modules that hold them; with module
+        selector: which parameters, by their paths or by the modules that hold them. With module
             ports, which modules. None is all.
-        norm: the largest norm of each gradient by itself; larger ones are scaled down.
-        value: the largest absolute value of an element; larger ones are cut.
+        norm: the largest norm of each gradient. A gradient above it is scaled down.
+        value: the largest absolute value of an element. An element above it is cut.
         total_norm: the largest norm over all selected parameters together.
             A bound of `float("inf")` measures and clips nothing.
-        norm_type: the p of the norm; `float("inf")` is the largest element.
-        ports: "grad" (parameters), "grad_output", "grad_input", for selectors that name none.
-        every_thread: see every thread and async task. False: see the one that calls this, and what
-            runs in a copy of its context.
-        **others: none; what torch calls these bounds is answered with what they are here.
+        norm_type: the p of the norm; `float("inf")` is the largest absolute element.
+        ports: "grad" (of parameters), "grad_output" or "grad_input", for selectors that name no
+            port.
+        every_thread: True clips in every thread and async task. False clips in the calling thread
+            or task, and in code that runs in a copy of its context.
+        **others: none are allowed. An error names hookline's argument for torch's name.
 
     Returns:
         A line: a context manager, or ended by `remove()`. `line.report()` says how often and how
-        much it clipped. Gradients that are not finite are counted, and warned of at the end.
+        much it clipped. Gradients that are not finite are counted, and a warning at the end names
+        their sites.
 
     Raises:
-        AttachError: not exactly one of the three bounds is given, or it is no number from 0 up;
-            `total_norm` with module ports; or all selected parameters are frozen.
-        SelectionError: the selector matches nothing, or a port is no gradient's.
+        AttachError: not exactly one of the three bounds is given, or the bound is not a number >=
+            0. Or `total_norm` is given with module ports, or all selected parameters are frozen.
+        SelectionError: the selector matches nothing, or a port is unknown.
         RanksError: parameters are sharded, and another rank does not clip at the same sites.
     """
     if others:
@@ -271,14 +275,14 @@ def clip(
     given = {kind: bound for kind, bound in bounds.items() if bound is not None}
     if len(given) != 1:
         raise AttachError(
-            f"hl.clip takes one bound, got {', '.join(given) or 'none'}."
+            f"hl.clip must be given one bound, got {', '.join(given) or 'none'}."
             "\nGive norm= (each gradient), total_norm= (all together) or value= (each element)."
         )
     ((kind, bound),) = given.items()
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound >= 0:
         raise AttachError(
             f"{kind} must be a number >= 0, got {bound!r}."
-            f"\nGive {kind}=1.0, for instance; float('inf') measures, and clips nothing."
+            f"\nGive {kind}=1.0, for instance; float('inf') measures and clips nothing."
         )
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float):
         raise AttachError(

@@ -1,4 +1,4 @@
-"""clip_limit: a bound on gradients, to measure one and to clip it."""
+"""A bound on gradients: measure a gradient, and clip it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Limit:
         norm_type: the p of the norm.
 
     Attributes:
-        is_split: whether gradients may be split over ranks, so that a norm is a collective.
+        is_split: whether gradients may be split over ranks, so that computing a norm is a
+            collective.
     """
 
     __slots__ = ("_tensor", "bound", "is_split", "kind", "norm_type")
@@ -35,11 +36,14 @@ class Limit:
         self.bound = bound
         self.norm_type = norm_type
         self.is_split = False
-        # For compiled code, which would be compiled anew for each Python number.
+        # For compiled code, which would be recompiled for each Python number.
         self._tensor = torch.tensor(bound, dtype=torch.float64, device="cpu")
 
     def size(self, grad: Tensor) -> Tensor:
-        """Compute what the bound is compared with: the largest element, or the norm in float32."""
+        """Compute the number to compare with the bound: the largest element, or the norm.
+
+        The norm is in float32, or in float64 for a float64 gradient.
+        """
         if grad.is_nested:
             grad = _elements(grad)
         if self.kind == "value":
@@ -52,7 +56,7 @@ class Limit:
         return full_value(norm) if is_dtensor(norm) else norm
 
     def size_of_all(self, part: Tensor, groups: Iterable[Any]) -> Tensor:
-        """Compute the size of a gradient from that of this rank's part: a collective."""
+        """Compute the size of a gradient from the size of this rank's part: a collective."""
         if self.kind == "value":
             return part
         for group in groups:
@@ -61,7 +65,7 @@ class Limit:
         return part
 
     def clip(self, grad: Tensor, size: Tensor) -> Tensor:
-        """Clip a gradient of this size."""
+        """Clip a gradient, given its size."""
         if self.kind == "value":
             return grad.clamp(-self.bound, self.bound)
         return _scaled(grad, self.bound, size)
@@ -70,7 +74,7 @@ class Limit:
         """Clip a gradient in compiled code."""
         if self.is_split:
             refuse_split()
-        if self.kind == "value" and grad.is_nested:  # torch takes numbers only for these
+        if self.kind == "value" and grad.is_nested:  # torch clamps these by numbers only
             return self.clip(grad, grad)
         if self.kind == "value":
             bound = self._tensor.to(grad.device, grad.dtype)
@@ -81,7 +85,7 @@ class Limit:
 
 @while_tracing
 def refuse_split() -> None:
-    """Code is being compiled that clips what ranks may have split.
+    """Refuse the compilation of code that clips by a norm over ranks.
 
     Raises:
         AttachError: always.
@@ -94,7 +98,7 @@ def refuse_split() -> None:
 
 
 def largest(grad: Any) -> Tensor:
-    """Compute the largest absolute element of what of a gradient lies on this rank."""
+    """Compute the largest absolute element of this rank's part of a gradient."""
     sizes: Tensor = local_part(grad.detach()).abs()
     found: Tensor = sizes.amax() if sizes.numel() else sizes.new_zeros(())
     return found
@@ -102,14 +106,14 @@ def largest(grad: Any) -> Tensor:
 
 def _scaled(grad: Tensor, bound: float | Tensor, norm: Tensor) -> Tensor:
     factor = (bound / (norm + _EPSILON)).clamp(max=1.0)
-    if grad.dtype.itemsize < 4:  # a small factor would be 0 there
+    if grad.dtype.itemsize < 4:  # in 16 bits, a small factor would become 0
         return (grad.float() * factor).to(grad.dtype)
     clipped: Tensor = grad * factor.to(grad.dtype)
     return clipped
 
 
 def _elements(grad: Any) -> Tensor:
-    """Return the elements of a nested tensor, without what may lie between its parts."""
+    """Return the elements of a nested tensor, without the gaps between its parts."""
     if grad.lengths() is None:
         values: Tensor = grad.values()
         return values

@@ -1,6 +1,6 @@
-"""Clipping of parameters' gradients: when, and over which ranks.
+"""Clip parameters' gradients: at the right time, and over the right ranks.
 
-A norm of what lies in parts on many ranks is a collective: all of them have to clip.
+A norm over many ranks is a collective, so all of these ranks must clip.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hookline.errors import RanksError, warn
 
 @final
 class ClipAfterBackward:
-    """Calls a function with the parameters whose gradients came, when a run of autograd is over.
+    """Call a function after backward, with the parameters whose gradients were accumulated.
 
-    After what others do then: at the end of backward, and no sooner, DDP puts the gradients that
-    it has reduced into `.grad`.
+    The function runs after other callbacks at the end of backward, because only there DDP writes
+    the reduced gradients into `.grad`.
     """
 
     def __init__(self, act: Callable[[list[Tensor]], None]) -> None:
@@ -41,9 +41,9 @@ class ClipAfterBackward:
         self._came: dict[int, Tensor] = {}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated."""
+        """Note a parameter whose gradient has been accumulated."""
         run = outer_backward()
-        if run != self._run:  # of a run that raised, torch never calls the end
+        if run != self._run:  # torch skips the callback at the end of a backward that raised
             self._run, self._came = run, {}
             at_end_of_backward(self._behind_others)
         self._came[id(parameter)] = parameter
@@ -58,20 +58,20 @@ class ClipAfterBackward:
 
 @final
 class ClipOnAccumulate:
-    """Calls a function with a parameter when its gradient has been accumulated.
+    """Call a function with a parameter after its gradient has been accumulated.
 
-    Inside a reentrant checkpoint other parts of it may follow; there, when the whole backward is
-    over.
+    Inside a reentrant checkpoint, more parts of the gradient may follow. There the function is
+    called after the whole backward.
     """
 
     def __init__(self, act: Callable[[Tensor], None]) -> None:
         self._act = act
-        # In which run of autograd each parameter was clipped, or is to be.
+        # By parameter, the run of autograd in which it was clipped, or will be.
         self._clipped: dict[int, int] = {}
         self._queued: dict[int, int] = {}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated."""
+        """Clip a parameter whose gradient has been accumulated, or queue it."""
         run, key = outer_backward(), id(parameter)
         if self._queued.get(key) == run:
             return
@@ -81,8 +81,8 @@ class ClipOnAccumulate:
             return
         if self._clipped.get(key) == run:
             warn(
-                f"hl.clip: the gradient of a parameter of shape {list(parameter.shape)} came in"
-                " parts, since a reentrant checkpoint uses it and something outside of that; one"
+                f"hl.clip: the gradient of a parameter of shape {list(parameter.shape)} arrived in"
+                " parts, because it is used inside and outside of a reentrant checkpoint. One"
                 " part was clipped before the sum was.\nCheckpoint with use_reentrant=False."
             )
         self._queued[key] = run
@@ -93,7 +93,7 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
     """Clip gradients to a norm over all of them, on all ranks that hold a part.
 
     Returns:
-        The norm before, as a plain tensor.
+        The norm before clipping, as a plain tensor.
     """
     meshes: dict[object, list[Tensor]] = {}
     for parameter in parameters:
@@ -101,7 +101,7 @@ def clip_norm(parameters: Sequence[Tensor], bound: float, norm_type: float) -> T
         meshes.setdefault(mesh, []).append(parameter)
     if len(meshes) < 2:
         return _whole(clip_grad_norm_(parameters, bound, norm_type))
-    # torch's own function refuses what lies on several meshes, or on one and on none.
+    # torch's own function refuses gradients on several meshes, or on a mesh and on none.
     norms = [
         _whole(get_total_norm([p.grad for p in some if p.grad is not None], norm_type))
         for some in meshes.values()
@@ -118,10 +118,10 @@ def _whole(norm: Tensor) -> Tensor:
 
 
 def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
-    """Make sure that all ranks which hold parts of these parameters clip at the same sites.
+    """Check that all ranks that hold parts of these parameters clip at the same sites.
 
     Raises:
-        RanksError: one of them does not; it would be waited for in the midst of backward.
+        RanksError: a rank clips at other sites. Without this check, backward would wait for it.
     """
     ranks: set[int] = set()
     for parameter in parameters:
@@ -129,24 +129,26 @@ def meet_for_norms(sites: Sequence[Site], parameters: Sequence[Tensor]) -> None:
             ranks.update(parameter.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
     if len(ranks) < 2:
         return
-    question = "hl.clip(model, ...) by a norm of what is split over ranks"
+    question = "hl.clip(model, ...) by a norm over ranks"
     said = gather_json(question, [str(site) for site in sites], sorted(ranks), TIMEOUT_S)
     texts = [", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8) for names in said]
     if any(names != said[0] for names in said):
         raise RanksError(
-            f"{question}: the ranks clip different sites: {say_by_rank(sorted(ranks), texts)}."
+            f"{question} must select the same sites on every rank, got"
+            f" {say_by_rank(sorted(ranks), texts)}."
             "\nSelect the same on every rank: the norm is over all of them."
         )
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """Return what torch's functions clip in a parameter's place.
+    """Return the tensor whose `.grad` torch's clipping functions can change.
 
-    For a sparse gradient, as of an embedding: a tensor whose `.grad` is the gradient's values.
+    For a sparse gradient, as of an embedding, this is a tensor whose `.grad` is the values of the
+    gradient. Otherwise it is the parameter.
     """
     if parameter.grad is None or not parameter.grad.is_sparse:
         return parameter
-    parameter.grad = parameter.grad.coalesce()  # several at one index are one number
+    parameter.grad = parameter.grad.coalesce()  # entries at one index are added up first
     values = parameter.grad.values()
     holder = torch.empty_like(values)
     holder.grad = values

@@ -1,4 +1,4 @@
-"""clip_report: what a clipping line has done at each site."""
+"""The report of a clipping line: counts and largest norms at each site."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ClipRow:
     """The clipping at one site.
 
     Args:
-        site: as written, or "total" for the norm over all sites.
-        seen: how many gradients came by.
-        clipped: how many of them were too large.
-        largest: the largest norm (with `value`: the largest absolute element) before clipping.
+        site: the site as written, or "total" for the norm over all sites.
+        seen: the number of gradients that arrived.
+        clipped: the number of gradients above the bound.
+        largest: the largest norm before clipping; with `value`, the largest absolute element.
         factor: the smallest factor by which a gradient was scaled; with `value`, the smallest
             ratio of the bound to an element.
-        nonfinite: how many held inf or NaN, which no clipping mends.
+        nonfinite: the number of gradients with inf or NaN, which clipping cannot change.
     """
 
     site: str
@@ -39,7 +39,10 @@ class ClipRow:
 @final
 @dataclass(frozen=True)
 class ClipReport:
-    """The clipping of a line: how often, and how much. Print it, or iterate over its rows."""
+    """The report of `line.report()`: how often, and how much, a line clipped.
+
+    Print it, or iterate over its rows.
+    """
 
     report: Report
     rows: tuple[ClipRow, ...]
@@ -49,7 +52,7 @@ class ClipReport:
 
     @property
     def clipped(self) -> int:
-        """The number of gradients that were too large, over all sites."""
+        """The number of gradients above the bound, over all sites."""
         return sum(row.clipped for row in self.rows)
 
     @property
@@ -83,7 +86,7 @@ def _text(row: ClipRow, width: int, report: Report) -> str:
 
 @final
 class Tally:
-    """Counts on the gradients' own device: asking each time would make it wait."""
+    """Count on the device of the gradients, because reading a count would wait for the device."""
 
     __slots__ = ("_clipped", "_largest", "_nonfinite", "seen", "site")
 
@@ -95,8 +98,8 @@ class Tally:
         self._nonfinite: Tensor | int = 0
 
     def add(self, size: Tensor, bound: float) -> None:
-        """A gradient came by: its norm, or its largest element."""
-        sizes = innermost(size.detach())  # under vmap, of all examples
+        """Count a gradient, given its norm or its largest element."""
+        sizes = innermost(size.detach())  # under vmap, one size for each example
         self.seen += sizes.numel()
         if not has_numbers(sizes):
             self._largest = torch.tensor(float("nan"), device="cpu")
@@ -107,7 +110,7 @@ class Tally:
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def row(self, bound: float) -> ClipRow:
-        """The counts as numbers."""
+        """Return the counts as numbers."""
         largest = 0.0 if self._largest is None else float(self._largest)
         factor = min(1.0, bound / largest) if largest else 1.0
         n_clipped, n_nonfinite = int(self._clipped), int(self._nonfinite)

@@ -1,7 +1,7 @@
-"""Find out why a selected site does not fire, and what to do about it.
+"""Find the cause why a selected site does not fire, and the remedy.
 
-Each cause has a function of its own, which gives None where it is not the cause; the first that
-answers is told. Nothing here runs a model.
+Each possible cause has a function, which returns None if it does not apply. The first function that
+returns a cause decides. Nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hookline.verbs.doctor.trial_run import Run, Seen, halves
 NO_INPUTS = Why("no inputs given", "give some: hl.doctor(model, inputs), or --input")
 SWITCHED_OFF = Why(
     "gradients are switched off here (torch.no_grad or inference_mode)",
-    "call the model, and hl.doctor, outside of that block",
+    "call the model and hl.doctor outside of that block",
 )
 
 
 @final
 @dataclass
 class Facts:
-    """All that is known when the reasons are looked for.
+    """The facts from which the causes are found.
 
     Args:
         nodes: the modules of the model.
-        look: what ran with nothing attached.
-        run: what ran with the sites hooked; None where no inputs were given.
-        other_mode: the modules that run if the model is switched between training and eval.
-        is_training: the model's own mode.
-        no_run: why nothing was run.
+        look: the observations of a run with nothing attached.
+        run: the results of a run with the sites hooked; None where no inputs were given.
+        other_mode: the ids of the modules that only run in the other mode, training or eval.
+        is_training: whether the model is in training mode.
+        no_run: the reason why nothing was run.
     """
 
     nodes: list[ModuleNode]
@@ -50,7 +50,7 @@ class Facts:
 
 
 def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Finding:
-    """Return the finding about one site."""
+    """Return the finding about a site."""
     always = _before_any_run(site, node)
     if always is not None:
         return Finding(site, 0, *always)
@@ -68,11 +68,11 @@ def finding(site: Site, node: ModuleNode | ParameterNode, facts: Facts) -> Findi
         if found is not None:
             return Finding(site, 0, *found)
     why = run.why.get(site, UNKNOWN.why)
-    blind = "ask the uncompiled model, and without a profiler, to be told more"
+    blind = "ask about the uncompiled model, and without a profiler, to learn more"
     return Finding(site, 0, why, "" if facts.look.called else blind)
 
 
-# -- what is so whatever the model is given ------------------------------------------------------
+# -- causes that hold for any input --------------------------------------------------------------
 
 
 def _before_any_run(site: Site, node: ModuleNode | ParameterNode) -> Why | None:
@@ -93,7 +93,7 @@ def _frozen(node: ParameterNode) -> Why | None:
 _FLOAT_MODEL = "take the gradients of the float model, before it is quantised"
 _SHARDED = Why(
     "it is sharded (a DTensor): torch calls no gradient hooks on it while it is gathered",
-    "hl.attach(model), line.accumulated(selector, fn): it is called when .grad is complete",
+    "use hl.attach(model), line.accumulated(selector, fn), which is called when .grad is complete",
 )
 
 
@@ -105,15 +105,15 @@ def _no_such_call(site: Site, node: Any, facts: Facts) -> Why | None:
     if site.call is None or "never came" not in why:
         return None
     first = Site(site.path, site.port, site.leaf, 0)
-    return Why(why, f"calls count from 0: '{first}' is the first")
+    return Why(why, f"count calls from 0: '{first}' is the first")
 
 
 def _raised_before(site: Site, node: Any, facts: Facts) -> Why | None:
     if facts.run is None or facts.run.failure is None:
         return None
     if isinstance(node, ModuleNode) and id(node.module) in facts.look.called:
-        return Why(RAISED.why, "mend that first; see below")
-    return Why("the forward raised before it came here", "mend that first; see below")
+        return Why(RAISED.why, "mend the failure below first")
+    return Why("the forward raised before it came here", "mend the failure below first")
 
 
 def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
@@ -125,7 +125,7 @@ def _called_past(site: Site, node: Any, facts: Facts) -> Why | None:
     if id(node.module) in facts.look.overridden:
         return own_call(node, " that calls forward directly, past its hooks")
     return Why(
-        f"its .forward was called directly{_by(use)}; that passes hooks by",
+        f"its .forward was called directly{_by(use)}; a direct call skips hooks",
         "call the module itself there: module(x) instead of module.forward(x)",
     )
 
@@ -135,14 +135,14 @@ def _weights_used(site: Site, node: Any, facts: Facts) -> Why | None:
     if use is None:
         return None
     return Why(
-        f"not called: its weights were used without it, by {use.by}{_by(use)}",
+        f"not called: its weights were used directly, by {use.by}{_by(use)}",
         "call the module there: module(x); or select the module around it"
         + (f", {use.within!r}" if use.within else ""),
     )
 
 
 def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
-    """transformers' attention without its parts: what would see the pattern is not called."""
+    """Find a module inside a fused attention of transformers, which is not called."""
     parent = node.parent if isinstance(node, ModuleNode) else None
     if parent is None or id(parent.module) not in facts.look.called:
         return None
@@ -177,17 +177,17 @@ def _not_reached(site: Site, node: Any, facts: Facts) -> Why | None:
         above = above.parent
     if not highest.path:
         return Why(
-            "the model did not run: the function that was given never called it",
-            "call this very model there; a copy or another instance is not seen",
+            "the model did not run: the given function never called it",
+            "call this very model there, because a copy or another instance is not seen",
         )
     if highest is not node:
         return Why(
             f"not reached: nothing called {highest.path} ({highest.type_name}), which holds it",
-            "give inputs that take the branch in which it is called; or nothing uses it any more",
+            "give inputs that take the branch that calls it, if anything still uses it",
         )
     return Why(
         f"not reached: {path_text(caller.path)} ran and did not call it",
-        "give inputs that take the branch in which it is called; or nothing uses it any more",
+        "give inputs that take the branch that calls it, if anything still uses it",
     )
 
 
@@ -209,7 +209,7 @@ def _switched_off(site: Site, node: Any, facts: Facts) -> Why | None:
 
 
 def _not_called(site: Site, node: Any, facts: Facts) -> Why | None:
-    """The module of the site, or of the parameter, did not run at all."""
+    """Find why the module of the site, or of the parameter, did not run."""
     if isinstance(node, ParameterNode):
         return _unused_parameter(node, facts)
     if _seen(site, facts) is not None:
@@ -236,7 +236,7 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
     if idle and id(owner.module) not in facts.look.used and facts.look.called:
         return Why(
             f"its module, {path_text(owner.path)}, did not run",
-            "give inputs that take the branch in which it does; or freeze it, if that is meant",
+            "give inputs that take the branch in which it runs; or freeze it, if that is meant",
         )
     return Why(
         f"unused: {run.backward} does not depend on it",
@@ -246,15 +246,15 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
 
 
 def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
-    """Say why the value at a site can have no gradient."""
+    """Find why the value at a site can have no gradient."""
     seen = _seen(site, facts)
     if seen is None or seen.is_compiled:
         return None
-    what = "what it is given" if site.port == "grad_input" else "what it returns"
+    what = "its input" if site.port == "grad_input" else "its output"
     if seen.is_quantised:
         return Why(f"{what} is quantised, and has no gradient", _FLOAT_MODEL)
     if not seen.dtype:
-        return Why(f"{what} holds no tensor ({seen.form})", "select a module that returns one")
+        return Why(f"{what} holds no tensor ({seen.form})", "select a module that returns a tensor")
     if not seen.is_floating:
         instead = (
             f"'{path_text(site.path)}:grad_output'" if site.port == "grad_input" else "another site"
@@ -263,9 +263,9 @@ def _no_gradient_there(site: Site, node: Any, facts: Facts) -> Why | None:
                    f"select {instead}, whose value is floating")  # fmt: skip
     if seen.grads_off:
         return Why(
-            "the model itself switches gradients off around it: torch.no_grad() in a forward, or a"
+            "the model itself switches gradients off here: by torch.no_grad() in a forward, or by a"
             " checkpoint with use_reentrant=True",
-            "take the no_grad away there, or checkpoint with use_reentrant=False",
+            "remove the no_grad, or checkpoint with use_reentrant=False",
         )
     return None if seen.needs_grad else _needs_none(site, node, what)
 
@@ -279,11 +279,11 @@ def _needs_none(site: Site, node: Any, what: str) -> Why:
     if site.port == "grad_output" and own:
         return Why(
             f"{what} needs no gradient although its parameters do: it is detached inside",
-            "take the .detach(), .data or .item() in its forward away",
+            "remove the .detach(), .data or .item() in its forward",
         )
     return Why(
         f"{what} needs no gradient: nothing that it is computed from requires one",
-        "give an input with x.requires_grad_(), or unfreeze what comes before it:"
+        "give an input with x.requires_grad_(), or unfreeze the layers before it:"
         " module.requires_grad_()",
     )
 
@@ -293,7 +293,7 @@ def _no_backward(site: Site, node: Any, facts: Facts) -> Why | None:
     if run is None or run.backward:
         return None
     if run.failure:
-        return Why("the run raised before a gradient came here", "mend that first; see below")
+        return Why("the run raised before a gradient came here", "mend the failure below first")
     return Why(
         f"no backward could be run: {run.no_backward}",
         "give a function that returns the loss: hl.doctor(model, lambda: loss(model(x)))",
@@ -305,7 +305,7 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
     if run is None or not run.backward or seen is None or not seen.needs_grad:
         return None
     own = run.why.get(site, "")
-    if "view" in own:  # the line's own: it lost the gradient, and says how to keep it
+    if "view" in own:  # the line's own reason and remedy: a write to a view lost the gradient
         what, _, remedy = own.partition("; ")
         return Why(what, remedy)
     return Why(
@@ -315,15 +315,15 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
     )
 
 
-# -- of sites that fire --------------------------------------------------------------------------
+# -- remarks on sites that fire ------------------------------------------------------------------
 
 
 def _to_mind(site: Site, run: Run) -> Why | None:
-    """Return what to mind at a site that fires."""
+    """Return a warning about a site that fires; None if there is none."""
     if site.is_gradient or (site.path, site.port) not in run.overwritten:
         return None
     return Why(
-        "overwritten in place later in the forward: the look-up of what was recorded will raise",
+        "overwritten in place later in the forward: looking up its recorded value will raise",
         "record copies: hl.record(..., copy=True)",
     )
 

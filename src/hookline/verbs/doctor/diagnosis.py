@@ -1,4 +1,4 @@
-"""Diagnosis: what `doctor` found out about the selected sites, the model and the regime."""
+"""Diagnosis: the result of `hl.doctor` about the selected sites, the model and the regime."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Finding:
 
     Args:
         site: the site.
-        calls: how often it fired in one run; None where nobody can tell without one.
-        why: why it does not fire; of one that does, what is to be minded there.
-        remedy: what to do about that.
+        calls: how often it fired in one run; None where only a run could tell.
+        why: the reason why it does not fire. For a site that fires, a warning, or empty.
+        remedy: what to do about the reason or the warning.
     """
 
     site: Site
@@ -30,7 +30,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """ "fires", "fires 3 x", "never", or "unknown"."""
+        """The verdict: "fires", "fires 3 x", "never", or "unknown"."""
         if self.calls is None:
             return "unknown"
         if self.calls > 1:
@@ -41,12 +41,12 @@ class Finding:
 @final
 @dataclass(frozen=True)
 class Note:
-    """A fact about the model, or about the regime that it runs in.
+    """A fact about the model, or about the regime in which it runs.
 
     Args:
-        about: what it is about, in a word or two.
+        about: the subject, in a word or two.
         what: the fact.
-        remedy: what to do about it; empty where nothing is to be done.
+        remedy: what to do about the fact; empty where nothing needs to be done.
     """
 
     about: str
@@ -63,8 +63,8 @@ class Diagnosis:
         model_type: the class of the model.
         ran: what was run: "nothing", "forward", "forward and backward".
         sites: a finding for each selected site, in registration order.
-        notes: facts about the model and the regime, each with what to do about it.
-        failure: if the model's run raised: the module that did, what it got, and what to do.
+        notes: facts about the model and the regime, each with a remedy.
+        failure: if the run raised, the module that raised, its inputs, and a remedy.
         environment: versions and modes, by name.
     """
 
@@ -81,7 +81,7 @@ class Diagnosis:
         return self.failure is None and all(finding.calls for finding in self.sites)
 
     def __getitem__(self, site: str | Site) -> Finding:
-        """The finding for one site, as it is written.
+        """Return the finding for a site, as it is written.
 
         Raises:
             KeyError: the site was not selected.
@@ -89,7 +89,7 @@ class Diagnosis:
         for finding in self.sites:
             if str(finding.site) == as_written(str(site)):
                 return finding
-        raise KeyError(f"{site} was not selected; the sites begin"
+        raise KeyError(f"{site} must be a selected site; the sites begin"
                        f" {', '.join(str(one.site) for one in self.sites[:6])}.")  # fmt: skip
 
     def __str__(self) -> str:
@@ -98,15 +98,15 @@ class Diagnosis:
     __repr__ = __str__
 
 
-_N_FEW = 24  # of so many sites each is shown
-_N_SITES = 4  # of more, so many of those that share a row
+_N_FEW = 24  # up to this number, each site is shown
+_N_SITES = 4  # above it, this number of sites is shown of those that share a row
 _N_ROWS = 24
 
 
 def diagnosis_parts(found: Diagnosis) -> list[Part]:
     """Describe a diagnosis for the terminal: verdicts, reasons and remedies, facts.
 
-    Sites of which the same is to be said share a row; `found.sites` has them one by one.
+    Sites with the same verdict, reason and remedy share a row; `found.sites` lists them singly.
 
     >>> finding = Finding(Site("fc", "output", module_type="Linear"), 1)
     >>> print(text_of(diagnosis_parts(Diagnosis("Net", "forward", (finding,)))).splitlines()[0])
@@ -128,7 +128,7 @@ def diagnosis_parts(found: Diagnosis) -> list[Part]:
 
 
 def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
-    """Give a diagnosis as plain data, for JSON: every site by itself."""
+    """Convert a diagnosis to plain data for JSON, with every site by itself."""
     return {
         "model": found.model_type,
         "ok": found.ok,
@@ -173,13 +173,13 @@ def _sites(found: Diagnosis) -> Table:
     for one in found.sites:
         groups.setdefault((one.verdict, one.why, one.remedy), []).append(one)
     has_reasons = any(why for _, why, _ in groups)
-    # What does not fire is what was asked for; the rest stands below.
+    # Sites that do not fire come first, because the user asks about them.
     ordered = sorted(groups.items(), key=lambda group: (bool(group[1][0].calls), not group[0][1]))
     most = _N_FEW if len(found.sites) <= _N_FEW else _N_SITES
     rows: list[list[Words]] = []
     for (verdict, why, remedy), members in ordered[:_N_ROWS]:
         n_lines = min(len(members), most) + (len(members) > most)
-        # On each line: one that is blank would read as none.
+        # The verdict stands on each line, because a blank line would read as no verdict.
         verdicts = "\n".join([verdict] * n_lines)
         cells = [_names(members, most), [(verdicts, "" if members[0].calls else "bold yellow")]]
         rows.append([*cells, *[_with_remedy(why, remedy, "yellow")] * has_reasons])

@@ -1,7 +1,7 @@
 """Tell whether the selected sites fire in the present regime, and why not.
 
-It runs the model as it is, not in eval mode and not under no_grad: what a person wants to know is
-what their own run will do.
+The model runs in its present mode and gradient mode, and not in eval mode under no_grad, because
+the diagnosis must hold for the user's own run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def doctor(
     *,
     ports: str | Sequence[str] = "output",
 ) -> Diagnosis:
-    """Tell, before a long run, whether the selected sites fire, how often, and if not, why.
+    """Tell before a long run whether the selected sites fire, how often, and if not, why.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> model[0].requires_grad_(False)
@@ -47,35 +47,37 @@ def doctor(
         >>> found["0:grad_output"].remedy[:39]
         'give an input with x.requires_grad_(), '
 
-    The model runs as it is now: its mode, the gradient mode, autocast, its compiled code. It runs
-    forward twice, by itself and hooked, and more often if a site stays silent; with gradient ports
-    there is a backward, too. Afterwards all is as before: modes, buffers, every `.grad`, random
-    states, and attributes that the forward sets on its modules. What it writes elsewhere (a list
-    that grows, a file) stays written.
+    The model runs in its present mode, gradient mode and autocast, and with its compiled code. It
+    runs forward twice, once by itself and once hooked. It runs more often if a site stays silent.
+    With gradient ports, backward runs, too.
+
+    Afterwards, modes, buffers, every `.grad`, random states, and attributes that the forward sets
+    on its modules are as before. Changes elsewhere (a list that grows, a file) stay.
 
     Args:
-        model: the model. Of a DistributedDataParallel the model inside is run, without its peers.
+        model: the model. For a DistributedDataParallel, the module inside it runs, on this rank
+            alone.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
-            arguments that runs the model and returns the loss, for gradients of that loss. A dict
-            that is one argument is given as `({...},)`. None tells what can be told without a run.
-        selector: which sites; as in `hl.select`. None is every module.
+            arguments that runs the model and returns the loss, for gradients of that loss. Give a
+            dict that is one argument as `({...},)`. None finds only causes that need no run.
+        selector: which sites, as in `hl.select`. None is every module.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad", for
             selectors that name no port.
 
     Returns:
-        A diagnosis: print it, or read `.sites`, `.notes`, `.failure` and `.ok`.
+        A diagnosis. Print it, or read `.sites`, `.notes`, `.failure` and `.ok`.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
-        AttachError: what was given is no module.
+        AttachError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(
-            f"doctor needs a model (an nn.Module), got {type(model).__name__}."
+            f"model must be an nn.Module, got {type(model).__name__}."
             "\nGive the model itself: hl.doctor(model, x)."
         )
     while isinstance(model, DistributedDataParallel):
-        model = model.module  # its own call would wait for the other processes
+        model = model.module  # a call of the wrapper would wait for the other processes
     line = Line(model, name="doctor")
     places, holders = _places(line, selector, check_ports(ports))
     facts = Facts(line.nodes, is_training=model.training)
@@ -99,7 +101,7 @@ def doctor(
 def _places(
     line: Line, selector: Selector, ports: tuple[str, ...]
 ) -> tuple[list[Place], list[Finding]]:
-    """List the selected sites, and named containers, which no verb would select."""
+    """List the selected sites, and findings for named containers, which no verb would select."""
     parts = selector if isinstance(selector, list | tuple) and selector else [selector]
     places: list[Place] = []
     holders: list[Finding] = []
@@ -113,8 +115,8 @@ def _places(
         inside = f"{holder.path}.*" if holder.path else "*"
         inside = repr(inside if holds_modules else f"{path_text(holder.path)}:grad")
         site = Site(holder.path, "output", (), None, holder.aliases, kind)
-        what = f"{kind} only holds others: it has no forward, and is never called"
-        holders.append(Finding(site, 0, what, f"select what it holds: {inside}"))
+        what = f"{kind} is a container only: it has no forward, and is never called"
+        holders.append(Finding(site, 0, what, f"select the modules or parameters in it: {inside}"))
     return places, holders
 
 
@@ -127,18 +129,18 @@ def _holder(nodes: list[ModuleNode], part: Any) -> ModuleNode | None:
 
 
 def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
-    """Run the model as far as there is something to be learnt from it."""
+    """Run the model as often as the causes need."""
     lazy = lazy_name(model)
     if inputs is None or is_scripted(model) or not len(selection):
         return
     if lazy is not None:
         facts.no_run = Why(
             f"{lazy} is lazy: the first run of the model creates it for good",
-            "run the model once yourself, then ask again",
+            "run the model once yourself, then call hl.doctor again",
         )
         return
     is_eager = not any(is_compiled(module) for module in model.modules())
-    can_look = is_eager and sys.getprofile() is None  # only one profiling function can be there
+    can_look = is_eager and sys.getprofile() is None  # a thread has one profiling function
     if can_look:
         facts.look = _look(model, inputs, facts.nodes)
     facts.run = hooked_run(model, selection, inputs)
@@ -147,7 +149,7 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
 
 
 def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
-    """Of modules that were not called: are their weights used, or do they run in the other mode?"""
+    """Find out whether modules that were not called are used by weight, or in the other mode."""
     ran = facts.look.called | facts.look.direct.keys()
     idle = {
         id(node.module) for _, node in selection.places()
@@ -174,6 +176,6 @@ def _look(model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool 
 
 
 def _try(model: nn.Module, inputs: Any) -> None:
-    # What it raises, the hooked run meets, too, and tells.
+    # The hooked run raises the same error and reports it.
     with contextlib.suppress(Exception):
         call(model, copied(inputs))

@@ -1,4 +1,4 @@
-"""Explain a model's own error to the person who hooks it."""
+"""Describe an error that the model raised, and a remedy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _VIEW_OF_A_HOOK = re.compile(r"BackwardHookFunction\w* is a view and is being mo
 
 
 def raised(model: nn.Module, error: Exception) -> Note:
-    """The module that raised, what it got, the error, and what to do."""
+    """Describe the module that raised, its inputs, the error, and the remedy."""
     what = failure_text(model, error)
     if _VIEW_OF_A_HOOK.search(str(error)):
         return Note(
             "failure",
-            f"{what}: a full backward hook stands before an operation in place",
-            "take that hook off and use hl.attach(model), line.backward(...), or a grad_output"
-            " site; or make the operation not in place",
+            f"{what}: a full backward hook is registered before an in-place operation",
+            "remove that hook and use hl.attach(model), line.backward(...), or a grad_output"
+            " site; or use an operation that is not in place",
         )
     codes = {code: (path, kind) for path, kind, code in foreign_hooks(walk(model))}
     step: TracebackType | None = error.__traceback__
@@ -36,7 +36,7 @@ def raised(model: nn.Module, error: Exception) -> Note:
             return Note(
                 "failure",
                 f"{what}: raised by the {kind} hook {place} on {path_text(path)}",
-                "mend that hook, or take it off; hl.inventory(model) lists all that are there",
+                "mend that hook, or remove it; hl.inventory(model) lists all hooks",
             )
         step = step.tb_next
-    return Note("failure", what, "give it what it expects; sites behind it were not reached")
+    return Note("failure", what, "give the inputs that it expects; later sites were not reached")

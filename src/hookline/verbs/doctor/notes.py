@@ -1,6 +1,6 @@
-"""Facts about a model and its regime that a person who hooks it should know.
+"""Facts about a model and its regime that matter to its hooks.
 
-Each fact has a function of its own, which gives no note where there is nothing to say.
+Each fact has a function, which yields no note if the fact does not apply.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hookline.verbs.doctor.diagnosis import Finding, Note
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory
 
-_OLDEST_TORCH = (2, 11)  # as pyproject.toml says; older ones are not tested
+_OLDEST_TORCH = (2, 11)  # as in pyproject.toml; older versions are not tested
 _N_SHOWN = 3
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
-# Wrappers by the name of their class: to import them would take a second.
+# Wrappers by the name of their class, because importing them would take a second.
 _WRAPPED = {
     "DataParallel": Note(
         "DataParallel",
-        "on several devices its copies run in threads of their own, which a line sees only with"
+        "on several devices its replicas run in threads of their own, which a line sees only with"
         " every_thread=True",
         "hook model.module on one device, or use DistributedDataParallel",
     ),
@@ -43,7 +43,7 @@ _WRAPPED = {
         "sharded",
         "parameters and their gradients are flattened and sharded over processes; values of modules"
         " are whole",
-        "for parameters: line.accumulated, or FSDP2's fully_shard",
+        "use line.accumulated for parameters, or FSDP2's fully_shard",
     ),
     "CheckpointWrapper": Note(
         "checkpointing",
@@ -55,7 +55,7 @@ _WRAPPED = {
 
 
 def environment(model: nn.Module) -> dict[str, str]:
-    """Versions and modes, by name."""
+    """Return versions and modes, by name."""
     tensors = [*model.parameters(), *model.buffers()]
     modes = {module.training for module in model.modules()}
     grads = "inference mode" if torch.is_inference_mode_enabled() else "off (no_grad)"
@@ -75,7 +75,7 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 
 def notes(model: nn.Module, findings: list[Finding], facts: Facts) -> Iterator[Note]:
-    """Everything worth saying."""
+    """Yield all notes that apply."""
     yield from _versions()
     yield from _compiled(model)
     yield from _wrappers(model)
@@ -96,7 +96,7 @@ def _versions() -> Iterator[Note]:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         yield Note(
             "torch",
-            f"{torch.__version__} is older than any that hookline is tested with",
+            f"{torch.__version__} is older than the versions that hookline is tested with",
             f"pip install 'torch>={oldest}'",
         )
 
@@ -110,7 +110,7 @@ def _compiled(model: nn.Module) -> Iterator[Note]:
             "compiled",
             f"{what} compiled: lines work inside the graph, at the cost of one compilation for"
             " each kind; raw backward hooks (line.backward, line.backward_pre) do not",
-            "for gradients record or edit the ports, 'fc:grad_output', 'fc:grad_input'",
+            "for gradients, record or edit the ports 'fc:grad_output' and 'fc:grad_input'",
         )
 
 
@@ -121,8 +121,9 @@ def _wrappers(model: nn.Module) -> Iterator[Note]:
     if sharded:
         yield Note(
             "sharded",
-            f"{sharded} parameters are DTensors: what is computed of one may be of its local part",
-            "take .full_tensor() before .item(); for complete gradients: line.accumulated",
+            f"{sharded} parameters are DTensors: a number computed from one may cover its local"
+            " part only",
+            "call .full_tensor() before .item(); use line.accumulated for complete gradients",
         )
 
 
@@ -139,8 +140,8 @@ def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
         yield Note(
             "checkpointing",
             "a part of it is checkpointed with use_reentrant=True: its values need no gradient in"
-            " the first run, and its modules run a second time as a pass of their own",
-            "checkpoint(..., use_reentrant=False)",
+            " the first run, and its modules run a second time in a pass of their own",
+            "use checkpoint(..., use_reentrant=False)",
         )
 
 
@@ -149,10 +150,10 @@ def _fast_path(facts: Facts) -> Iterator[Note]:
     if fast:
         yield Note(
             "fast path",
-            f"torch runs each of {_list(fast)} as one operation; a line on anything inside switches"
-            " that off while it lasts, so the last bits of the numbers may differ",
-            "torch.backends.mha.set_fastpath_enabled(False) gives the same numbers with and without"
-            " a line",
+            f"torch runs each of {_list(fast)} as one operation. A line on a module inside switches"
+            " this off while it lasts, so the last bits of the numbers may differ",
+            "call torch.backends.mha.set_fastpath_enabled(False) for the same numbers with and"
+            " without a line",
         )
 
 
@@ -165,8 +166,8 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
         ]
         yield Note(
             "other hooks",
-            f"{plural(len(found), 'hook')} of others: {_list(shown)}",
-            "values are seen after them; hl.inventory(model) lists them with their lines",
+            f"{plural(len(found), 'hook')} of other code: {_list(shown)}",
+            "expect values after these hooks; hl.inventory(model) lists them with file and line",
         )
     replacing = [
         f"{code.co_qualname} on {path_text(path)}"
@@ -176,16 +177,16 @@ def _foreign(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if replacing:
         yield Note(
             "other hooks",
-            f"{_list(replacing)} returns something, which replaces what the module computed",
-            "if that is not meant, have it return None",
+            f"{_list(replacing)} returned a value, which replaces the module's output or input",
+            "return None in that hook, if the replacement is not meant",
         )
     backward = [path_text(hook.path) for hook in found if hook.kind.startswith("backward")]
     in_place = [node.path for node in facts.nodes if getattr(node.module, "inplace", False) is True]
     if backward and in_place:
         yield Note(
             "other hooks",
-            f"full backward hooks are on {_list(backward)}: torch raises where an in-place module"
-            f" ({_list(in_place)}) gets such a module's output",
+            f"full backward hooks are on {_list(backward)}: torch raises if an in-place module"
+            f" ({_list(in_place)}) gets the output of such a module",
             "use hl.attach(model), line.backward(...), or grad_output sites instead",
         )
 
@@ -197,7 +198,7 @@ def _modes(model: nn.Module) -> Iterator[Note]:
         yield Note(
             "mode",
             f"{len(training)} of {len(modules)} modules are in training mode, the others in eval",
-            "model.train() or model.eval() sets them all, unless it is meant",
+            "call model.train() or model.eval() to set them all, unless this is meant",
         )
     drops = [m for m in training if isinstance(m, _DROPOUTS) and m.p]
     norms = [m for m in training if isinstance(m, _BATCH_NORMS)]
@@ -207,7 +208,7 @@ def _modes(model: nn.Module) -> Iterator[Note]:
         yield Note(
             "training mode",
             f"{' and '.join(parts)}: values differ from those of eval mode",
-            "model.eval() for features; leave it for what happens in training",
+            "call model.eval() for features; leave the mode to see values of training",
         )
 
 
@@ -227,15 +228,15 @@ def _places(model: nn.Module) -> Iterator[Note]:
     elif len(devices) > 1:
         yield Note(
             "devices",
-            f"it is on several: {_list(list(devices))}",
-            "hl.record(..., device='cpu') brings what is kept to one",
+            f"parameters and buffers are on several: {_list(list(devices))}",
+            "give hl.record(..., device='cpu') to keep values on one",
         )
     dtypes = Counter(_plain(p.dtype) for p in model.parameters() if p.is_floating_point())
     if len(dtypes) > 1:
         yield Note(
             "dtypes",
             "parameters are " + ", ".join(f"{name} ({n})" for name, n in dtypes.items()),
-            "hl.record(..., dtype=torch.float32) keeps all in one",
+            "give hl.record(..., dtype=torch.float32) to keep values in one",
         )
 
 
@@ -247,8 +248,8 @@ def _aliases(findings: list[Finding]) -> Iterator[Note]:
         shown = [f"{path} is also {', '.join(aliases[:2])}" for path, aliases in shared.items()]
         yield Note(
             "shared",
-            f"{_list(shown)}: one object, so one site; a gradient is the sum over all its uses",
-            "any of the names selects it; run.calls(path) tells the uses apart",
+            f"{_list(shown)}: one module, so one site; its gradient is the sum over all uses",
+            "select it by any of its paths; run.calls(path) tells the uses apart",
         )
 
 
@@ -257,9 +258,9 @@ def _inside_one_operation(nodes: list[ModuleNode]) -> Iterator[Note]:
     if found:
         yield Note(
             "recurrent",
-            f"the steps and gates of {_list(found)} run inside one operation: only the inputs and"
-            " outputs of the whole can be seen",
-            "a loop over nn.LSTMCell, GRUCell or RNNCell shows each step",
+            f"the steps and gates of {_list(found)} run inside one operation, so only the inputs"
+            " and outputs of the whole are seen",
+            "use a loop over nn.LSTMCell, GRUCell or RNNCell to see each step",
         )
 
 
@@ -276,8 +277,8 @@ def _structures(findings: list[Finding], facts: Facts) -> Iterator[Note]:
     if shown:
         yield Note(
             "structures",
-            f"{_list(shown)}: hl.edits and functions of one tensor do not take that",
-            f"select a part, {example!r}" if example else "select a part of it, as its keys say",
+            f"{_list(shown)}: hl.edits and functions of one tensor do not take such a value",
+            f"select a part, {example!r}" if example else "select a part of it by its keys",
         )
 
 
@@ -288,12 +289,13 @@ def _the_run(facts: Facts) -> Iterator[Note]:
     if run.backward == "the sum of its outputs":
         yield Note(
             "backward",
-            "was run from the sum of its outputs, as no loss was given",
-            "for those of your loss: hl.doctor(model, lambda: loss(model(x)), ...)",
+            "run from the sum of the outputs, because no loss was given",
+            "give a function for gradients of your loss:"
+            " hl.doctor(model, lambda: loss(model(x)), ...)",
         )
     if not facts.look.called and not run.failure and sys.getprofile() is not None:
-        yield Note("profiler", "one is at work, so direct calls of .forward could not be seen",
-                   "ask again without it")  # fmt: skip
+        yield Note("profiler", "a profiler is on, so direct calls of .forward could not be seen",
+                   "call hl.doctor without the profiler")  # fmt: skip
 
 
 def _autocast(tensors: list[Any]) -> str:

@@ -1,9 +1,9 @@
 """Observe a model with nothing attached: which forwards ran, and who called them.
 
-Hooks only see what goes through a module's `__call__`. Python's own profiling function sees every
-call, a direct `.forward` included, changes nothing in the model, and unlike a hook leaves torch's
-fast paths on. Which weights were used by what is asked in a run of its own, because torch's
-function mode switches those paths off.
+Hooks only see calls through a module's `__call__`. Python's profiling function sees every call,
+including a direct `.forward`. It changes nothing in the model, and unlike a hook it leaves torch's
+fast paths on. The use of weights is observed in a run of its own, because torch's function mode
+switches the fast paths off.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hookline.engine.torch_private.modules import parameters
 
 # torch's own name for the method that every call of a module goes through.
 _CALL = "_call_impl"
-# What torch runs in the place of whole modules, where it may.
+# The functions that torch may run in place of whole modules.
 _FAST = {
     "_transformer_encoder_layer_fwd": "TransformerEncoderLayer",
     "_native_multi_head_attention": "MultiheadAttention",
 }
 _TORCH = str(Path(nn.__file__).parent.parent)
 _OURS = str(Path(__file__).parent.parent)
-_HIGHEST = 25  # frames between a module's call and its forward: decorators, no more
+_HIGHEST = 25  # the most frames between a module's call and its forward: decorators
 
 
 class Use(NamedTuple):
-    """Something that was done past a module's call: who did it, by what, and in which line."""
+    """An action that bypassed a module's call: the operation, the calling module, and the line."""
 
     by: str
     within: str
@@ -51,12 +51,12 @@ class Look:
     """The observations of one run; modules are keyed by id.
 
     Args:
-        called: those that went through `__call__`.
-        direct: those whose forward was called past it, and by whom.
-        overridden: of these, the ones whose class has a `__call__` of its own.
-        fast: the modules that ran as one operation of torch, with the kind.
-        used: those whose own parameters were used by an operation, and by which.
-        replacing: the foreign hooks that returned something, by their code.
+        called: the modules that were called through `__call__`.
+        direct: the modules whose forward was called directly, and the caller.
+        overridden: the modules of `direct` whose class has a `__call__` of its own.
+        fast: the modules that torch ran as one operation, with their kind.
+        used: the modules whose own parameters an operation used, and the operation.
+        replacing: the code of the foreign hooks that returned a value.
     """
 
     called: set[int] = field(default_factory=set)
@@ -69,7 +69,7 @@ class Look:
 
 @contextmanager
 def watching(nodes: list[ModuleNode]) -> Iterator[Look]:
-    """See which modules run in the block, in this thread; no profiler may be at work."""
+    """Observe the modules that run in the block, in this thread; no profiler may be on."""
     look = Look()
     sys.setprofile(_Watcher(nodes, look))
     try:
@@ -80,7 +80,7 @@ def watching(nodes: list[ModuleNode]) -> Iterator[Look]:
 
 @final
 class _Watcher:
-    """The profiling function."""
+    """The profiling function: note calls, direct forwards, fused operations and hooks' results."""
 
     def __init__(self, nodes: list[ModuleNode], look: Look) -> None:
         self._paths = {id(node.module): node.path for node in nodes}
@@ -128,7 +128,7 @@ class _Watcher:
 
 @final
 class Uses(TorchFunctionMode):
-    """Notes which modules' own parameters are used by operations of torch, and where."""
+    """Note which modules' own parameters torch's operations use, and where."""
 
     def __init__(self, nodes: list[ModuleNode], look: Look) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Uses(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Torch is about to run an operation."""
+        """Run an operation, and note the parameters among its arguments."""
         result = func(*args, **(kwargs or {}))
         given = [*args, *(kwargs or {}).values()]
         for value in given:
@@ -155,7 +155,7 @@ class Uses(TorchFunctionMode):
 
     def _note(self, func: Any, parameter: Tensor, result: Any) -> None:
         if next(tree.tensors(result), None) is None:
-            return  # it was asked for its shape or dtype
+            return  # its shape or dtype was read
         frame = sys._getframe(2)
         within = self._paths.get(id(_module_of(frame, self._paths)), "")
         name = getattr(func, "__name__", str(func))
@@ -166,7 +166,7 @@ class Uses(TorchFunctionMode):
 
 
 def foreign_hooks(nodes: list[ModuleNode]) -> Iterator[tuple[str, str, CodeType]]:
-    """The code of every forward hook and forward-pre hook that is neither torch's nor ours."""
+    """Yield the path, kind and code of every foreign forward and forward-pre hook."""
     found = [("(every module)", kind, hook) for kind, hook in global_hooks()]
     for node in nodes:
         for kind in ("forward_pre", "forward"):
@@ -182,7 +182,7 @@ def _code(module: nn.Module) -> CodeType | None:
 
 
 def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
-    """The code of a function as it was written, decorators and partials left out."""
+    """Return the code of a function as it was written, without decorators and partials."""
     while function is not None and hasattr(function, "func"):
         function = function.func
     if function is None:
@@ -194,7 +194,7 @@ def _code_of(function: Callable[..., Any] | None) -> CodeType | None:
 
 
 def _module_of(frame: FrameType | None, paths: dict[int, str]) -> Any:
-    """The innermost module that is being called."""
+    """Return the innermost module that is being called."""
     while frame is not None:
         if frame.f_code.co_name == _CALL and id(frame.f_locals.get("self")) in paths:
             return frame.f_locals["self"]
@@ -203,7 +203,7 @@ def _module_of(frame: FrameType | None, paths: dict[int, str]) -> Any:
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """The first line up the stack that is neither torch's nor ours."""
+    """Return the file and line of the innermost frame that is neither torch's nor hookline's."""
     while frame is not None:
         if not _is_known(frame.f_code):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

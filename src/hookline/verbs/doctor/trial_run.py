@@ -1,6 +1,6 @@
-"""One run of a model with the selected sites hooked, as `record` does it, and left as found.
+"""Run a model once with the selected sites hooked, as `record` does, and restore its state.
 
-Of the values only facts are kept, never memory.
+Only facts about the values are kept, and no memory of the values.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ REENTRANT = "CheckpointFunctionBackward"
 @final
 @dataclass
 class Seen:
-    """The value at one place, at its first call, and what became of it.
+    """The facts about the value at a site, from its first call.
 
     Args:
         form: its structure.
-        dtype: of its first tensor; empty where there is none.
+        dtype: the dtype of its first tensor; empty if it holds no tensor.
         is_lone: whether it is one tensor.
-        is_floating: whether any tensor of it can have a gradient.
-        needs_grad: whether any tensor of it requires one.
-        is_quantised: whether its first tensor is.
-        grads_off: whether gradients were switched off as it flowed.
-        is_compiled: whether it came out of compiled code.
+        is_floating: whether it holds a tensor that can have a gradient.
+        needs_grad: whether it holds a tensor that requires a gradient.
+        is_quantised: whether its first tensor is quantised.
+        grads_off: whether gradients were switched off when the value was seen.
+        is_compiled: whether compiled code returned it.
+        watched: for each tensor, a tensor that shares its version counter, and the version.
     """
 
     form: str = ""
@@ -67,11 +68,11 @@ class Seen:
 
     @property
     def is_overwritten(self) -> bool:
-        """Tell whether one of its tensors was written to since."""
+        """Tell whether any of the tensors has been written to since it was seen."""
         return any(counter._version != before for counter, before in self.watched)
 
     def note(self, value: Any, *, is_compiled: bool) -> None:
-        """The value flows by."""
+        """Note the facts about a value."""
         found = [tensor for _, tensor in tree.tensors(value)]
         self.watched += [
             (version_counter(tensor), tensor._version)
@@ -92,10 +93,10 @@ class Seen:
 
 @final
 class _Nothing(GradientCallback):
-    """A callback that does nothing with a gradient: the tap counts it."""
+    """A callback that does nothing with a gradient, because the tap counts the gradients."""
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
-        """A gradient is there."""
+        """Do nothing."""
 
 
 @final
@@ -105,14 +106,14 @@ class Run:
 
     Args:
         fired: how often each site fired.
-        why: the line's own words for those that never did.
-        seen: what flowed at the inputs and outputs of the selected modules, by (path, port).
-        refused: the sites at which the line itself raised, with its words.
-        failure: what the model raised.
-        backward: what backward was run from; empty if it was not.
-        no_backward: why it could not be.
+        why: the line's own reason for each site that never fired.
+        seen: the values at inputs and outputs of the selected modules, by (path, port).
+        refused: the sites at which the line itself raised, with the error.
+        failure: the error that the model raised.
+        backward: the tensor from which backward was run, in words; empty if backward did not run.
+        no_backward: the reason why backward could not run.
         is_reentrant: whether a part of the graph is checkpointed with use_reentrant=True.
-        overwritten: the places whose values were overwritten in place, as in `seen`.
+        overwritten: the keys of `seen` whose values were overwritten in place.
     """
 
     fired: dict[Site, int] = field(default_factory=dict)
@@ -128,10 +129,10 @@ class Run:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a model in the block, in the mode that it is in, and leave it as it was.
+    """Restore the model after a run in the block.
 
-    Buffers, modes and randomness, as `summary` does; the parameters' `.grad`; and the attributes
-    that a forward sets on its modules (a step counter, a cache).
+    This covers buffers, modes and random states, as in `summary`. It also covers the parameters'
+    `.grad`, and the attributes that a forward sets on its modules (a step counter, a cache).
     """
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     tables = [table for module in model.modules() for table in (vars(module), buffers(module))]
@@ -157,15 +158,17 @@ def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def copied(inputs: Any) -> Any:
-    """The inputs with tensors of their own: a model may write to them, and gradients are the
-    run's."""
+    """Return the inputs with copied tensors, because a model may write to its inputs.
+
+    The copies also get the gradients of the run.
+    """
 
     def copy(tensor: Tensor) -> Tensor:
         new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if tensor.grad_fn is None:
             return new
         with torch.enable_grad():
-            return new.clone()  # no leaf either: it may be written to
+            return new.clone()  # a non-leaf as well, which may be written to in place
 
     if isinstance(inputs, Mapping):
         return {key: tree.map_tensors(copy, part) for key, part in inputs.items()}
@@ -175,9 +178,9 @@ def copied(inputs: Any) -> Any:
 
 
 def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> Run:
-    """Run a model with the sites hooked: forward, and backward if any of them flows backward.
+    """Run a model with the sites hooked: forward, and backward if a gradient site is selected.
 
-    A site at which the line raises (no such leaf) is left out, and the rest is run again.
+    A site at which the line raises (because of a missing leaf, say) is left out of the next run.
     """
     refused: dict[Site, HooklineError] = {}
     while True:
@@ -201,14 +204,14 @@ def _is_at(site: Site, error: HooklineError) -> bool:
 
 
 def _ours_behind(error: BaseException | None) -> HooklineError | None:
-    """The line's own error, where dynamo has wrapped it in one of its own."""
+    """Return the line's own error, if dynamo has wrapped it in another."""
     while error is not None and not isinstance(error, HooklineError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def halves(error: HooklineError) -> tuple[str, str]:
-    """Split an error into the fault and the fix: its first two lines, as dynamo adds more below."""
+    """Split an error into the fault and the fix, its first two lines. Dynamo adds more lines."""
     what, remedy, *_ = [*str(error).split("\n"), ""]
     return what, remedy
 
@@ -246,7 +249,7 @@ def _run(model: nn.Module, places: list[Place], inputs: Any, run: Run) -> Hookli
 
 
 def _count_fired(line: Line, run: Run) -> None:
-    """Checkpointing runs modules again in backward: forward sites count as they were before."""
+    """Count the fired sites; forward sites as before backward, which runs checkpoints again."""
     for site, count in line.report().fired:
         if site.is_gradient or site not in run.fired:
             run.fired[site] = count
@@ -257,7 +260,7 @@ def _count(site: Site) -> Bound:
 
 
 def _let_by(current: Pass, value: Any) -> None:
-    """Counted by the tap."""
+    """Do nothing, because the tap counts the values."""
 
 
 def _watch(site: Site, run: Run) -> Bound:
@@ -273,7 +276,7 @@ def _watch(site: Site, run: Run) -> Bound:
 
 
 def _forward_places(places: list[Place]) -> list[Place]:
-    """The whole inputs and outputs of the modules that are selected in any way."""
+    """List the whole inputs and outputs of the modules that hold a selected site."""
     found: dict[Site, ModuleNode | ParameterNode] = {
         Site(site.path, site.port.removeprefix("grad_")): node
         for site, node in places
@@ -283,24 +286,24 @@ def _forward_places(places: list[Place]) -> list[Place]:
 
 
 def _backward(model: nn.Module, output: Any, run: Run) -> None:
-    """Run autograd once from what came out, without touching any `.grad`."""
+    """Run autograd once from the output, without changing any `.grad`."""
     if any(count for site, count in run.fired.items() if site.is_gradient):
-        run.backward = "the backward of the function that was given"
+        run.backward = "the backward of the given function"
         return
     if not torch.is_grad_enabled():
         run.no_backward = "gradients are switched off here (torch.no_grad or inference_mode)"
         return
     loss, name = _loss_of(output)
     if loss is None:
-        run.no_backward = f"nothing that came out requires a gradient ({describe.in_words(output)})"
+        run.no_backward = f"no output requires a gradient ({describe.in_words(output)})"
         return
     leaves, run.is_reentrant = _leaves_of(loss)
     if run.is_reentrant:
         stepping = [1 for p in model.parameters() for kind, _ in tensor_hooks(p) if kind != "grad"]
         if stepping:
             run.no_backward = (
-                "a checkpoint with use_reentrant=True only allows backward(), and hooks behind the"
-                " accumulation of gradients would run with it"
+                "a checkpoint with use_reentrant=True only allows backward(), which would also run"
+                " the hooks after gradient accumulation"
             )
             return
         kept = [(leaf, leaf.grad) for leaf in leaves]
@@ -316,7 +319,7 @@ def _backward(model: nn.Module, output: Any, run: Run) -> None:
 
 def _loss_of(output: Any) -> tuple[Tensor | None, str]:
     given = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    for value, name in ((given, "its output's loss"), (output, "what came out")):
+    for value, name in ((given, "its output's loss"), (output, "the model's output")):
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
             return value.sum(), name
     parts = [
@@ -332,7 +335,7 @@ def _loss_of(output: Any) -> tuple[Tensor | None, str]:
 
 
 def _leaves_of(loss: Tensor) -> tuple[list[Tensor], bool]:
-    """Every tensor in which a graph ends, and whether reentrant checkpoints are in it."""
+    """List the leaf tensors of a graph, and tell whether it holds reentrant checkpoints."""
     stack: list[Any] = [loss.grad_fn]
     done: set[Any] = set()
     leaves: list[Tensor] = [loss] if loss.grad_fn is None else []

@@ -1,4 +1,4 @@
-"""edit: change the values at the selected sites."""
+"""Change the values at the selected sites."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def edit(
         ...     bool((model(torch.zeros(1, 2)) >= 1).all())
         True
 
-    A gradient is changed as it flows back, and what is before it in the model gets the new one.
-    Where a value holds several tensors, their gradients arrive one by one, and `change` is called
-    with each. Call `backward()` inside the block: after it, a gradient is no longer changed.
+    A gradient is changed as it flows back, and the layers before it get the changed gradient. In a
+    value of several tensors the gradients arrive one by one, and `change` is called with each. Call
+    `backward()` inside the block, because gradients are no longer changed after it.
 
         >>> weight = model[0].weight
         >>> with edit(model, "0:grad_output", lambda g: g * 0):
@@ -55,34 +55,34 @@ def edit(
         >>> weight.grad.abs().sum()
         tensor(0.)
 
-    Edits run before the hooks that a module has, and before those that are added later, in the
-    order in which they were made, so that recorders and hooks of libraries see what the next module
-    sees. Only what torch registers with `prepend=True` after the edit, and process-wide hooks, come
-    before it.
+    Edits run in the order in which they were made, before the other hooks of a module. So recorders
+    and hooks of libraries see the value that the next module gets. Only two kinds of hooks run
+    before an edit: process-wide hooks, and hooks registered with `prepend=True` after the edit.
 
     Args:
-        model: the model, or tensors by name, `{"b": b}`, whose gradients are changed.
-        selector: which sites; as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
+        model: the model. Or tensors by name, `{"b": b}`, whose gradients are changed.
+        selector: which sites, as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
             part of a nested value.
-        change: called with the value; what it returns takes the value's place, None leaves it.
-            One that never changes anything is warned of at the end.
-            It must return a new value: one that writes to the value it was given (`t.zero_()`) is
-            refused, and what it wrote is undone. Write `t * 0`, or `t.clone().zero_()`.
-            `hl.edits` holds the common ones: scale, add, replace, noise, clamp.
+        change: a function of the value. Its result replaces the value; None leaves the value
+            unchanged. A function that returned None every time is warned of at the end.
+            It must return a new value. If it writes to the given value (`t.zero_()`), an error is
+            raised and the write is undone. Write `t * 0`, or `t.clone().zero_()`.
+            `hl.edits` holds common functions: scale, add, replace, noise, clamp.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
             parameters), for selectors that name no port.
-        every_thread: see every thread and async task. False: see the one that calls this, and what
-            runs in a copy of its context.
+        every_thread: True changes values in every thread and async task. False changes them in the
+            calling thread or task, and in code that runs in a copy of its context.
 
     Returns:
-        A line: a context manager, or ended by `remove()`. `line.report()` says how often it fired.
+        A line: a context manager, or ended by `remove()`. `line.report()` says how often each
+        site fired.
 
     Raises:
         AttachError: `change` cannot be called with the value alone.
         SelectionError: the selector matches nothing.
-        StructureError: (when the model runs) `change` returned another structure, shape, dtype or
-            device; a raw hook (`hl.attach`, `line.forward`) may return anything. Or it wrote in
-            place to the value or gradient it was given.
+        StructureError: (when the model runs) `change` returned a value of another structure, shape,
+            dtype or device, or wrote in place to the value or gradient. To return another
+            structure, use a raw hook (`hl.attach`, `line.forward`).
     """
     line = Line(model, name="edit", every_thread=every_thread)
     _check_change(change)
@@ -106,32 +106,32 @@ def edit(
 def _check_change(change: Any) -> None:
     if not callable(change):
         raise AttachError(
-            f"hl.edit needs a function of the value, got {type(change).__name__}."
-            "\nTo put a fixed value there: hl.edits.replace(value)."
+            f"change must be a function of the value, got {type(change).__name__}."
+            "\nUse hl.edits.replace(value) to put in a fixed value."
         )
     if any(change is getattr(edits, name) for name in edits.__all__):
         raise AttachError(
-            f"hl.edits.{change.__name__} makes the function that hl.edit needs, and was not called."
-            f"\nWrite hl.edits.{change.__name__}(...), with what it takes."
+            f"change must be a function of the value, got hl.edits.{change.__name__}, which makes"
+            f" one.\nCall it: hl.edits.{change.__name__}(...), with its argument."
         )
     try:
         signature = inspect.signature(change)
-    except (TypeError, ValueError):  # of a function in C, nobody may know it
+    except (TypeError, ValueError):  # a function in C may have no signature
         return
     try:
         signature.bind(None)
     except TypeError:
         raise AttachError(
-            f"hl.edit calls its function with the value alone, got one that takes {signature}."
-            "\nFor torch's (module, args, output): line = hl.attach(model); line.forward(...)."
+            f"change must take the value alone, got a function that takes {signature}."
+            "\nUse line = hl.attach(model); line.forward(...) for torch's (module, args, output)."
         ) from None
 
 
 @final
 class _NoOpDetector:
-    """Calls an edit's function at a site, and tells whether the function has changed anything.
+    """Call an edit's function at a site, and note whether the function has changed anything.
 
-    In compiled code nobody can tell, and then nothing is said.
+    In compiled code this cannot be noted, so there is no warning.
     """
 
     __slots__ = ("has_changed", "was_left", "where")
@@ -141,12 +141,12 @@ class _NoOpDetector:
         self.has_changed = self.was_left = False
 
     def of_value(self, change: Callable[[Any], Any], value: Any) -> Any:
-        """Call the function on a value, to which it may not write."""
+        """Call the function on a value, which it may not write to."""
         new = call_read_only(change, value, self._refusal, self._unreturned)
         return new if is_dynamo_compiling() else self._seen(new)
 
     def of_gradient(self, change: Callable[[Any], Any], grad: Any) -> Any:
-        """Call the function on a gradient, to which it may not write."""
+        """Call the function on a gradient, which it may not write to."""
         return self._seen(guarded(change, grad, self.where))
 
     def inside(self, change: Callable[[Any], Any], grad: Any) -> Any:
@@ -171,13 +171,14 @@ class _NoOpDetector:
     def _unreturned(self) -> StructureError:
         return StructureError(
             f"the edit at {self.where or 'the root'} must return the new value, got None after it"
-            " changed a container in place, or used an iterator up."
-            "\nReturn the container, or of an iterator a new one: iter([t * 2 for t in values])."
+            " changed a container in place or consumed an iterator."
+            "\nReturn the container. Instead of an iterator, return a new one:"
+            " iter([t * 2 for t in values])."
         )
 
 
 def _left_alone(effects: list[_NoOpDetector]) -> str | None:
-    """Write the warning about edits that never changed anything."""
+    """Write the warning about edits that never changed anything; None if there are none."""
     found = [one for one in effects if one.was_left and not one.has_changed]
     if not found:
         return None
@@ -185,14 +186,14 @@ def _left_alone(effects: list[_NoOpDetector]) -> str | None:
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (
         f"hl.edit changed nothing at {sites}{more}: the function returned None each time, which"
-        " leaves a value as it was.\nReturn the new value; a function that only looks belongs in"
+        " leaves a value unchanged.\nReturn the new value, or only look at values with"
         " hl.record(keep=), hl.watch or hl.attach."
     )
 
 
 @final
 class EditGradient(GradientCallback):
-    """Changes the gradients at one site."""
+    """Change the gradients at one site."""
 
     __slots__ = ("_change", "_where", "inside")
     changes = True

@@ -1,6 +1,6 @@
 """Ready-made functions for `hl.edit`. Each takes a tensor and returns a new one.
 
-Factors and values may be tensors that require gradients: they are trained through the model.
+A factor or value may be a tensor that requires gradients. It is then trained through the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 
 
 def scale(factor: float | Tensor) -> Edit:
-    """Multiply the value by a factor; 0 switches it off.
+    """Multiply the value by a factor; 0 sets the value to zero.
 
         >>> scale(2.0)(torch.ones(2)).tolist()
         [2.0, 2.0]
@@ -40,7 +40,7 @@ def scale(factor: float | Tensor) -> Edit:
 
 
 def add(offset: float | Tensor) -> Edit:
-    """Add an offset: a steering vector, a bias.
+    """Add an offset, such as a steering vector or a bias.
 
         >>> add(torch.tensor([0.0, 1.0]))(torch.zeros(2)).tolist()
         [0.0, 1.0]
@@ -53,7 +53,7 @@ def add(offset: float | Tensor) -> Edit:
 
 
 def replace(new: float | Tensor) -> Edit:
-    """Put another value in its place: an activation recorded in another run, a constant.
+    """Replace the value, by an activation of another run or by a constant.
 
         >>> replace(3.0)(torch.zeros(2)).tolist()
         [3.0, 3.0]
@@ -65,22 +65,22 @@ def replace(new: float | Tensor) -> Edit:
 
     def change(tensor: Tensor) -> Tensor:
         other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
-        # A copy: an expanded tensor could not be written to by an in-place layer behind.
+        # A copy, because a later in-place layer cannot write to an expanded tensor.
         return other.expand_as(tensor).clone()
 
     return _edit("replace", change)
 
 
 def noise(std: float, *, seed: int | None = None) -> Edit:
-    """Add Gaussian noise. It is drawn from a generator of its own: torch's stays untouched.
+    """Add Gaussian noise from a generator of its own; torch's generator stays unchanged.
 
         >>> change = noise(0.1, seed=0)
         >>> bool((change(torch.zeros(4)) != 0).all())
         True
 
     Args:
-        std: the standard deviation, in the value's own units.
-        seed: makes the sequence of draws repeatable; None draws fresh ones.
+        std: the standard deviation, in units of the value.
+        seed: the seed that makes the draws repeatable. None draws other noise each time.
     """
     generators: dict[torch.device, torch.Generator] = {}
     given = _Given(std, "noise")
@@ -88,7 +88,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
 
     def change(tensor: Tensor) -> Tensor:
         given.like(tensor)
-        if tensor.is_meta:  # it has a shape, and no numbers to add to
+        if tensor.is_meta:  # a meta tensor has a shape and no numbers
             return tensor + std
         generator = generators.get(tensor.device)
         if generator is None:
@@ -103,7 +103,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
 
 
 def clamp(min: float | None = None, max: float | None = None) -> Edit:
-    """Hold the value between two bounds, as `torch.clamp`.
+    """Limit the value to the range between two bounds, as `torch.clamp` does.
 
         >>> clamp(min=0)(torch.tensor([-1.0, 1.0])).tolist()
         [0.0, 1.0]
@@ -113,17 +113,17 @@ def clamp(min: float | None = None, max: float | None = None) -> Edit:
         max: the upper bound, or None.
 
     Raises:
-        AttachError: there is neither.
+        AttachError: both bounds are None.
     """
     if min is None and max is None:
         raise AttachError(
-            "hl.edits.clamp must be given a bound, got none.\nGive it one: hl.edits.clamp(min=0)."
+            "hl.edits.clamp must be given a bound, got none.\nGive a bound: hl.edits.clamp(min=0)."
         )
     return _edit("clamp", lambda value: value.clamp(min, max))
 
 
 def _edit(name: str, change: Edit) -> Edit:
-    """An edit that says so where torch cannot change a kind of tensor in this way."""
+    """Wrap an edit so that its error names the kind of tensor that torch cannot change so."""
 
     def edit(value: Tensor) -> Tensor:
         tensor = _tensor(value, name)
@@ -139,7 +139,7 @@ def _edit(name: str, change: Edit) -> Edit:
             raise StructureError(
                 f"hl.edits.{name} cannot change {describe.in_full(tensor)}, which is"
                 f" {'nested' if tensor.is_nested else kind.removeprefix('torch.')}: {first}."
-                "\nGive hl.edit a function of your own; for an 8-bit float, say,"
+                "\nGive hl.edit a function of your own, for an 8-bit float such as"
                 " lambda t: (t.float() * 2).to(t.dtype)."
             ) from error
 
@@ -147,9 +147,9 @@ def _edit(name: str, change: Edit) -> Edit:
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Tell whether a tensor is of a kind for which torch lacks some functions.
+    """Tell whether torch lacks some functions for this kind of tensor.
 
-    In compiled code that cannot be asked of a gradient, and the error is that of the compiler.
+    In compiled code a gradient cannot be asked, so the compiler's own error is raised there.
     """
     if is_dynamo_compiling():
         return False
@@ -161,24 +161,23 @@ def _tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         leaves = [describe.leaf_text(leaf) for leaf, _ in tree.tensors(value)]
         advice = (
-            "Select one of its tensors by a leaf behind the port (output, input):"
+            "Select a tensor by a leaf behind the port (output, input):"
             f" {', '.join(f'PATH:PORT{leaf}' for leaf in leaves[:4])}."
             if leaves
-            else "Select a module that returns one, or give a function that returns a new value."
+            else "Select a module that returns a tensor, or give hl.edit a function of your own."
         )
         raise StructureError(
-            f"hl.edits.{name} changes a tensor; the value here is {describe.in_words(value)}."
-            f"\n{advice}"
+            f"hl.edits.{name} must be given a tensor, got {describe.in_words(value)}.\n{advice}"
         )
     return value
 
 
 @final
 class _Given:
-    """A number or tensor that a value meets.
+    """A number or tensor that a value is combined with.
 
-    Compiled code is guarded on the values of numbers, and would be compiled anew for each. A tensor
-    it takes as it comes, so that is what a number is there.
+    Compiled code has guards on the values of numbers, so each new number would recompile it. It has
+    no guards on the values of tensors, so compiled code uses a tensor in place of the number.
     """
 
     __slots__ = ("_is_tensor", "_kind", "_name", "_number", "_tensor")
@@ -190,7 +189,7 @@ class _Given:
         if isinstance(given, Tensor):
             self._tensor, self._kind = given, given.dtype
             return
-        # Whatever torch's defaults are now: as exact as the number, where any value can meet it.
+        # Independent of torch's default dtype. The widest dtype keeps the number exact.
         dtype = {float: torch.float64, complex: torch.complex128}.get(type(given))
         try:
             self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
@@ -203,16 +202,19 @@ class _Given:
         self._kind = self._tensor.dtype
 
     def like(self, value: Tensor) -> float | Tensor:
-        """It, on the value's device and in its dtype, or the value's dtype would change.
+        """Return the number or tensor on the value's device and in the value's dtype.
+
+        In another dtype, the result would not have the value's dtype.
 
         Raises:
-            StructureError: the value's dtype cannot hold it, or its shape does not broadcast to
-                the value's.
+            StructureError: the value's dtype cannot hold the number or tensor, or the tensor's
+                shape does not broadcast to the value's.
         """
         if not is_dynamo_compiling() and value.is_quantized:
             raise StructureError(
-                f"the value here is {describe.in_full(value)}, quantised, which hl.edits does not"
-                " change.\nEdit where it is dequantized, or give hl.edit a function that returns"
+                f"hl.edits must be given values that are not quantised, got"
+                f" {describe.in_full(value)}.\nEdit where the value is dequantized, or give hl.edit"
+                " a function that returns"
                 " torch.quantize_per_tensor(new, t.q_scale(), t.q_zero_point(), t.dtype)."
             )
         if _breadth(self._kind) > _breadth(value.dtype):
@@ -234,7 +236,7 @@ class _Given:
 
 def _broadcasts(given: Tensor, value: Tensor) -> bool:
     if given.is_nested or value.is_nested:
-        return True  # torch knows
+        return True  # torch raises its own error
     missing = value.dim() - given.dim()
     return missing >= 0 and all(
         size in (1, wanted) for size, wanted in zip(given.shape, value.shape[missing:], strict=True)
@@ -242,7 +244,7 @@ def _broadcasts(given: Tensor, value: Tensor) -> bool:
 
 
 def _breadth(dtype: torch.dtype) -> int:
-    """Of two dtypes, the one of less breadth can be cast to the other."""
+    """Rank a dtype's kind: a dtype can be cast to one of the same rank or above."""
     if dtype.is_complex:
         return 3
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""features: run a model only as far as the wanted sites, and give their values."""
+"""Run a model only as far as the selected sites, and return their values."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ def features(
     eval: bool = True,
     **options: Unpack[Keep],
 ) -> Recording:
-    """Run a model until the last of the wanted sites has its value, and no further.
+    """Run a model until every selected site has its value, and return the values.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> feats = features(model, torch.zeros(4, 2), ["1", "0"])
         >>> feats["1"].shape
         torch.Size([4, 3])
 
-    The model runs in eval mode, whatever mode it is in: dropout would make features random, and
-    batch norm would mix the rows of a batch and update its statistics. The mode of each module is
-    put back afterwards. The gradient mode is the caller's.
+    The model runs in eval mode, and each module gets its own mode back afterwards. In training
+    mode, dropout would make features random. Batch norm would mix the rows of a batch and update
+    its statistics. The gradient mode stays the caller's.
 
-    A `DataLoader`, or an iterator of batches, is run batch by batch, each batch in a pass:
+    A `DataLoader`, or an iterator of batches, is run batch by batch, each batch in its own pass:
 
         >>> batches = torch.zeros(9, 2).split(4)
         >>> features(model, iter(batches), "1").cat("1").shape
         torch.Size([9, 3])
 
-    The order in which the sites are listed does not matter. A module that runs several times is
-    waited for once, unless a later call is named (`"block#2"`). Stopping unwinds the forward as
-    Ctrl-C would: context managers and `finally` are honoured, `always_call` hooks of others are
-    not.
+    The order of the listed sites does not matter. For a module that runs several times, the first
+    call counts unless a later call is named (`"block#2"`). The forward is stopped by an exception,
+    as by Ctrl-C. So context managers and `finally` blocks of the model run, and `always_call` hooks
+    of other code do not.
 
     Args:
         model: the model.
-        inputs: a tensor; a tuple of arguments; a dict of keyword arguments; a function without
-            arguments, for code that runs the model somewhere inside; or a `DataLoader` or an
-            iterator that gives tensors, tuples or dicts. A list is one argument of the model; a
-            dict that is one argument is given as `({...},)`.
-        selector: which sites; as in `hl.select`.
-        eval: False keeps the mode that the model is in.
-        **options: keep, device, dtype, detach, copy; as in `hl.record`.
+        inputs: a tensor or a list, which is one argument; a tuple of arguments; a dict of keyword
+            arguments; a function without arguments that runs the model somewhere inside; or a
+            `DataLoader` or an iterator that gives tensors, tuples or dicts. Give a dict that is
+            one argument as `({...},)`.
+        selector: which sites, as in `hl.select`.
+        eval: False leaves each module in its own mode.
+        **options: keep, device, dtype, detach, copy, as in `hl.record`.
 
     Returns:
-        A recording with a value for every wanted site; of batches, one pass each: join them by
-        `feats.cat(site)`.
+        A recording with a value for every selected site. Of batches it has one pass each; join
+        them with `feats.cat(site)`.
 
     Raises:
-        SelectionError: the selector matches nothing.
+        SelectionError: the selector matches nothing, or a gradient.
         NotRecordedError: the model ran to its end without reaching one of the sites.
-        InputError: a loader gives no batch, or gives lists, which may hold labels too; or the
+        InputError: a loader gives no batch, or gives lists, which may hold labels too. Or the
             inputs are a data set, which has no batches.
     """
     prefix = Prefix(model, selector, "features", options)
@@ -82,15 +82,15 @@ def features(
             if missing:
                 break
     for site in missing:
-        prefix.recording[site]  # raises, and says why
+        prefix.recording[site]  # raises an error that says why
     return prefix.recording
 
 
 def _batches(inputs: Any) -> Iterator[Any]:
-    """Yield the batches, one after the other.
+    """Yield the batches one after the other.
 
     Raises:
-        InputError: there is no batch, or one is a list.
+        InputError: there is no batch, or a batch is a list.
     """
     if isinstance(inputs, Dataset):
         raise InputError(
@@ -104,9 +104,9 @@ def _batches(inputs: Any) -> Iterator[Any]:
     for batch in inputs:
         if isinstance(batch, list):
             raise InputError(
-                "a batch must hold what the model takes and nothing else, got"
+                "a batch must hold only the model's inputs, got"
                 f" {describe.in_words(batch)}.\n"
-                "Give the inputs alone, such as the first part of each:"
+                "Give the inputs alone, such as the first part of each batch:"
                 " hl.features(model, (batch[0] for batch in loader), ...)."
             )
         is_empty = False
@@ -114,5 +114,5 @@ def _batches(inputs: Any) -> Iterator[Any]:
     if is_empty:
         raise InputError(
             f"inputs must give at least one batch, got none from this {type(inputs).__name__}."
-            "\nGive a loader whose data set has rows, or an iterator that was not used before."
+            "\nGive a loader whose data set has rows, or an iterator that is still unused."
         )

@@ -1,6 +1,6 @@
-"""Run a user's function on values in 16 bits, or under autocast, as exactly as in 32.
+"""Run a user's function without autocast, and compute its reductions of 16-bit floats in float32.
 
-Sums, means and norms of float16 overflow, those of bfloat16 keep three digits, and under autocast a
+Sums, means and norms of float16 overflow. Those of bfloat16 keep three digits. Under autocast, a
 product of float32 matrices is computed in 16 bits, too.
 """
 
@@ -21,8 +21,8 @@ _NARROW = frozenset({
     torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 })
-# What autocast computes in float32 on an accelerator, and what it forgot, by name: a graph can
-# not be guarded on functions.
+# The functions that autocast computes in float32 on an accelerator, and some that it leaves out.
+# They are held by name, because a graph cannot have guards on functions.
 _WIDE = frozenset({
     "cdist", "corrcoef", "cosine_similarity", "cov", "cumprod", "cumsum", "dist", "exp", "l1_loss",
     "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "logcumsumexp", "logsumexp", "mean",
@@ -34,7 +34,7 @@ _WIDE = frozenset({
 
 @final
 class _InFloat32(TorchFunctionMode):
-    """Has sums, means, norms and powers of narrow floats computed, and given, in float32."""
+    """Compute sums, means, norms and powers of narrow floats in float32, and return float32."""
 
     def __torch_function__(
         self,

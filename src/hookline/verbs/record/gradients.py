@@ -1,4 +1,4 @@
-"""Keeping gradients: what `record` does at the ports that flow backward."""
+"""Keep gradients: the callbacks and taps of `record` at gradient ports."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from hookline.verbs.record.keep import Keeper
 
 @final
 class KeepGradient(GradientCallback):
-    """Keeps the gradients at one site.
+    """Keep the gradients at one site.
 
     Args:
-        number: the site's, in the recording.
-        kept: makes what is kept of each.
-        parameter: the one whose gradient it is, for the norm that the gradient is compared with.
-        keeps_graph: whether what is kept holds the graph.
+        number: the number of the site in the recording.
+        kept: makes the kept form of a gradient.
+        parameter: the parameter whose gradient is kept. The parameter's norm is kept, too.
+        keeps_graph: whether the kept gradients hold their graph.
     """
 
     __slots__ = ("_kept", "_number", "_parameter", "keeps_graph")
@@ -55,7 +55,7 @@ class KeepGradient(GradientCallback):
         self._number = number
         self._kept = kept
         self.keeps_graph = keeps_graph
-        # Not held: a hook that holds its own tensor is never freed.
+        # Held weakly: a hook that holds its own tensor is never freed.
         self._parameter = None if parameter is None else weakref.ref(parameter)
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
@@ -69,13 +69,13 @@ class KeepGradient(GradientCallback):
         gathered = None if known is None else known()
         if gathered is None:
             gathered = PartialGradients(pending.form)
-            # Held by the recording alone: what the graph's hooks hold must not hold the graph.
+            # The recording alone holds it: an object of the graph's hooks must not hold the graph.
             pending.gathered[run] = weakref.ref(gathered)
             current.note((self._number, gathered, None, pending.call, run))
         gathered.parts[slot] = kept, was
 
     def missing(self, current: Pass, pending: PendingGradient) -> None:
-        """Keep that there is none: None, in the value's structure."""
+        """Keep None in the value's structure, because no gradient will arrive."""
         current.note((self._number, outlines.fill(pending.form, {}), None, pending.call))
 
     def _weight(self) -> Tensor | None:
@@ -94,9 +94,9 @@ class KeepGradient(GradientCallback):
 
 @final
 class PlainGradTap(GradOutputTap):
-    """Keeps the gradient of a lone output as it is: `GradOutputTap` and `KeepGradient` in one.
+    """Keep the gradient of a lone output: `GradOutputTap` and `KeepGradient` in one, for speed.
 
-    As few calls as can be between torch and the recording: there are two for each site and pass.
+    Two calls lie between torch and the recording for each site and pass.
     """
 
     __slots__ = ("index",)
@@ -106,12 +106,13 @@ class PlainGradTap(GradOutputTap):
         self.index = number
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook on the module."""
+        """Register a hook on the output's gradient: the forward hook."""
         if is_dynamo_compiling():
             return super().fire(module, args, output)
         current = self.lane.current
         node = output.grad_fn if type(output) is Tensor else None
-        # A function of Python's may be compiled code, which returned others as well: `look` knows.
+        # The node of a Python function may stand for compiled code with several outputs. `look`
+        # handles these.
         is_plain = node is not None and not issubclass(type(node), PYTHON_NODE)
         if current is None or not is_plain or current.region is not None:
             return self.look(module, output, id(sys._getframe(1)))
@@ -125,7 +126,7 @@ class PlainGradTap(GradOutputTap):
         return None
 
     def keep(self, current: Pass, call: int, grad: Tensor | None) -> None:
-        """The hook on the tensor."""
+        """Keep the gradient: the hook on the tensor."""
         if self.passes.closed or grad is None:
             return
         self.fired += 1

@@ -32,18 +32,20 @@ _MOST_TRIED = 8  # of the tensors in a value
 
 
 class Keep(TypedDict, total=False):
-    """The options that say what to keep of a value, and where.
+    """The options of `record` and `features`: what to keep of a value, and where.
 
     Args:
-        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
-            for gradients with each tensor, as they arrive one by one. Sums, means, norms and
-            powers of 16-bit floats are computed, and kept, in float32; autocast is off.
-        device: where to keep tensors.
-        dtype: the dtype of floating tensors as kept; others stay as they are.
+        keep: a function of the value; its result is kept, as in `lambda t: t[:, -1]`. It is called
+            with the whole value, or with each tensor of a gradient as that arrives. It runs without
+            autocast. It computes sums, means, norms and powers of 16-bit floats in float32, and
+            these results stay float32.
+        device: the device on which tensors are kept.
+        dtype: the dtype in which floating tensors are kept. Other tensors keep theirs.
         detach: False keeps the autograd graph, and with it the memory of the whole pass.
         copy: True copies every tensor, False none. None, the default, copies where torch cannot
-            tell of later changes: what shares memory with a parameter or buffer, DTensors,
-            inference tensors, and in a process group of several ranks everything.
+            report later changes: tensors that share memory with a parameter or buffer, DTensors,
+            inference tensors, and every tensor in a process group of several ranks or where weights
+            are sharded.
     """
 
     keep: Callable[[Any], Any] | None
@@ -54,14 +56,14 @@ class Keep(TypedDict, total=False):
 
 
 def checked(verb: str, options: Keep) -> Keep:
-    """Refuse an option that a verb does not have, and a device, dtype or copy that is none.
+    """Refuse unknown options, and options with an invalid value.
 
     Returns:
-        The options; `keep` as compiled code can take it.
+        The options, with `keep` in a form that compiled code can call.
 
     Raises:
-        TypeError: there is no such option.
-        AttachError: one of them is none.
+        TypeError: an option is unknown.
+        AttachError: copy, detach, keep, dtype or device is invalid.
     """
     for name in options.keys() - Keep.__annotations__.keys():
         raise TypeError(
@@ -72,12 +74,12 @@ def checked(verb: str, options: Keep) -> Keep:
     if copy is not None and not isinstance(copy, bool):
         raise AttachError(
             f"copy= must be True, False or None, got {describe.in_words(copy)}."
-            "\nLeave it out to copy where torch cannot tell of changes."
+            "\nLeave it out to copy where torch cannot report changes."
         )
     if not isinstance(detach, bool):
         raise AttachError(
             f"detach= must be True or False, got {describe.in_words(detach)}."
-            "\nGive detach=False to keep the graph of what is recorded."
+            "\nGive detach=False to keep the graph of the recorded tensors."
         )
     if keep is not None and not callable(keep):
         raise AttachError(
@@ -101,14 +103,14 @@ def checked(verb: str, options: Keep) -> Keep:
 
 
 def is_plain(options: Keep) -> bool:
-    """Tell whether values are kept as they are, detached: the fast path."""
+    """Tell whether the options keep values as they are, detached; then the fast path is used."""
     return options.get("detach", True) and not any(
         options.get(key) for key in ("keep", "device", "dtype", "copy")
     )
 
 
 def in_graph(options: Keep) -> Callable[[Any], Any] | None:
-    """Return the part of keeping a value that compiled code does itself; None for a plain copy."""
+    """Return the part of keeping a value that runs in compiled code; None for a plain copy."""
     keep, copied = options.get("keep"), snapshot if options.get("detach", True) else graph_snapshot
     if keep is None:
         return None if copied is snapshot else copied
@@ -117,11 +119,11 @@ def in_graph(options: Keep) -> Callable[[Any], Any] | None:
 
 @final
 class Keeper:
-    """Makes of a value what is kept of it, and the stamp that tells whether that changes.
+    """Make the kept form of a value, and a stamp that tells whether the kept form changes later.
 
     Args:
-        options: what is kept.
-        unversioned: tells where torch raises no version; None where nobody is to care.
+        options: the options of `record`.
+        unversioned: tells where torch raises no version; None switches this check off.
     """
 
     __slots__ = ("_copy", "_detach", "_keep", "_move", "_unversioned")
@@ -134,16 +136,16 @@ class Keeper:
         self._unversioned = unversioned
 
     def __call__(self, current: Pass, value: Any, site: Site | None = None) -> tuple[Any, Any]:
-        """Return what to keep of a value that was seen in a pass, and its stamp.
+        """Return the kept form of a value, and its stamp.
 
         Args:
             current: the pass.
             value: the value.
-            site: where it was seen, for messages; None where it is one tensor of a value.
+            site: the site of the value, for messages; None for one tensor of a gradient.
 
         Raises:
-            SiteError: it was to be copied, and cannot be.
-            StructureError: `keep=` takes a tensor of the value, and not the value.
+            SiteError: with `copy=True`, a tensor of the value cannot be copied.
+            StructureError: `keep=` takes a tensor of the value instead of the value.
         """
         beside: list[tuple[Tensor, Tensor]] = []
         if self._keep is None:
@@ -163,12 +165,12 @@ class Keeper:
     ) -> Any:
         keep = self._keep
         assert keep is not None
-        # What comes of a tensor may well be a view of it.
+        # The result may be a view of any tensor of the value.
         must = any(self._must_copy(current, tensor) for _, tensor in tree.tensors(value))
         if self._detach:
             value = tree.map_tensors(Tensor.detach, value)
         try:
-            # Whatever keep= computes is of this rank's part, and talks to no other rank.
+            # keep= gets this rank's part, and so communicates with no other rank.
             found = measured(keep, local_shards(value))
         except Exception as error:
             if site is not None:
@@ -177,7 +179,7 @@ class Keeper:
             raise
 
         def take(tensor: Tensor) -> Tensor:
-            # A slice would keep the memory of the whole it was cut from.
+            # A slice would keep the whole memory that it is a part of.
             copied = must or _is_part(tensor) or self._must_copy(current, tensor)
             return self._take(tensor, copied, beside)
 
@@ -200,7 +202,7 @@ class Keeper:
             return tensor
         if not tensor.requires_grad or self._copy or tensor.is_inference():
             return clone_locally(tensor)
-        # With its graph: gradients with respect to a copy would not be those of the value.
+        # It stays in the graph: gradients with respect to a copy are not those of the value.
         beside.append((tensor, clone_locally(tensor.detach())))
         return tensor
 
@@ -217,23 +219,23 @@ class Keeper:
 
 
 def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error: Exception) -> None:
-    """Refuse a nested value of which `keep` takes a tensor, and name that tensor's leaf.
+    """Refuse a nested value if `keep` takes one of its tensors, and name that tensor's leaf.
 
     Raises:
-        StructureError: it does.
+        StructureError: `keep` takes one of the tensors.
     """
     for leaf, tensor in itertools.islice(tree.tensors(value), _MOST_TRIED):
         if not leaf:
             return
         try:
             measured(keep, local_shards(tensor))
-        except Exception:  # the next one may do
+        except Exception:  # keep= may take the next tensor
             continue
         first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise StructureError(
             f"keep= must take the value at {site}, got {describe.in_words(value)}:"
             f" {type(error).__name__}: {first}."
-            f"\nSelect the leaf that it takes: {str(replace(site, leaf=site.leaf + leaf))!r}."
+            f"\nSelect the leaf that keep= takes: {str(replace(site, leaf=site.leaf + leaf))!r}."
         ) from error
 
 

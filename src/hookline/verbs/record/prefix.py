@@ -1,4 +1,4 @@
-"""Run a model only as far as the last of the wanted sites."""
+"""Run a model only as far as the last of the selected sites."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _tokens = itertools.count()
 
 @final
 class _Enough(BaseException):
-    """Unwinds the forward. Not an Exception, so that no `except Exception` on the way stops it."""
+    """Unwind the forward. A BaseException, so that no `except Exception` in the model stops it."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -28,16 +28,16 @@ class _Enough(BaseException):
 
 @final
 class Prefix:
-    """A line that records the wanted sites, and ends each forward when all of them have fired.
+    """A line that records sites, and ends each forward when all of them have fired.
 
     Args:
         model: the model.
         selector: the sites.
         verb: the name of the verb, for messages.
-        options: what is kept of each value.
+        options: the options of `record`.
 
     Attributes:
-        sites: the wanted sites.
+        sites: the selected sites.
         modules: the modules of the model, the root first.
     """
 
@@ -50,7 +50,7 @@ class Prefix:
         )
         line.options.quiet = True
         self.sites = self._recorder.recording.sites
-        # The line has walked the model already: `model.modules()` takes 0.6 microseconds a module.
+        # The line has listed the modules: `model.modules()` takes 0.6 microseconds a module.
         self.modules = [model, *[node.module for node in line.nodes]]
 
     @property
@@ -82,14 +82,14 @@ class Prefix:
         except _Enough as enough:
             if enough.token != self._token:
                 raise
-            stop_all()  # this line, and those around it that saw the same forward end
+            stop_all()  # of this line, and of outer lines that see the same forward
             reshard(self._model)
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
         except Exception as error:
             if isinstance(inputs, list):
                 error.add_note(
-                    "hookline: a list is one argument of the model; to run a list of batches, one"
+                    "hookline: a list is one argument of the model.\nTo run a list of batches one"
                     " after the other, give iter(batches)."
                 )
             note_failing_module(self._model, error)

@@ -1,4 +1,4 @@
-"""record: keep the values at the selected sites."""
+"""Record the values at the selected sites."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 
 @final
 class RecordLine(VerbLine[Line]):
-    """A line that fills a recording: a context manager that gives it, or ended by `remove()`."""
+    """A line that fills a recording; `with` gives the recording, and `remove()` ends the line."""
 
     def __init__(self, line: Line, recording: Recording) -> None:
         super().__init__(line)
@@ -55,15 +55,15 @@ class RecordLine(VerbLine[Line]):
 
     def __getitem__(self, key: object) -> Never:
         raise TypeError(
-            "this is the line, which fills a recording.\nLook values up in that:"
-            " with hl.record(...) as run: ..., or line.recording[...]."
+            "a value must be looked up in the recording, got the line that fills it.\nLook it up"
+            " there: with hl.record(...) as run: run[...], or line.recording[...]."
         )
 
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(Recording, name):
             raise AttributeError(
-                f"this is the line, which fills a recording, and it has no {name!r}.\nUse that of"
-                f" the recording: with hl.record(...) as run: ..., or line.recording.{name}."
+                f"a line has no {name!r}; its recording has.\nUse that of the recording:"
+                f" with hl.record(...) as run: run.{name}, or line.recording.{name}."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -112,19 +112,24 @@ def record(
         >>> run["0"].shape
         torch.Size([4, 3])
 
-    The model computes what it would have computed, to the last bit. Values are kept as they are
-    after edits. A value that an in-place operation changes later (`ReLU(inplace=True)`, `+=`) is
-    never returned as if it were right: the look-up raises, and `copy=True` records it in time.
+    The model computes the same numbers as without recording, to the last bit. Values are recorded
+    after edits. If an in-place operation (`ReLU(inplace=True)`, `+=`) changes a recorded tensor
+    later, looking the value up raises an error. Record a copy with `copy=True` to keep such values.
 
-    Torch does not tell of every change: not of those by collectives, by fused optimizers and by
-    kernels that update buffers. So values are copied that share memory with a parameter or buffer,
-    DTensors and inference tensors; in a process group of several ranks, or where weights are
-    sharded, all are. Writes past torch cannot be noticed: through `.data`, NumPy, DLPack,
-    `untyped_storage()`, or by a kernel that hides them. Nor can `swap_tensors` of a recorded value.
-    Where your code does that, give `copy=True`.
+    Torch does not report every change of a tensor. Collectives, fused optimizers and kernels that
+    update buffers change tensors without a new version. So hookline copies a tensor where such a
+    change is possible:
 
-    Gradients are those of the values as they were at the site, after edits of the values and of the
-    gradients; where none is needed, None. Call `backward()` inside the block.
+    - tensors that share memory with a parameter or buffer, DTensors and inference tensors
+    - all tensors, in a process group of several ranks or where weights are sharded
+
+    hookline cannot notice writes that bypass torch: through `.data`, NumPy, DLPack,
+    `untyped_storage()`, or by a kernel that hides them. It cannot notice `swap_tensors` on a
+    recorded tensor either. Give `copy=True` where your code does that.
+
+    A recorded gradient belongs to the value as it was at the site. It is recorded after edits of
+    values and of gradients, and is None where the value needs no gradient. Call `backward()`
+    inside the block.
 
         >>> with record(model, nn.ReLU, ports=("output", "grad_output")) as run:
         ...     model(torch.zeros(4, 2)).sum().backward()
@@ -140,34 +145,36 @@ def record(
         (12, 3)
 
     Args:
-        model: the model, or tensors by name, `{"b": b}`, whose gradients are recorded. Hooks are
-            attached now, and taken off at the end of the block.
-        selector: which sites; as in `hl.select`. None is every module.
+        model: the model. Or tensors by name, `{"b": b}`, whose gradients are recorded. Hooks are
+            registered now and removed at the end of the block.
+        selector: which sites, as in `hl.select`. None selects every module.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
-            parameters), for selectors that name no port. An input is the tensor, if that is all the
-            module was called with, else a dict of its arguments by name; a gradient has the
-            structure of the value it belongs to.
+            parameters), for selectors that name no port. An input is the tensor if the module got
+            one tensor alone, else a dict of the arguments by name. A gradient has the structure
+            of its value.
         to: a new folder, or a URL of fsspec, for a store that grows pass by pass: a row for each
             item of each pass. None keeps all passes in memory.
-        every_thread: see every thread and async task. False: see the one that calls this, and what
-            runs in a copy of its context.
-        keep: what to keep of each value, as in `lambda t: t[:, -1]`; called with the value itself,
-            for gradients with each tensor, as they arrive one by one. Sums, means, norms and
-            powers of 16-bit floats are computed, and kept, in float32; autocast is off.
-        device: where to keep tensors.
-        dtype: the dtype of floating tensors as kept; others stay as they are.
+        every_thread: True records in every thread and async task. False records in the calling
+            thread or task, and in code that runs in a copy of its context.
+        keep: a function of the value; its result is kept, as in `lambda t: t[:, -1]`. It is called
+            with the whole value, or with each tensor of a gradient as that arrives. It runs without
+            autocast. It computes sums, means, norms and powers of 16-bit floats in float32, and
+            these results stay float32.
+        device: the device on which tensors are kept.
+        dtype: the dtype in which floating tensors are kept. Other tensors keep theirs.
         detach: False keeps the autograd graph, and with it the memory of the whole pass.
-        copy: True copies every tensor, False none. None copies where torch cannot tell of changes.
+        copy: True copies every tensor, False none. None copies where torch cannot report changes.
 
     Returns:
-        A line; `with ... as run` gives its `Recording`. Without `with`: `line.recording`, and
-        `line.remove()` to end it. With `to=`, a line whose `store` is there after the block.
+        A line. `with ... as run` gives its `Recording`. Without `with`, read `line.recording` and
+        end the line with `line.remove()`. With `to=`, the line has the store in `line.store` after
+        the block.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
-        AttachError: the model cannot be hooked, or a dtype or device is none.
-        SiteError: (when the model runs) a selected leaf is not in the value, or with `copy=True`
-            a tensor is in an object that cannot be copied.
+        AttachError: the model cannot be hooked, or a dtype or device is invalid.
+        SiteError: (when the model runs) a value lacks the selected leaf, or with `copy=True` a
+            tensor is in an object that cannot be copied.
     """
     names = ports_for(model, ports)
     if to is not None:
@@ -188,9 +195,16 @@ def start_recording(
     *,
     every_thread: bool = False,
 ) -> tuple[RecordLine, Line]:
-    """Attach a recording line for a verb called `name`; also gives the bare line.
+    """Attach a recording line for the verb `name`; return it and the bare line.
 
-    `after`, if given, is called with a site when its value has been kept.
+    Args:
+        model: the model, or tensors by name.
+        selector: which sites.
+        name: the name of the verb, for messages.
+        ports: the ports for selectors that name none.
+        options: the options of `record`.
+        after: called with each site after its value has been kept; refuses gradient sites.
+        every_thread: as in `record`.
     """
     options = checked(name, options)
     line = Line(model, name=name, every_thread=every_thread, lenient=selector is None)
@@ -206,23 +220,23 @@ def _refuse_gradients(name: str, selection: Selection) -> None:
     back = next((site for site in selection if site.is_gradient), None)
     if back is not None:
         raise SelectionError(
-            f"hl.{name} only runs forward, and {back} flows backward.\nUse hl.record(model,"
+            f"hl.{name} must be given sites of the forward, got {back}.\nUse hl.record(model,"
             f" {str(back)!r}), and call backward() inside the block."
         )
 
 
 @final
 class _Recorder:
-    """Makes the recording of a line, and chooses what stands at each of its sites.
+    """Make the recording of a line, and the tap or callback for each of its sites.
 
     Args:
         line: the line, which fills the recording.
         selection: the sites.
-        options: what is kept.
-        after: called with a site when its value has been kept.
+        options: the options of `record`.
+        after: called with each site after its value has been kept.
 
     Attributes:
-        recording: what is filled.
+        recording: the recording that is filled.
     """
 
     def __init__(
@@ -238,7 +252,7 @@ class _Recorder:
         self._computing = frozenset(filter(makes_new_memory, line.layout.kinds))
         self._passes = line.passes
         self._after = after
-        self._places = enumerate(places)  # what stands at each is asked for once, in their order
+        self._places = enumerate(places)  # `bind` is called once for each site, in this order
         self._is_fast = after is None and is_plain(options)
         self._kept = Keeper(options, unversioned)
         self._in_graph = in_graph(options)
@@ -253,7 +267,7 @@ class _Recorder:
         )
 
     def bind(self, site: Site) -> Bound:
-        """Give what stands at the next site."""
+        """Return the tap or callback for the next site."""
         number, (_, node) = next(self._places)
         is_fast = self._is_fast and not site.leaf and site.call is None
         make = _FAST_TAPS.get(site.port) if is_fast else None
@@ -286,7 +300,7 @@ class _Recorder:
         return PlainGradTap(site, self._passes, self._gradient(number, node), number)
 
 
-# The ports of which whole values, kept as they are, have a tap of their own.
+# The ports with a tap of their own for whole values that are kept as they are.
 _FAST_TAPS: dict[str, Callable[[_Recorder, Site, int, Any], Tap]] = {
     "output": _Recorder._plain_output,
     "grad_output": _Recorder._plain_gradient,
@@ -294,8 +308,10 @@ _FAST_TAPS: dict[str, Callable[[_Recorder, Site, int, Any], Tap]] = {
 
 
 def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
-    """A line's report, without holding the line: its hooks hold the recording, and it goes when
-    nobody holds it."""
+    """Return a function that gives a line's report, and that holds the line weakly.
+
+    The line's hooks hold the recording. A dropped line must be free to end.
+    """
     name, model_type = line.name, line.layout.name
     held = weakref.WeakMethod(line.report)
 
@@ -312,17 +328,17 @@ def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
 
 @final
 class _PlainTap(OutputTap):
-    """Keeps a whole output, detached: `OutputTap.fire` and `_keep` in one, for speed.
+    """Keep a whole output, detached: `OutputTap.fire` and `_keep` in one function, for speed.
 
-    A call less is a fiftieth of what torch takes for a module with a hook. One function for all
-    modules: Python runs a call that always meets the same one faster.
+    One call less saves a fiftieth of what torch takes for a module with a hook. All modules share
+    this one function, because Python runs a call faster that always meets the same function.
 
     Args:
-        number: the site's.
-        kept: keeps what is not kept the fast way.
-        unversioned: tells whether an output may change without a word; None where none can, as of a
-            module that returns memory of its own.
-        may_hand_on: whether to look first if the value is the one that was just kept.
+        number: the number of the site.
+        kept: keeps the values that the fast way cannot.
+        unversioned: tells whether an output may change without a new version. None where it cannot,
+            as for a module that returns new memory.
+        may_hand_on: whether the module may return the value that was kept just before.
     """
 
     __slots__ = ("kept", "may_hand_on", "number", "unversioned")
@@ -344,14 +360,14 @@ class _PlainTap(OutputTap):
         self.may_hand_on = may_hand_on
 
     def fire_slowly(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Keep a nested value, or one that was seen outside of a pass, as any other tap does."""
-        # Made here, since most taps never need it; an inert copy has none.
+        """Keep a nested value, or a value outside of a pass, as other taps do."""
+        # Made here because most taps never need it. An inert copy has no callback.
         if getattr(self, "callback", None) is no_callback:
             self.callback = _keep(self.number, self.kept, self.site)
         OutputTap.fire(self, module, args, output)
 
     def collect(self, current: Pass, run: CompiledRun) -> None:
-        """Keep what compiled code has caught: copies, detached by it."""
+        """Keep the detached copies that compiled code has made."""
         traced = self.traced
         if traced is not None and traced.caught is not None:
             caught, traced.caught = traced.caught, None
@@ -361,7 +377,7 @@ class _PlainTap(OutputTap):
                     current.note((self.number, value, None))
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The hook itself."""
+        """Keep the output: the forward hook."""
         if is_dynamo_compiling():
             self.trace(output)
             return
@@ -371,18 +387,18 @@ class _PlainTap(OutputTap):
             return
         try:
             version = output._version
-            # What was just kept as it is, as of an identity, needs not be asked again.
+            # A tensor that was just kept, as by an identity, has been checked already.
             if self.unversioned is not None and (
                 not self.may_hand_on or not (log := current.log) or log[-1][1] is not output
             ):
                 known = current.unversioned
                 if known is None:
                     known = self.unversioned.look(current)
-                # To ask where its memory begins takes twice as long.
+                # storage_offset comes first: data_ptr takes twice as long.
                 if output.storage_offset() or output.data_ptr() >> LINE in known:
                     self.fire_slowly(module, args, output)
                     return
-        except RuntimeError:  # it has no version, or no memory of its own
+        except RuntimeError:  # it has no version counter, or no memory of its own
             self.fire_slowly(module, args, output)
             return
         self.fired += 1
@@ -392,9 +408,9 @@ class _PlainTap(OutputTap):
 
 
 def _may_hand_on(module: nn.Module) -> bool:
-    """Tell whether a module often returns what another module has just returned.
+    """Tell whether a module often returns the tensor that another module has just returned.
 
-    A container does, and layers such as `nn.Identity`; a layer of a user's own class computes.
+    Containers do, and layers such as `nn.Identity`. A layer of a user's own class mostly computes.
     """
     is_of_torch = type(module).__module__.startswith("torch.")
     return is_of_torch or next(module.children(), None) is not None

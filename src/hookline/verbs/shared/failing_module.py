@@ -1,6 +1,6 @@
-"""Which module an exception came from.
+"""Find the module that raised an exception.
 
-Read off the traceback, so that nothing has to be attached beforehand.
+The traceback names the module, so nothing needs to be attached beforehand.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class FailingModule(NamedTuple):
     """The innermost module that was running when an exception was raised.
 
     Args:
-        path: its path.
-        module_type: its class.
-        got: its arguments; with dtypes and devices where the exception is about these.
-        has: the dtypes and devices of its parameters where the exception is about these.
+        path: the module's path.
+        module_type: the name of its class.
+        got: its arguments, with dtypes and devices if the exception is about these.
+        has: the dtypes and devices of its parameters, if the exception is about these.
     """
 
     path: str
@@ -56,8 +56,7 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
         error: the exception, with its traceback.
 
     Returns:
-        The module's path, type, and a description of its arguments; None if no module of the model
-        is in the traceback.
+        The module's path, type and arguments. None if no module of the model is in the traceback.
     """
     paths = {id(node.module): node.path for node in walk(model)}
     is_about_kinds = _ABOUT_KINDS.search(str(error)) is not None
@@ -76,22 +75,22 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
 
 
 def failure_text(model: nn.Module, error: BaseException) -> str:
-    """Say in which module a model failed, what that got, the error, and hookline's notes on it."""
+    """Describe the failing module, its arguments, the error, and hookline's notes on the error."""
     first = (str(error).strip().splitlines() or [""])[0]
     where = find_failing_module(model, error) or "the call"
     return "\n".join([f"{where}: {type(error).__name__}: {first}", *notes_of(error)])
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """The notes that hookline has added to an exception, without its name."""
+    """List the notes that hookline has added to an exception, without the prefix "hookline: "."""
     notes = getattr(error, "__notes__", ())
     return [note.removeprefix(_NOTE) for note in notes if note.startswith(_NOTE)]
 
 
 def note_failing_module(model: nn.Module, error: Exception) -> None:
-    """Add to an exception of a model a note that names the module that raised it.
+    """Add a note to a model's exception that names the module that raised it.
 
-    An exception of hookline's own, or one with a note of hookline's, stays as it is.
+    An exception of hookline's own, or with a note of hookline's, stays unchanged.
     """
     if isinstance(error, HooklineError) or notes_of(error):
         return
@@ -111,6 +110,6 @@ def _arguments(local: dict[str, Any], *, in_full: bool) -> str:
 
 
 def _kinds_of_parameters(module: nn.Module) -> str:
-    """The dtypes and devices of a module's parameters: `float32 on cpu`."""
+    """List the dtypes and devices of a module's parameters: `float32 on cpu`."""
     kinds = list(dict.fromkeys(map(describe.kind, module.parameters())))
     return ", ".join(kinds[:_MOST_KINDS]) + ", …" * (len(kinds) > _MOST_KINDS)

@@ -1,4 +1,4 @@
-"""Running a model on whatever a person gives as its input."""
+"""Run a model on inputs in any of the forms that the verbs accept."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Run a model: a tuple is its arguments, a mapping its keyword arguments.
+    """Run a model: a tuple gives its arguments, a mapping its keyword arguments.
 
-    A function is called as it is: code that runs the model somewhere inside. Anything else is the
-    model's only argument. Where the model does not take a mapping's keys, a note on the error says
-    how to give the mapping itself.
+    A function is called without arguments; it runs the model somewhere inside. Any other object is
+    the model's only argument. If the model refuses a mapping's keys, a note on the error says how
+    to give the mapping as one argument.
     """
     if isinstance(inputs, tuple):
         try:
@@ -46,19 +46,19 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _note_shape(inputs: tuple[Any, ...], error: TypeError) -> None:
-    """Add a note to the error of a model that was given a shape in the place of a tensor."""
+    """Add a note to the error if the tuple looks like a shape given in place of a tensor."""
     if inputs and all(type(size) is int for size in inputs):
         error.add_note(
-            "hookline: a tuple is given as arguments, and these are numbers.\nFor an input of"
-            f" this shape, give torch.rand({', '.join(map(str, inputs))})."
+            "hookline: a tuple is given as arguments, and these are numbers.\nGive"
+            f" torch.rand({', '.join(map(str, inputs))}) for an input of this shape."
         )
 
 
 def _note_refused_keywords(model: nn.Module, inputs: Mapping[str, Any], error: TypeError) -> None:
-    """Add a note to the error of a model whose forward does not take these keyword arguments."""
+    """Add a note to the error if the model's forward does not take these keyword arguments."""
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward that is not Python's own
+    except (TypeError, ValueError):  # a forward that is not a Python function
         return
     try:
         signature.bind(**inputs)
@@ -67,15 +67,15 @@ def _note_refused_keywords(model: nn.Module, inputs: Mapping[str, Any], error: T
         more = ", ..." * (len(inputs) > _N_KEYS_SHOWN)
         error.add_note(
             f"hookline: a dict is given as keyword arguments, and the model's forward refuses them:"
-            f" {refusal}.\nIf the model takes one dict, give it in a tuple: ({{{keys}{more}}},)."
+            f" {refusal}.\nGive a dict that is one argument in a tuple: ({{{keys}{more}}},)."
         )
 
 
 @contextmanager
 def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode without gradients, and leave it as it was.
+    """Run the block in eval mode without gradients, and leave the model as it was.
 
-    Training flags, buffers and random states are put back afterwards.
+    Training flags, buffers and random states are restored afterwards.
 
     Raises:
         InputError: the model has lazy parameters, which its first run would create for good.
@@ -83,8 +83,8 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
     name = lazy_name(model)
     if name is not None:
         raise InputError(
-            f"the parameter {name} is lazy: the first run of the model would create it for"
-            " good.\nRun the model once yourself, then ask again."
+            f"the model must have no lazy parameters, got {name}: the first run would create it"
+            " for good.\nRun the model once yourself, then call this again."
         )
     with restore_state(model), torch.no_grad(), in_eval_mode(model.modules()):
         yield
@@ -92,11 +92,11 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules in eval mode for a while, and give each its own mode back."""
-    # A frozen ScriptModule has no such flag.
+    """Put modules in eval mode in the block, and restore each module's mode afterwards."""
+    # A frozen ScriptModule has no training flag.
     training = [module for module in modules if getattr(module, "training", False)]
     try:
-        # The flags alone: `train()` and `eval()` may be overridden, and merge or unpack weights.
+        # Only the flags: an overridden `train()` or `eval()` may merge or unpack weights.
         for module in training:
             module.training = False
         yield
@@ -106,22 +106,22 @@ def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def lazy_name(model: nn.Module) -> str | None:
-    """The first parameter or buffer that the model's first run will create; None if all exist."""
+    """Return the first parameter or buffer that the first run will create; None if all exist."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in tensors if is_lazy(tensor)), None)
 
 
 @contextmanager
 def restore_state(model: nn.Module) -> Iterator[None]:
-    """Leave training flags, buffers and random states as they are, whatever runs in the block.
+    """Restore training flags, buffers and random states after the block.
 
-    It runs on copies of the buffers. Compiled code is bound to the buffers themselves: there they
-    are written back.
+    The block runs on copies of the buffers. Compiled code is bound to the buffers themselves. There
+    the block runs on the buffers, and their old values are written back.
     """
     modules = list(model.modules())
     flags = [(module, module.training) for module in modules]
     on_copies = not any(is_compiled(module) for module in modules)
-    copies: dict[int, Tensor] = {}  # a buffer may be held by several modules
+    copies: dict[int, Tensor] = {}  # by buffer, because several modules may hold one buffer
     kept = [
         (table, name, buffer, copies.setdefault(id(buffer), _clone(buffer)), _version(buffer))
         for table in map(buffers, modules)
@@ -144,7 +144,8 @@ def restore_state(model: nn.Module) -> Iterator[None]:
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # of the same kind
+    # An inference tensor's copy must be an inference tensor.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         return tensor.clone()
 
 

@@ -1,4 +1,4 @@
-"""VerbLine: how the line of a verb ends."""
+"""VerbLine: the base of verbs' lines that have work to do at their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OwnLine = TypeVar("OwnLine", bound=Line)
 
 
 class VerbLine(Generic[OwnLine]):
-    """The line of a verb that has more to do than the line when it ends; the verb enters it."""
+    """A line of a verb, with work before and after its hooks are removed."""
 
     def __init__(self, line: OwnLine) -> None:
         self._line = line
@@ -34,14 +34,14 @@ class VerbLine(Generic[OwnLine]):
                 self._ended(error)
 
     def remove(self) -> None:
-        """End the line: take its hooks off. Idempotent."""
+        """End the line: remove its hooks. Idempotent."""
         try:
             self._line.remove()
         finally:
             self._ended(None)
 
     def _ending(self, error: BaseException | None) -> None:
-        """A block is about to end; `error` is what ends it, if it is no normal end."""
+        """Do the verb's work before the hooks are removed; `error` is what ended the block."""
 
     def _ended(self, error: BaseException | None) -> None:
-        """The hooks are off."""
+        """Do the verb's work after the hooks have been removed."""

@@ -1,1 +1,1 @@
-"""Print what flows while it flows, with times."""
+"""Print each module as it runs, with times."""

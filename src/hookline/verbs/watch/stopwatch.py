@@ -1,11 +1,12 @@
 """Time the calls of modules, without the hooks of hookline.
 
 The stopwatch stands still between the first and the last hook of hookline before a forward, and
-between the first and the last after it. So nothing that hooks do is in the time of any module that
-is under way, however deep, and an exception between two hooks leaves nothing to be put right.
+between the first and the last after it. So the time of hooks counts for no module, at any depth.
+An exception between two hooks leaves no state to repair.
 
-What stays in the times: torch's own loop over the hooks, about 2 us a call, and what the model
-takes longer because hooks have used the caches meanwhile. `Call.is_exact` says where that counts.
+Two things stay in the times: torch's own loop over the hooks, about 2 us a call, and the time that
+the model loses because hooks have used the caches meanwhile. `Call.is_exact` tells whether these
+matter.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from hookline.engine import Order, Passes, Site
 from hookline.engine.line.registration import Registrations
 from hookline.engine.taps.base import HookSpec, Tap, is_inert, no_callback
 
-# How much longer a call takes with hooks around it, at most, that is not left out: torch's loop,
-# and the instructions and tables of Python that have left the caches (`benchmarks/watching.py`).
+# The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
+# Python code and tables that have left the caches (`benchmarks/watching.py`).
 _SECONDS_A_CALL = 30e-6
 _SHARE = 0.1
 
 
 @final
 class Stopwatch(threading.local):
-    """A clock that can be set back, in each thread its own.
+    """A clock that can be set back, separately in each thread.
 
         >>> seconds = iter([10.0, 14.0, 15.0])
         >>> stopwatch = Stopwatch(lambda: next(seconds))
@@ -42,7 +43,7 @@ class Stopwatch(threading.local):
         1.0
 
     Args:
-        clock: returns seconds.
+        clock: a function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -50,7 +51,7 @@ class Stopwatch(threading.local):
         self._left_out = 0.0
 
     def read(self) -> float:
-        """Return the seconds so far, without those that were left out."""
+        """Return the seconds so far, without the times that were left out."""
         return self._clock() - self._left_out
 
     def go_on(self, reading: float) -> None:
@@ -60,20 +61,20 @@ class Stopwatch(threading.local):
 
 @final
 class Call:
-    """One call of a module that is under way.
+    """A call of a module that is under way.
 
     Args:
-        key: the identity of the frame of the call; the frame is not kept alive.
-        reading: the stopwatch's, where it stands still for the hooks of the call.
+        key: the id of the frame of the call; the frame itself is not kept alive.
+        reading: the stopwatch's reading at which it stands still for the hooks of the call.
 
     Attributes:
-        began: the reading when the forward began; None before.
+        began: the reading at which the forward began; None before.
         got: the structure of the inputs, as text.
         has_run: whether the forward has returned.
-        seconds: how long the forward took; None while it runs, and where nobody can say.
-        n_calls: how many calls of watched modules it has made, itself included.
+        seconds: the duration of the forward; None while it runs, and if compiled code ran in it.
+        n_calls: the number of calls of watched modules in it, itself included.
         has_compiled: whether compiled code ran in it, which does more than the model alone.
-        launches: whether a tensor of an accelerator came out of it, or out of a part of it.
+        launches: whether it, or a module inside it, returned a tensor on an accelerator.
     """
 
     __slots__ = (
@@ -94,13 +95,13 @@ class Call:
 
     @property
     def is_exact(self) -> bool:
-        """Tell whether the time is within a tenth of a run without hooks; else it is a bound."""
+        """Tell whether hooks can have changed the time by at most a tenth."""
         return self.seconds is not None and self.n_calls * _SECONDS_A_CALL <= _SHARE * self.seconds
 
 
 @final
 class Running(threading.local):
-    """The calls of a line's modules that are under way in a thread, the outermost first."""
+    """The calls of a line's modules that are under way in a thread, outermost first."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -115,9 +116,9 @@ class Running(threading.local):
         calls.append(Call(id(frame), reading))
 
     def find(self, frame: FrameType) -> Call | None:
-        """Return the call with this frame, and drop those in it that ended with an exception."""
+        """Return the call with this frame, and drop the inner calls that ended by an exception."""
         calls, key = self.calls, id(frame)
-        # From the end: a frame's identity is given again, and only to calls that come later.
+        # From the end, because Python reuses the id of a frame, and only for later calls.
         for number in range(len(calls) - 1, -1, -1):
             if calls[number].key == key:
                 del calls[number + 1 :]
@@ -127,12 +128,12 @@ class Running(threading.local):
 
 @final
 class ClockTap(Tap):
-    """Times the calls of a module: four hooks, around the other hooks of hookline.
+    """Time the calls of a module, with four hooks around the other hooks of hookline.
 
     Args:
         passes: the passes of the line.
-        running: the calls of the line's modules.
-        stopwatch: shared by all lines, so that none counts the hooks of another.
+        running: the calls of the line's modules that are under way.
+        stopwatch: the stopwatch of all lines, so that no line counts the hooks of another.
     """
 
     __slots__ = ("running", "stopwatch")
@@ -181,7 +182,7 @@ class ClockTap(Tap):
         """Start the stopwatch: the last forward hook."""
         if is_dynamo_compiling() or is_inert(self):
             return
-        call = self.running.find(sys._getframe(1))  # of the root the pass has ended by now
+        call = self.running.find(sys._getframe(1))  # at the root, the pass has ended already
         if call is not None:
             self.running.calls.pop()
             self.stopwatch.go_on(call.reading)
@@ -190,23 +191,23 @@ class ClockTap(Tap):
         current = self._pass_of(module)
         if current is None:
             return False
-        current.calls.get(self)  # compiled code that has run is to print now what it did
+        current.calls.get(self)  # makes compiled code that has run print its values now
         return True
 
 
-# One for all lines: the hooks of one are no part of the model for another either.
+# All lines share one stopwatch: the hooks of one line belong to no other line's model times.
 _STOPWATCH = Stopwatch()
 
 
 def time_calls(
     module: nn.Module, placements: Registrations, passes: Passes, running: Running
 ) -> None:
-    """Put the four hooks of a clock tap on a module."""
+    """Register the four hooks of a clock tap on a module."""
     placements.register_all(module, ClockTap(passes, running, _STOPWATCH))
 
 
 def _is_above(key: int, frame: FrameType) -> bool:
-    """Tell whether the frame with this id is a caller of the given one, at any distance."""
+    """Tell whether the frame with this id is among the callers of the given frame."""
     above = frame.f_back
     while above is not None and id(above) != key:
         above = above.f_back

@@ -1,4 +1,4 @@
-"""watch: print each module as it runs."""
+"""Print each module as it runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CHUNK = 2**16  # elements whose float64 copy, of 512 KiB, stays in a core's cac
 @final
 @hides("start")
 class Watch(VerbLine[Line]):
-    """A line that prints: a context manager, or ended by `remove()`."""
+    """A line that prints each module as it runs: a context manager, or ended by `remove()`."""
 
     def __init__(self, line: Line, model: nn.Module, file: TextIO | None) -> None:
         super().__init__(line)
@@ -76,9 +76,11 @@ class Watch(VerbLine[Line]):
         return replace(full, fired=shown, why={site: full.why[site] for site, n in shown if not n})
 
     def start(self, selection: Selection, *, optional: bool) -> None:
-        """Attach: an input tap starts a module's clock, an output tap prints it.
+        """Attach the taps: an input tap starts a module's clock, an output tap prints the module.
 
-        With `optional`, it is no mistake if no backward comes.
+        Args:
+            selection: the sites.
+            optional: whether a gradient that never arrives is left out of the report.
         """
         self._optional = optional
         places = list(selection.places())
@@ -90,7 +92,7 @@ class Watch(VerbLine[Line]):
         depth = {site: site.path.count(".") for site, _ in places}
         width = max((len(site.path) + 2 * depth[site] + 3 for site, _ in places), default=8)
 
-        printer = self._printer  # and not self: hooks that held the line would keep it on
+        printer = self._printer  # hooks that held self would keep the line alive
 
         def bind(site: Site) -> Any:
             if site.is_gradient:
@@ -112,7 +114,7 @@ class Watch(VerbLine[Line]):
 
 @final
 class _Printer:
-    """Prints what flows by."""
+    """Print inputs, outputs and gradients, one line for each module."""
 
     __slots__ = ("_file", "running")
 
@@ -126,7 +128,7 @@ class _Printer:
             self.running.calls[-1].got = describe.shape_or_structure(local_shards(value))
 
     def leave(self, site: Site, width: int) -> Any:
-        """Return what prints an output."""
+        """Return the callback that prints an output."""
         name = path_text(site.path)
 
         def callback(current: Pass, value: Any) -> None:
@@ -145,7 +147,7 @@ class _Printer:
         return callback
 
     def compiled(self, site: Site, width: int) -> Any:
-        """Return what prints an output of compiled code, which tells no time and no order."""
+        """Return the callback that prints an output of compiled code, without time or order."""
         label = "  " * (site.path.count(".") + bool(site.path)) + path_text(site.path)
 
         def callback(current: Pass, value: Any) -> None:
@@ -167,7 +169,7 @@ class _Printer:
 
 @final
 class _Back(GradientCallback):
-    """Prints the gradients at one site."""
+    """Print the gradients at one site."""
 
     __slots__ = ("_printer", "_site", "_width", "optional")
 
@@ -196,35 +198,38 @@ def watch(
         >>> with watch(model, file=io.StringIO()):
         ...     _ = model(torch.zeros(4, 2))
 
-    A module is printed when it has run, so a container comes after what it holds; the indentation
+    A module is printed after it has run, so a container comes after its submodules. The indentation
     is the depth of the call. In backward, the gradient of each module's output is printed when it
-    arrives, marked `<`: the last module's first. Statistics are of the first floating tensor, in
-    float64 on the CPU, else in float32; of a nested tensor they are of all its parts. Where a
-    module raises, the last line names it and what it got. Under `vmap` shapes are those of one
-    example, and statistics are of all of them.
+    arrives, marked `<`, so the last module comes first. If a module raises, the last line names the
+    module and its inputs.
 
-    The time is that of the module without hookline: its hooks, the statistics and the printing are
-    left out, also those of other lines and of modules inside. Hooks that are not hookline's and
-    edits are counted. Hooks cool the caches, which adds up to 0.03 ms a call; a time that this
-    could change by more than a tenth is marked `~`. Of modules on an accelerator it is the time to
-    launch the work, not to do it, and the line says so. What runs in compiled code is printed when
-    that has run, in registration order, without inputs and times; what holds compiled code is
-    printed without a time.
+    Statistics are those of the first floating tensor, in float64 on the CPU and in float32
+    elsewhere. For a nested tensor they are over all its parts. Under `vmap`, shapes are those of
+    one example, and statistics are over all examples.
+
+    The time is that of the module without hookline. It leaves out hookline's hooks, statistics and
+    printing, also those of other lines and of inner modules. It includes edits and hooks of other
+    code. Hooks push the model's data out of the caches, which adds up to 0.03 ms a call. A time
+    that this could change by more than a tenth is marked `~`. On an accelerator, the time is that
+    of launching the work, and the line says so.
+
+    Modules in compiled code are printed after that code has run, in registration order, without
+    inputs and times. Modules that contain compiled code are printed without a time.
 
     Args:
         model: the model.
-        selector: which modules; as in `hl.select`. None is every module.
-        ports: what is printed, of "output" (with the input's shape and the time), "grad_output",
-            "grad_input" and "grad"; None is outputs, and their gradients if a backward comes.
-        file: where to print; None is the standard output.
-        every_thread: see every thread and async task. False: see the one that calls this, and what
-            runs in a copy of its context.
+        selector: which modules, as in `hl.select`. None is every module.
+        ports: what is printed: "output" (with the input's shape and the time), "grad_output",
+            "grad_input" or "grad". None prints outputs, and their gradients if backward runs.
+        file: the file to print to; None is the standard output.
+        every_thread: True prints modules of every thread and async task. False prints those of the
+            calling thread or task, and of code that runs in a copy of its context.
 
     Returns:
         A line: a context manager, or ended by `remove()`.
 
     Raises:
-        SelectionError: the selector matches nothing.
+        SelectionError: the selector matches nothing, or a port is unknown.
     """
     line = Line(model, name="watch", every_thread=every_thread)
     line.options.lenient = selector is None
@@ -243,8 +248,8 @@ def _see_nothing(current: Pass, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value's shape and dtype, and the mean and deviation of its first floating tensor."""
-    value = local_shards(value)  # nothing here talks to other ranks
+    """Describe a value: its shape and dtype, and the mean and std of its first floating tensor."""
+    value = local_shards(value)  # nothing here communicates with other ranks
     text = describe.shape_or_structure(value)
     for _, tensor in tree.tensors(value):
         if not tensor.is_floating_point() or tensor.is_meta:
@@ -254,7 +259,7 @@ def _shown(value: Any) -> str:
             with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
                 mean, std = _mean_and_std(innermost(tensor.detach()))
                 return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}"
-        except Exception:  # sparse, fake: it has no numbers to show; the model must go on
+        except Exception:  # a sparse or fake tensor has no numbers to show; the model must go on
             return f"{text} {dtype}"
     return text
 
@@ -262,13 +267,13 @@ def _shown(value: Any) -> str:
 def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
     """Compute the mean and the standard deviation of all elements, in float64 on the CPU.
 
-    `torch.std_mean` takes ten times as long there. That is not only slow: the longer a hook runs,
-    the more of the model's data leaves the caches, and the longer the model takes after it.
+    `torch.std_mean` takes ten times as long on the CPU. A long hook also slows down the model after
+    it, because more of the model's data leaves the caches.
     """
     if tensor.is_nested:
         tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     if not tensor.numel():
-        return math.nan, math.nan  # torch warns that there is nothing to deviate
+        return math.nan, math.nan  # torch would warn about the deviation of no elements
     if tensor.device.type != "cpu":
         both = torch.std_mean(tensor.float(), correction=0)
         return both[1].item(), both[0].item()
@@ -277,13 +282,13 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
         deviations = part.double()
         n, mean = len(part), deviations.mean().item()
         deviations = deviations - mean
-        # Chan, Golub and LeVeque: two means, and two sums of squared deviations, merged.
+        # Merge two means and two sums of squared deviations (Chan, Golub and LeVeque).
         apart = mean - total_mean
         squares += torch.dot(deviations, deviations).item() + apart**2 * (count * n / (count + n))
         count += n
         total_mean += apart * (n / count)
     if not math.isfinite(total_mean):
-        return tensor.double().mean().item(), math.nan  # of infinities of one sign
+        return tensor.double().mean().item(), math.nan  # inf if all infinities have one sign
     return total_mean, math.sqrt(squares / count)
 
 
@@ -293,7 +298,7 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def _took(call: Call) -> str:
-    """Format the time of a call; empty where nobody can say."""
+    """Format the time of a call; empty where it was not timed."""
     if call.seconds is None:
         return ""
     about = "" if call.is_exact else "~"

@@ -18,7 +18,7 @@ def check_source(source: Any) -> None:
     """
     if not isinstance(source, Recording | PassRecord):
         raise InputError(
-            f"hl.plots draws recordings, got {type(source).__name__}."
+            f"hl.plots must be given a recording or a pass, got {type(source).__name__}."
             "\nRecord first, with hl.record(model) as run: model(x), and give run or one of"
             " run.passes. Open a folder with hl.open(path)."
         )

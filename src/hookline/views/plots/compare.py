@@ -148,7 +148,8 @@ def _one_site(a: Value, b: Value, n: int, order: str, reading: tuple[int, str | 
     drawable(b)
     if a.tensor.shape != b.tensor.shape:
         raise InputError(
-            f"{a.label} has two shapes: {describe.shape(a.tensor)} and {describe.shape(b.tensor)}."
+            f"{a.label} must have one shape in both recordings, got {describe.shape(a.tensor)} and"
+            f" {describe.shape(b.tensor)}."
             "\nCompare recordings of inputs of one shape."
         )
     found = arrange(a, reading[1], reading[0])

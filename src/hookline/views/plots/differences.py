@@ -64,7 +64,8 @@ def differences(a: Source, b: Source) -> tuple[list[Difference], list[str]]:
     if unread and not found:
         raise InputError(
             f"the two recordings have no value that can be compared: {unread[0]} was overwritten in"
-            " place, or holds no numbers that can be read.\nRecord sites with tensors, copy=True."
+            " place, or holds no numbers that can be read."
+            "\nRecord sites with tensors, and give copy=True."
         )
     if not found:
         raise InputError(

@@ -53,8 +53,8 @@ def gradients(recording: Recording) -> Figure:
     check_source(recording)
     if not isinstance(recording, Recording):
         raise InputError(
-            "hl.plots.gradients draws a whole recording, in means over its passes."
-            "\nGive the recording, not one of its passes."
+            "the recording must be whole, got one of its passes."
+            "\nGive the recording: the figure shows means over its passes."
         )
     flow = recording.gradients()
     found = flow.rows

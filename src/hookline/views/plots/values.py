@@ -130,7 +130,8 @@ def one_pass(source: Source, name: str = "") -> PassRecord:
     filled = [one for one in source.passes if len(one)]
     if not filled:
         raise NotRecordedError(
-            "this recording holds no values: the model has not run.\nprint(run.report()) says more."
+            "the recording must hold values, got none: the model has not run."
+            "\nPrint run.report() to learn more."
         )
     if len(filled) > 1:
         raise InputError(
@@ -263,7 +264,7 @@ def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
             raise InputError(f"{label} is on the meta device: it has a shape and no numbers.")
         raise InputError(
             f"{label} holds no tensor that can be drawn: it is {describe.in_words(value)}."
-            "\nName a site that does, or a leaf of it."
+            "\nName a site with such a tensor, or a leaf of it."
         )
     if not _is_readable(tensor):
         raise InputError(
