@@ -241,7 +241,7 @@ class Column:
         rows = _positions(rows, self._length, "rows")
         if is_basic:
             found = self._gather(rows.reshape(-1), tuple(rest))
-            return found.reshape(*rows.shape, *found.shape[1:])
+            return found.reshape((*rows.shape, *found.shape[1:]))
         found = self._gather(rows.reshape(-1), ())
         places = np.arange(rows.size).reshape(rows.shape) if rows.ndim else 0
         return self._own(found[(places, *_as_arrays(rest))])
@@ -281,8 +281,9 @@ class Column:
         if len(touched) == 1:
             np.take(views[int(touched[0])], rows, axis=0, out=found, mode="clip")
         elif n_rows < _FEW * len(touched) or row_bytes > _SMALL_BYTES:
-            for target, shard, row in zip(found, shards.tolist(), rows.tolist(), strict=True):
-                target[...] = views[shard][row]
+            asked = zip(shards.tolist(), rows.tolist(), strict=True)
+            for number, (shard, row) in enumerate(asked):
+                found[number] = views[shard][row]
         else:
             order = np.argsort(shards, kind="stable")
             ends = np.cumsum(counts).tolist()
@@ -345,7 +346,7 @@ def _positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
             f"\nGive the numbers of {what}, such as [0, 5], or a slice such as [:100]."
         )
     if found.dtype.kind == "u":
-        found = np.minimum(found, np.iinfo(np.int64).max)  # else it would become negative
+        found = np.minimum(found.astype(np.uint64), 2**63 - 1)  # else it would become negative
     found = found.astype(np.int64)
     is_outside = (found < -length) | (found >= length)
     if is_outside.any():

@@ -207,18 +207,22 @@ class Store:
         asked = parse_site(site) if isinstance(site, str) else site
         found = self._by_site.get(asked)
         if found is None:
-            close = closest(str(site), list(self.sites))
-            there = (
-                f". Did you mean {listed(close)}?"
-                if close
-                else f"; stored: {plural(len(self.sites), 'site')}, such as"
-                f" {listed(list(self.sites))}."
-            )
-            raise NotRecordedError(
-                f"{str(site)!r} was never selected{there}"
-                "\nLook up one that was, or select this one too when extracting."
-            )
+            raise NotRecordedError(self._not_stored(asked))
         return found
+
+    def _not_stored(self, asked: Site) -> str:
+        same_path = [name for site, name in self._by_site.items() if site.path == asked.path]
+        if same_path:
+            there = f"; stored there: {listed(same_path)}."
+        elif close := closest(str(asked), list(self.sites)):
+            there = f". Did you mean {listed(close)}?"
+        else:
+            n_sites = plural(len(self.sites), "site")
+            there = f"; stored: {n_sites}, such as {listed(list(self.sites))}."
+        return (
+            f"{str(asked)!r} was never selected{there}"
+            "\nLook up one that was, or select this one too when extracting."
+        )
 
     def _check_single(self, what: str) -> None:
         if self.parts:
@@ -322,7 +326,7 @@ def _n_shards(place: Place) -> int:
 
 def _unfinished(place: Place) -> FolderError:
     return FolderError(
-        f"{place} is not finished: {plural(_n_shards(place), 'shard')} of it are there."
+        f"{place} is not finished: it holds {plural(_n_shards(place), 'shard')} so far."
         "\nStart the same hl.extract again: it goes on where it was."
     )
 
@@ -330,7 +334,7 @@ def _unfinished(place: Place) -> FolderError:
 def _without_manifest(place: Place) -> FolderError:
     found = _n_shards(place)
     if found:
-        return _damaged(place, f"its {MANIFEST} is gone, and {plural(found, 'shard')} are there")
+        return _damaged(place, f"its {MANIFEST} is gone; {plural(found, 'shard')} left")
     return FolderError(
         f"{place} is not a store: it has no {MANIFEST}.\nGive the folder that hl.extract wrote."
     )

@@ -1,0 +1,52 @@
+"""`hl.open`: a recording or a store, by what its folder holds."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.recordings.manifest import MANIFEST
+from small_stores import write_store
+
+VALUES = torch.arange(12.0).reshape(6, 2)
+
+
+def test_a_recording_and_a_store_are_told_apart(tmp_path):
+    model = nn.Linear(2, 2)
+    with hl.record(model) as run:
+        model(VALUES)
+    run.save(tmp_path / "run")
+    write_store(tmp_path / "store", {"x": VALUES})
+    for verify in (False, True):
+        assert isinstance(hl.open(tmp_path / "run", verify=verify), hl.Recording)
+        assert isinstance(hl.open(str(tmp_path / "store"), verify=verify), hl.Store)
+
+
+def test_a_url_is_a_store():
+    where = f"memory://test-opening-{os.getpid()}"
+    write_store(where, {"x": VALUES})
+    store = hl.open(where)
+    assert torch.equal(store["x"][:], VALUES)
+    assert where in repr(store)
+
+
+def test_shards_without_a_manifest_are_a_damaged_store(tmp_path):
+    write_store(tmp_path / "s", {"x": VALUES})
+    (tmp_path / "s" / MANIFEST).unlink()
+    with pytest.raises(hl.FolderError, match=r"manifest.json is gone; 1 shard left"):
+        hl.open(tmp_path / "s")
+
+
+@pytest.mark.parametrize("where", ["missing", 3, None, "a\0b"])
+def test_what_is_neither_is_refused_as_before(where):
+    with pytest.raises(hl.FolderError):
+        hl.open(where)
+
+
+def test_a_protocol_that_is_unknown_is_named():
+    with pytest.raises(hl.FolderError, match="nothing://x cannot be used"):
+        hl.open("nothing://x")

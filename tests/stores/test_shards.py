@@ -1,0 +1,203 @@
+"""Shards of an opened store: verified on first use, mapped without an open file, damage named."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.stores import open_store
+from hookline.stores import shards as shards_module
+from hookline.stores.place import LocalPlace, place_of
+from hookline.stores.shard_file import name_of
+from small_stores import write_store
+
+VALUES = torch.arange(96.0).reshape(24, 4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """24 rows in shards of 8, at two sites."""
+    write_store(tmp_path / "s", {"a": VALUES, "b": -VALUES})
+    return tmp_path / "s"
+
+
+def flip(path, column):
+    """Flip one bit in the last byte of a column's values."""
+    shard = open_store(path.parent)._shards.describe(int(path.name[6:14]))
+    with path.open("r+b") as file:
+        file.seek(shard.spans[column].stop - 1)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_flipped_bit_is_found_when_its_column_is_first_read(folder):
+    flip(folder / name_of(1), "a")
+    store = hl.open(folder)
+    assert torch.equal(store["b"][:], -VALUES)
+    assert torch.equal(store["a"][:8], VALUES[:8])
+    assert torch.equal(store["a"][16:], VALUES[16:])
+    for read in (lambda: store["a"][8], lambda: store["a"][[0, 9]], lambda: store["a"][5:9]):
+        with pytest.raises(hl.FolderError) as caught:
+            read()
+        lines = str(caught.value).splitlines()
+        assert lines[0].startswith(f"{folder}/shard-00000001.safetensors is damaged: 'a': its")
+        assert lines[1] == (
+            f"Remove what is damaged with `hookline store repair {folder}`, then start the same"
+            " hl.extract again."
+        )
+
+
+@pytest.mark.parametrize("column", ["a", "b", "@item"])
+def test_verify_reads_all_values_at_once(folder, column):
+    hl.open(folder, verify=True)
+    flip(folder / name_of(2), column)
+    hl.open(folder)
+    with pytest.raises(hl.FolderError, match=rf"shard-00000002.safetensors is damaged: '{column}'"):
+        hl.open(folder, verify=True)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def other_head(path):
+    with path.open("r+b") as file:
+        file.seek(20)
+        file.write(b"x")
+
+
+def lying_length(path):
+    with path.open("r+b") as file:
+        file.write((2**40).to_bytes(8, "little"))
+
+
+def of_another_store(path):
+    write_store(path.parent.parent / "other", {"a": VALUES + 1, "b": VALUES})
+    (path.parent.parent / "other" / path.name).rename(path)
+
+
+def of_another_number(path):
+    path.write_bytes((path.parent / name_of(0)).read_bytes())
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, empty, other_head, lying_length, of_another_store, of_another_number, os.remove]
+)
+def test_a_damaged_shard_is_named_and_the_others_are_read(folder, damage):
+    damage(folder / name_of(1))
+    store = hl.open(folder)
+    assert torch.equal(store["a"][:8], VALUES[:8])
+    what = "is gone" if damage is os.remove else "is damaged: "
+    with pytest.raises(hl.FolderError, match=f"shard-00000001.safetensors {what}"):
+        store["a"][8]
+    with pytest.raises(hl.FolderError, match=f"shard-00000001.safetensors {what}"):
+        hl.open(folder, verify=True)
+
+
+def test_a_file_is_verified_once_until_it_changes(folder, monkeypatch):
+    checked = []
+    check = shards_module.check
+    monkeypatch.setattr(shards_module, "check", lambda s, d: (checked.append(s), check(s, d)))
+    store = hl.open(folder)
+    for _ in range(3):
+        assert torch.equal(store["a"][:8], VALUES[:8])
+        store.release()
+    assert len(checked) == 1
+    os.utime(folder / name_of(0), ns=(1, 1))
+    store["a"][0]
+    assert len(checked) == 2
+
+
+def test_a_released_store_reads_again(folder):
+    store = hl.open(folder)
+    kept = store["a"][:8]
+    store.release()
+    assert not store._shards._held
+    assert torch.equal(store["a"][:8], kept)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files by /proc")
+def test_no_file_stays_open(folder):
+    before = len(os.listdir("/proc/self/fd"))
+    store = hl.open(folder, verify=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(store._shards._held) == 3
+
+
+def test_columns_share_one_mapping_of_a_file(folder):
+    store = hl.open(folder)
+    a, b = store._shards.array(0, store["a"]._form), store._shards.array(0, store["b"]._form)
+    data = store._shards._held[0].data
+    start = data.__array_interface__["data"][0]
+    for array in (a, b):
+        assert start <= array.__array_interface__["data"][0] < start + data.nbytes
+
+
+def test_mappings_that_others_have_used_up_are_given_back(folder, monkeypatch):
+    store = hl.open(folder)
+    store["a"][0]
+    view, failed = LocalPlace.view, []
+
+    def fails_once(self, name, start, stop):
+        if not failed:
+            failed.append(name)
+            raise RuntimeError(
+                "unable to mmap 512 bytes from file <x>: Cannot allocate memory (12)"
+            )
+        return view(self, name, start, stop)
+
+    monkeypatch.setattr(LocalPlace, "view", fails_once)
+    assert torch.equal(store["a"][:], VALUES)
+    assert failed == [name_of(1)]
+
+
+def test_a_store_behind_a_url_is_read_and_forgotten_within_bounds(monkeypatch):
+    where = f"memory://test-shards-{os.getpid()}"
+    place = write_store(where, {"a": VALUES, "b": -VALUES})
+    monkeypatch.setattr(shards_module, "MOST_DOWNLOADED", 2 * 8 * 16)
+    store = hl.open(where)
+    for _ in range(2):
+        assert torch.equal(store["a"][:], VALUES)
+        assert torch.equal(store["b"][::-5], -VALUES.flip(0)[::5])
+        assert sum(store._shards._downloaded.values()) <= 2 * 8 * 16
+    place.remove(name_of(2))
+    store.release()
+    with pytest.raises(hl.FolderError, match=r"shard-00000002.safetensors is gone"):
+        store["a"][23]
+    data = bytearray(place.read(name_of(1)))
+    data[-1] ^= 1
+    place.write(name_of(1), [bytes(data)])
+    with pytest.raises(hl.FolderError, match=r"shard-00000001.safetensors is damaged"):
+        place_of(where), hl.open(where, verify=True)
+
+
+def test_threads_read_the_same(folder, monkeypatch):
+    monkeypatch.setattr(shards_module, "MOST_MAPPED", 1)
+    store = pickle.loads(pickle.dumps(hl.open(folder)))
+    wrong = []
+
+    def read(seed):
+        rows = torch.randint(24, (200,), generator=torch.Generator().manual_seed(seed))
+        for row in rows.tolist():
+            if not torch.equal(store["a"][row], VALUES[row]):
+                wrong.append(row)
+        if not torch.equal(store["b"][rows], -VALUES[rows]):
+            wrong.append(rows)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

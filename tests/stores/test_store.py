@@ -1,0 +1,181 @@
+"""A store: its sites and what is known of them, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.recordings.manifest import MANIFEST
+from hookline.stores import open_store
+from hookline.stores.place import place_of
+from small_stores import write_store
+
+VALUES = torch.arange(80.0).reshape(20, 4)
+
+
+@pytest.fixture
+def store(tmp_path):
+    columns = {"layer1.0": VALUES, "fc:input": VALUES[:, :2], "(root)": VALUES.mean(1)}
+    place = write_store(tmp_path / "s", columns, items=range(100, 120), skipped=[(3, "broken")])
+    place.write("names.json", [json.dumps([f"{k}.png" for k in range(120)]).encode()])
+    return open_store(tmp_path / "s")
+
+
+def test_what_a_store_says_of_itself(store, tmp_path):
+    assert store.sites == ("layer1.0", "fc:input", "(root)")
+    assert list(store) == list(store.sites)
+    assert (len(store), store.n_items, store.n_rows) == (20, 20, 20)
+    assert store.items[:3].tolist() == [100, 101, 102]
+    assert store.skipped == [(3, "broken")]
+    assert store.names[store.items[4]] == "104.png"
+    assert store.job["batch_size"] == 4
+    assert store.statistics["layer1.0"].mean == VALUES.mean()
+    assert store.nbytes == sum(path.stat().st_size for path in (tmp_path / "s").glob("shard*"))
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("layer1.0", "layer1.0"), ("layer1.0:output", "layer1.0"), ("fc:input", "fc:input"),
+        ("", "(root)"), (":output", "(root)"), ("(root)", "(root)"),
+        (hl.Site("layer1.0"), "layer1.0"), (hl.Site("fc", "input"), "fc:input"),
+    ],
+)  # fmt: skip
+def test_a_site_is_found_however_it_is_written(store, written, name):
+    assert store[written].name == name
+    assert written in store
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("layer10", r"'layer10' was never selected\. Did you mean 'layer1.0'"),
+        ("fc", "'fc' was never selected; stored there: 'fc:input'"),
+        ("layer1.0#1", "'layer1.0#1' was never selected; stored there: 'layer1.0'"),
+        ("qqq", "never selected; stored: 3 sites, such as 'layer1.0', 'fc:input'"),
+        (3, r"a key must be a site, got 3\.\nGive as the key the site itself, such as 'layer1.0'"),
+        ("@token", "a store must hold rows for each token of a text to have token ids"),
+    ],
+)
+def test_a_site_that_was_not_stored_is_an_error_with_the_way(store, key, message):
+    with pytest.raises(hl.NotRecordedError, match=message):
+        store[key]
+    assert key not in store
+
+
+def test_a_malformed_site_is_named(store):
+    with pytest.raises(hl.SelectionError, match="malformed selector 'a\\[b'"):
+        store["a[b"]
+    assert "a[b" not in store
+
+
+def test_token_ids_lie_beside_the_values(tmp_path):
+    ids = torch.arange(6, dtype=torch.int32)
+    place = write_store(
+        tmp_path / "s", {"h": torch.arange(6.0)[:, None]}, lengths=[0, 0, 4, 2], tokens=ids,
+        per_token=["h"], batch_size=1, shard_batches=1,
+    )  # fmt: skip
+    place.remove("names.json")
+    store = open_store(place)
+    assert torch.equal(store.tokens[:], ids)
+    assert torch.equal(store["@token"].of_item(3), ids[4:])
+    assert (store.n_items, store.n_rows, store.names) == (4, 6, None)
+    assert "4 items, 6 tokens in 4 shards" in repr(store)
+    store.verify()
+
+
+def test_a_store_without_token_ids_says_so(store, tmp_path):
+    with pytest.raises(hl.NotRecordedError, match="Extract from text"):
+        _ = store.tokens
+
+
+def test_the_table_shows_each_site(store):
+    text = repr(store)
+    assert text.startswith("Store of 3 sites, 20 items in 3 shards, ")
+    assert [line.split()[0] for line in text.splitlines()[2:]] == list(store.sites)
+    assert "[20, 4]  float32  item" in text
+    html = store._repr_html_()
+    assert "<td>layer1.0</td>" in html
+    assert "20 items in 3 shards" in html
+
+
+def test_the_table_of_many_sites_is_cut_and_hostile_names_are_escaped(tmp_path):
+    columns = {f"m{k}": VALUES[:, :1] for k in range(30)} | {"a\u202eb<script>": VALUES}
+    store = open_store(write_store(tmp_path / "s", dict(reversed(columns.items()))))
+    assert "… and 7 more sites: store.sites" in repr(store)
+    assert "\u202e" not in repr(store) + store._repr_html_()
+    assert "<script>" not in store._repr_html_()
+
+
+def test_numbers_that_are_not_finite_are_counted(tmp_path):
+    values = VALUES.clone()
+    values[3, 1:] = float("nan")
+    store = open_store(write_store(tmp_path / "s", {"x": values, "y": values * float("nan")}))
+    assert store.statistics["x"].non_finite == 3
+    assert store["x"][3].isnan().sum() == 3
+    assert repr(store).count("nan") == 0
+
+
+def test_a_store_in_another_process_reads_the_same(store):
+    copied = pickle.loads(pickle.dumps(store))
+    assert torch.equal(copied["layer1.0"][:], VALUES)
+    assert copied.sites == store.sites
+
+
+def test_a_store_that_is_not_finished_says_how_to_go_on(tmp_path):
+    write_store(tmp_path / "s", {"x": VALUES}, is_finished=False)
+    with pytest.raises(hl.FolderError) as caught:
+        hl.open(tmp_path / "s")
+    assert str(caught.value) == (
+        f"{tmp_path / 's'} is not finished: it holds 3 shards so far.\nStart the same hl.extract"
+        " again: it goes on where it was."
+    )
+
+
+def test_a_store_whose_manifest_is_gone_or_damaged_says_how_to_make_it_again(tmp_path):
+    write_store(tmp_path / "s", {"x": VALUES})
+    manifest = tmp_path / "s" / MANIFEST
+    data = manifest.read_bytes()
+    for text in (None, data.replace(b'"rows": [8', b'"rows": [9'), data[:-20]):
+        manifest.unlink()
+        if text is not None:
+            manifest.write_bytes(text)
+        with pytest.raises(hl.FolderError, match=f"hookline store repair {tmp_path / 's'}"):
+            hl.open(tmp_path / "s")
+        manifest.write_bytes(data)
+    assert len(hl.open(tmp_path / "s")) == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shards": {"items": [8], "rows": [8], "sizes": [1, 2], "seals": ["", ""]}},
+        {"shards": {}}, {"shards": []}, {"statistics": {"x": [1]}}, {"skipped": [[1]]},
+        {"job": {}}, {"job": {"columns": [{"name": "x"}]}},
+    ],
+)  # fmt: skip
+def test_a_manifest_that_lies_is_damage(tmp_path, change):
+    place = write_store(tmp_path / "s", {"x": VALUES})
+    manifest = json.loads((tmp_path / "s" / MANIFEST).read_text())
+    with pytest.raises(hl.FolderError, match=r"is damaged: its manifest\.json: "):
+        hl.Store(place, {**manifest, **change})
+
+
+def test_damaged_names_are_an_error_when_they_are_asked_for(store, tmp_path):
+    again = open_store(tmp_path / "s")
+    for text in ("[", "{}"):
+        (tmp_path / "s" / "names.json").write_text(text)
+        with pytest.raises(hl.FolderError, match=r"is damaged: its names\.json"):
+            _ = again.names
+
+
+def test_an_empty_folder_and_a_missing_one_are_not_stores(tmp_path):
+    for where in (tmp_path, tmp_path / "missing", f"memory://nothing-{os.getpid()}"):
+        with pytest.raises(hl.FolderError, match=r"is not a store: it has no manifest\.json"):
+            open_store(where)
+    assert str(place_of(tmp_path)) == str(tmp_path)
