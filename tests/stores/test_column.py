@@ -84,7 +84,7 @@ def test_rows_that_are_single_numbers_are_read_alike(store, index):
     assert np.array_equal(store["ids"][index].numpy(), IDS[index])
 
 
-def test_many_rows_of_few_shards_are_read_by_shard_in_their_order(store):
+def test_many_rows_of_few_shards_come_in_their_order(store):
     rows = np.random.default_rng(0).integers(0, N_ROWS, 500)
     assert np.array_equal(store["fc"].numpy(rows), PLAIN[rows])
     assert np.array_equal(store["ids"].numpy(rows), IDS[rows])

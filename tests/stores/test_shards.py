@@ -162,7 +162,7 @@ def test_mappings_that_others_have_used_up_are_given_back(folder, monkeypatch):
     assert failed == [name_of(1)]
 
 
-def test_a_store_behind_a_url_is_read_and_forgotten_within_bounds(monkeypatch):
+def test_a_store_behind_a_url_is_read_in_bounded_memory(monkeypatch):
     where = f"memory://test-shards-{os.getpid()}"
     place = write_store(where, {"a": VALUES, "b": -VALUES})
     monkeypatch.setattr(shards_module, "MOST_DOWNLOADED", 2 * 8 * 16)

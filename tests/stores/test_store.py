@@ -104,7 +104,7 @@ def test_the_table_shows_each_site(store):
     assert "20 items in 3 shards" in html
 
 
-def test_the_table_of_many_sites_is_cut_and_hostile_names_are_escaped(tmp_path):
+def test_a_long_table_is_cut_and_hostile_names_are_escaped(tmp_path):
     columns = {f"m{k}": VALUES[:, :1] for k in range(30)} | {"a\u202eb<script>": VALUES}
     store = open_store(write_store(tmp_path / "s", dict(reversed(columns.items()))))
     assert "… and 7 more sites: store.sites" in repr(store)
@@ -137,7 +137,7 @@ def test_a_store_that_is_not_finished_says_how_to_go_on(tmp_path):
     )
 
 
-def test_a_store_whose_manifest_is_gone_or_damaged_says_how_to_make_it_again(tmp_path):
+def test_a_manifest_that_is_gone_or_damaged_has_a_remedy(tmp_path):
     write_store(tmp_path / "s", {"x": VALUES})
     manifest = tmp_path / "s" / MANIFEST
     data = manifest.read_bytes()
@@ -179,3 +179,72 @@ def test_an_empty_folder_and_a_missing_one_are_not_stores(tmp_path):
         with pytest.raises(hl.FolderError, match=r"is not a store: it has no manifest\.json"):
             open_store(where)
     assert str(place_of(tmp_path)) == str(tmp_path)
+
+
+# -- several stores as one ------------------------------------------------------------------------
+
+
+def test_stores_of_the_same_sites_are_read_as_one(tmp_path):
+    stores = [
+        open_store(write_store(tmp_path / name, {"x": VALUES[rows]}, items=range(99)[rows]))
+        for name, rows in [("a", slice(0, 9)), ("b", slice(9, 11)), ("c", slice(11, 20))]
+    ]
+    joined = hl.Store.cat(stores)
+    assert torch.equal(joined["x"][:], VALUES)
+    assert torch.equal(joined["x"][[19, 0, 10, -20]], VALUES[[19, 0, 10, 0]])
+    assert joined.items[:].tolist() == list(range(20))
+    assert joined.statistics["x"].count == 80
+    assert joined.parts == tuple(stores)
+    assert "20 items in 5 shards" in repr(joined)
+    assert "3 stores" in repr(joined)
+    again = hl.Store.cat([joined, stores[1]])
+    assert torch.equal(again["x"][18:], VALUES[[18, 19, 9, 10]])
+    copied = pickle.loads(pickle.dumps(again))
+    assert torch.equal(copied["x"][18:], VALUES[[18, 19, 9, 10]])
+    joined.verify()
+
+
+def test_stores_of_ragged_rows_are_read_as_one(tmp_path):
+    values, lengths = torch.arange(20.0)[:, None], [[3, 0, 4], [1, 5], [0, 7]]
+    stores, start = [], 0
+    for number, one in enumerate(lengths):
+        rows = slice(start, start + sum(one))
+        stores.append(open_store(write_store(
+            tmp_path / str(number), {"h": values[rows], "p": torch.ones(len(one), 1) * number},
+            lengths=one, tokens=torch.arange(20)[rows], per_token=["h"], batch_size=2,
+            shard_batches=1,
+        )))  # fmt: skip
+        start = rows.stop
+    joined = hl.Store.cat(stores)
+    assert torch.equal(joined["h"][:], values)
+    assert torch.equal(joined.tokens[::-1], torch.arange(20).flip(0))
+    assert joined["h"].lengths[:].tolist() == [3, 0, 4, 1, 5, 0, 7]
+    assert joined["h"].of_item(4)[:, 0].tolist() == [8, 9, 10, 11, 12]
+    assert joined["p"][:, 0].tolist() == [0, 0, 0, 1, 1, 2, 2]
+
+
+def test_what_each_part_has_for_itself_is_asked_of_the_part(tmp_path):
+    store = open_store(write_store(tmp_path / "s", {"x": VALUES}))
+    joined = hl.Store.cat([store, store])
+    for what in ("job", "names"):
+        with pytest.raises(hl.AmbiguousError, match=rf"own {what}.\nWrite store.parts\[0\].{what}"):
+            getattr(joined, what)
+    assert joined.parts[0].job == store.job
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"y": VALUES}, r"got Column 'x': .* none in"),
+        ({"x": VALUES, "y": VALUES}, "Column 'y'"),
+        ({"x": VALUES.half()}, "float16"),
+        ({"x": VALUES[:, :3]}, r"rows of \[3\]"),
+    ],
+)
+def test_stores_that_differ_are_not_joined(tmp_path, columns, message):
+    one = open_store(write_store(tmp_path / "a", {"x": VALUES}))
+    other = open_store(write_store(tmp_path / "b", columns))
+    with pytest.raises(hl.StructureError, match=message):
+        hl.Store.cat([one, other])
+    with pytest.raises(hl.StructureError, match="one or more stores, got none"):
+        hl.Store.cat([])

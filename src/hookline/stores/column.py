@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.display.text import plural
+from hookline.engine import hides
 from hookline.errors import StructureError
 from hookline.recordings.tensor_file import DTYPES
 from hookline.stores.shard_file import LENGTH, numpy_dtype, tensor_of
@@ -22,6 +23,7 @@ _SMALL_BYTES = 1024
 
 
 @final
+@hides("array", "empty", "tensor")
 class Column:
     """The values at one site, row after row, read from disk when they are asked for.
 
@@ -93,11 +95,11 @@ class Column:
 
     def __iter__(self) -> Iterator[Tensor]:
         for shard in range(len(self._shards)):
-            yield from self._tensor(self._array(shard).copy())
+            yield from self.tensor(self.array(shard).copy())
 
     def __getitem__(self, index: Any) -> Tensor:
         if type(index) is not int:
-            return self._tensor(self._read(index))
+            return self.tensor(self._read(index))
         if index < 0:
             index += self._length
         if not 0 <= index < self._length:
@@ -105,7 +107,7 @@ class Column:
         shard, row = find(self._stops, index)
         array = self._arrays.get(shard)
         if array is None:
-            array = self._array(shard)
+            array = self.array(shard)
         # A slice, because a single number would not be an array.
         found = torch.from_numpy(array[row : row + 1].copy())[0]
         return found if self._is_plain else found.view(self.dtype)
@@ -160,7 +162,7 @@ class Column:
             StructureError: each item has one row: `column[item]`.
             FolderError: a shard is gone or damaged.
         """
-        return self._tensor(self._item(item))
+        return self.tensor(self._item(item))
 
     def of_items(self, items: Any) -> list[Tensor]:
         """Return the rows of several items, a tensor each.
@@ -173,7 +175,7 @@ class Column:
             StructureError: each item has one row: `column[items]`.
             FolderError: a shard is gone or damaged.
         """
-        return [self._tensor(self._item(item)) for item in self._positions(items)]
+        return [self.tensor(self._item(item)) for item in self._positions(items)]
 
     def padded(self, items: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of several items in one tensor, with zeros behind the shorter ones.
@@ -196,7 +198,7 @@ class Column:
         found = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
         for target, one in zip(found, rows, strict=True):
             target[: len(one)] = one
-        return self._tensor(found), torch.from_numpy(np.arange(longest) < lengths[:, None])
+        return self.tensor(found), torch.from_numpy(np.arange(longest) < lengths[:, None])
 
     def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
@@ -205,15 +207,13 @@ class Column:
         if not 0 <= at < n_items:
             raise IndexError(f"an item must be below {n_items:,}, the number of items, got {item}.")
         shard, number = find(self._shards.item_stops, at)
-        stops = self._shards.lengths(shard)
-        rows = self._array(shard)[stops[number - 1] if number else 0 : stops[number]]
+        stops = self._shards.stops_of_items(shard)
+        rows = self.array(shard)[stops[number - 1] if number else 0 : stops[number]]
         return rows.copy() if copied else rows
 
     def _positions(self, items: Any) -> list[int]:
         n_items = self._shards.item_stops[-1] if len(self._shards) else 0
-        if isinstance(items, slice):
-            return list(range(*items.indices(n_items)))
-        found: list[int] = _positions(items, n_items, "items").reshape(-1).tolist()
+        found: list[int] = positions(items, n_items, "items").reshape(-1).tolist()
         return found
 
     def _check_ragged(self, what: str) -> None:
@@ -238,7 +238,7 @@ class Column:
             if is_basic:
                 return self._slice(rows, tuple(rest))
             return self._own(self._slice(rows, ())[(slice(None), *_as_arrays(rest))])
-        rows = _positions(rows, self._length, "rows")
+        rows = positions(rows, self._length, "rows")
         if is_basic:
             found = self._gather(rows.reshape(-1), tuple(rest))
             return found.reshape((*rows.shape, *found.shape[1:]))
@@ -256,7 +256,7 @@ class Column:
         done = 0
         while done < len(span):
             shard, first = find(self._stops, span[done])
-            part = self._array(shard)[first :: span.step][: len(span) - done]
+            part = self.array(shard)[first :: span.step][: len(span) - done]
             target[done : done + len(part)] = part[(slice(None), *rest)] if rest else part
             done += len(part)
         return found
@@ -274,7 +274,7 @@ class Column:
         rows = rows - starts[shards]
         touched, counts = np.unique(shards, return_counts=True)
         views = {
-            shard: self._array(shard)[(slice(None), *rest)] if rest else self._array(shard)
+            shard: self.array(shard)[(slice(None), *rest)] if rest else self.array(shard)
             for shard in touched.tolist()
         }
         row_bytes = found.nbytes // n_rows
@@ -298,16 +298,22 @@ class Column:
             return self._form.shape
         return np.empty((0, *self._form.shape), np.bool_)[(slice(None), *rest)].shape[1:]
 
-    def _array(self, shard: int) -> NDArray[Any]:
+    def array(self, shard: int) -> NDArray[Any]:
+        """Return the rows of a shard where they are mapped. Do not write to them."""
         found = self._arrays.get(shard)
         return self._shards.array(shard, self._form) if found is None else found
 
     def _own(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.array(array, order="C")
 
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
+    def empty(self, n_rows: int) -> NDArray[Any]:
+        """Return an array for rows, not filled in."""
+        return np.empty((n_rows, *self._form.shape), self._numpy_dtype)
+
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        """Return an array of rows as a tensor that shares its memory."""
         if not array.ndim:
-            return self._tensor(array.reshape(1))[0]
+            return self.tensor(array.reshape(1))[0]
         return tensor_of(array, self.dtype)
 
     def _out_of_range(self, index: int) -> IndexError:
@@ -325,12 +331,19 @@ class Column:
         )
 
 
-def _positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
+def positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
     """Return indices as an array of numbers from 0.
+
+    Args:
+        index: a number, a slice, numbers, or a mask.
+        length: how many rows or items there are.
+        what: the word for them.
 
     Raises:
         IndexError: one is out of range, or they are neither integers nor a mask.
     """
+    if isinstance(index, slice):
+        return np.arange(*index.indices(length))
     if isinstance(index, Tensor):
         index = index.detach().cpu().numpy()
     found = np.asarray(index)

@@ -31,6 +31,7 @@ from hookline.stores.shard_file import (
 )
 from hookline.util.locks import fork_safe_lock
 
+_STOPS = "@stops"  # beside the columns, and not on disk
 MOST_MAPPED = 16_000  # files
 MOST_DOWNLOADED = 256 * 2**20  # bytes, of a store that is not on this machine
 
@@ -146,13 +147,24 @@ class Shards:
             except (*DAMAGE, OSError) as error:
                 raise self._damaged(shard, error) from error
 
-    def lengths(self, shard: int) -> NDArray[np.int64]:
-        """Return the first token after each item of a shard, counted within it."""
-        stops = self.arrays_of("@stops").get(shard)
+    def stops_of_items(self, shard: int) -> NDArray[np.int64]:
+        """Return the row after the last of each item of a shard, counted within the shard."""
+        stops = self.arrays_of(_STOPS).get(shard)
         if stops is None:
             stops = np.cumsum(self.array(shard, Form(LENGTH, "I64", (), False)))
-            self.arrays_of("@stops")[shard] = stops
+            self.arrays_of(_STOPS)[shard] = stops
         return stops
+
+    def items_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the item that each row belongs to, for rows that are tokens."""
+        shards = np.searchsorted(self.row_stops, rows, "right")
+        found = np.empty_like(rows)
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            within = rows[here] - (self.row_stops[shard - 1] if shard else 0)
+            before = self.item_stops[shard - 1] if shard else 0
+            found[here] = before + np.searchsorted(self.stops_of_items(shard), within, "right")
+        return found
 
     def describe(self, shard: int) -> Shard:
         """Return the description of a shard.

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, final
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import escape_invisible, plural
 from hookline.display.units import measure, size
 from hookline.engine import Site, parse_site
-from hookline.errors import AmbiguousError, FolderError, NotRecordedError, SelectionError
+from hookline.errors import (
+    AmbiguousError,
+    FolderError,
+    NotRecordedError,
+    SelectionError,
+    StructureError,
+)
 from hookline.recordings.index import closest, listed
 from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
-from hookline.statistics import Moments
+from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
+from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.manifest import read_manifest
 from hookline.stores.place import Place, place_of
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
@@ -114,6 +121,9 @@ class Store:
         return self._columns[TOKEN]
 
     def _token_form(self) -> Form | None:
+        if self.parts:
+            found = {part._token_form() for part in self.parts if part.n_rows}
+            return found.pop() if len(found) == 1 else None
         for shard in range(len(self._shards)):
             if self._shards.n_rows[shard]:
                 span = self._shards.describe(shard).spans.get(TOKEN)
@@ -168,6 +178,102 @@ class Store:
 
     def __len__(self) -> int:
         return self.n_items
+
+    @staticmethod
+    def cat(stores: Sequence[Store]) -> Store:
+        """Concatenate stores of the same sites; no value is copied or read.
+
+            >>> both = hl.Store.cat([store, store])
+            >>> len(both), both["fc"][[0, 100]].shape
+            (200, torch.Size([2, 3]))
+
+        Args:
+            stores: the stores, in the order of their rows.
+
+        Returns:
+            A store with the rows of all. Its `parts` are the stores. `items` has the indices of
+            each store in its own data set.
+
+        Raises:
+            StructureError: they are of different sites, shapes or dtypes.
+        """
+        stores = tuple(stores)
+        if not stores:
+            raise StructureError(
+                "Store.cat must have one or more stores, got none."
+                "\nGive a list: hl.Store.cat([store, other])."
+            )
+        for other in stores[1:]:
+            _check_same(stores[0], other)
+        joined = Store.__new__(Store)
+        joined.place, joined._manifest, joined.parts = stores[0].place, {}, stores
+        joined._forms = stores[0]._forms
+        joined.statistics = reduce(merged, (store.statistics for store in stores))
+        joined.skipped = [one for store in stores for one in store.skipped]
+        joined._begin(Shards.joined(store._shards for store in stores))
+        return joined
+
+    def dataset(self, *sites: str | Site) -> StoreDataset:
+        """Return the rows as a data set of torch, by index.
+
+            >>> rows = store.dataset("fc")
+            >>> len(rows), rows[3].shape
+            (100, torch.Size([3]))
+            >>> store.dataset("fc", "@item")[7]["@item"]
+            tensor(7)
+
+        For one site a row is a tensor, for several a dict of tensors. Rows are tokens if one of the
+        sites has a value for each token; a site with one for each item repeats it.
+
+        Args:
+            *sites: the sites; all by default. `"@item"` is the index of an item in its data set,
+                `"@token"` the id of a token, `"@length"` the number of an item's tokens.
+
+        Raises:
+            NotRecordedError: the store has no such site.
+        """
+        columns, is_single = self._columns_of(sites)
+        return StoreDataset(self._shards, columns, is_single=is_single)
+
+    def shuffled(
+        self,
+        *sites: str | Site,
+        batch_size: int | None = 256,
+        seed: int = 0,
+        buffer: int = 8192,
+        shards: int = 16,
+        drop_last: bool = False,
+    ) -> ShuffledRows:
+        """Return the rows in a shuffled order, as batches, for training.
+
+            >>> for batch in store.shuffled("fc", batch_size=64):
+            ...     print(batch.shape)
+            torch.Size([64, 3])
+            torch.Size([36, 3])
+
+        Each iteration is an epoch with another order. `DataLoader(rows, batch_size=None,
+        num_workers=4)` reads in workers; workers and the ranks of a distributed job share the rows.
+
+        Args:
+            *sites: the sites, as in `dataset`.
+            batch_size: the rows of a batch; None yields single rows.
+            seed: equal seeds give equal orders, epoch by epoch.
+            buffer: the rows that are copied at once.
+            shards: the shards whose rows are mixed. More are more random, and need more memory
+                where values are downloaded.
+            drop_last: leave out a last batch that is shorter; then all ranks have equally many.
+
+        Raises:
+            NotRecordedError: the store has no such site.
+            InputError: a number is not positive.
+        """
+        columns, is_single = self._columns_of(sites)
+        how = Shuffle(batch_size, seed, buffer, shards, drop_last)
+        return ShuffledRows(self._shards, columns, how, is_single=is_single)
+
+    def _columns_of(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
+        found = {name: self[name] for name in map(self._name_of, sites or self.sites)}
+        return list(found.values()), len(sites or self.sites) == 1
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.
@@ -318,6 +424,25 @@ def _forms(job: Mapping[str, Any]) -> Iterator[Form]:
     yield Form(ITEM, "I64", (), False)
     if any(form.per_token for form in forms):
         yield Form(LENGTH, "I64", (), False)
+
+
+def _check_same(one: Store, other: Store) -> None:
+    """Compare the columns of two stores.
+
+    Raises:
+        StructureError: they differ.
+    """
+    ours, theirs = ({form.name: form for form in store._forms} for store in (one, other))
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            texts = [
+                f"none in {store.place}" if form is None else f"{store[name]!r} in {store.place}"
+                for store, form in ((one, ours.get(name)), (other, theirs.get(name)))
+            ]
+            raise StructureError(
+                f"stores that are joined must have the same columns, got {', '.join(texts)}."
+                "\nExtract the same sites for all, with the same keep= and dtype=."
+            )
 
 
 def _n_shards(place: Place) -> int:
