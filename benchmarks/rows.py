@@ -12,6 +12,7 @@ from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
 from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
+from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
 from benchmarks.saving import look_up_row, saving_row, stack_row
@@ -229,6 +230,60 @@ ROWS = (
             20,
             base="hand-written",
         ),
+    ),
+    Row(
+        "extract-resnet34",
+        15,
+        2,
+        extracting_row(
+            models.resnet34, ["layer4"], 8, "extract ResNet-34's layer4 from 32 images", 1.053
+        ),
+    ),
+    Row(
+        "extract-resnet34-four",
+        15,
+        2,
+        extracting_row(
+            models.resnet34,
+            ["layer1", "layer2", "layer3", "layer4"],
+            8,
+            "extract four stages of ResNet-34",
+            1.087,
+        ),
+    ),
+    Row(
+        "extract-resnet34-all",
+        10,
+        2,
+        extracting_row(
+            models.resnet34, ["layer*.*"], 8, "extract all 16 blocks of ResNet-34", 1.25
+        ),
+    ),
+    Row(
+        "extract-gpt2",
+        15,
+        2,
+        extracting_row(
+            models.gpt2, ["h.11"], 40, "extract the last block of a GPT-2 from 160 texts", 1.053
+        ),
+    ),
+    Row(
+        "extract-gpt2-four",
+        15,
+        2,
+        extracting_row(
+            models.gpt2,
+            ["h.2", "h.5", "h.8", "h.11"],
+            40,
+            "extract four blocks of a GPT-2",
+            1.087,
+        ),
+    ),
+    Row(
+        "extract-gpt2-all",
+        10,
+        2,
+        extracting_row(models.gpt2, ["h.*"], 40, "extract all 12 blocks of a GPT-2", 1.25),
     ),
     Row("import", 20, 4, import_row),
     Row("select", 15, 3, select_row),

@@ -432,3 +432,36 @@ def test_a_module_that_runs_twice_needs_its_call(tmp_path):
 def test_an_unknown_option_is_refused(model, tmp_path):
     with pytest.raises(TypeError, match="unexpected keyword argument 'dtypes'"):
         hl.extract(model, ROWS, "stem", tmp_path / "s", dtypes=torch.float16)
+
+
+class Counted(torch.utils.data.Dataset):
+    """Rows of 4 kB, made as they are asked for; notes the process's own memory at some of them."""
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def __len__(self):
+        return 50_000
+
+    def __getitem__(self, index):
+        if index % 1000 == 999:
+            with open("/proc/self/status") as file:
+                found = next(line for line in file if line.startswith("RssAnon"))
+            with open(self.notes, "a") as file:
+                file.write(f"{found.split()[1]}\n")
+        return torch.full((1024,), float(index))
+
+
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    def work():
+        hl.extract(
+            nn.Identity(), Counted(tmp_path / "notes"), "", tmp_path / "s",
+            batch_size=100, shard_bytes=800_000,
+        )  # fmt: skip
+
+    os.waitpid(in_a_child(work), 0)
+    used = [int(line) for line in (tmp_path / "notes").read_text().split()]
+    assert len(used) == 50
+    assert max(used) < 1.05 * used[0]
+    assert len(hl.open(tmp_path / "s")) == 50_000

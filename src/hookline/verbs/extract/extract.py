@@ -164,7 +164,6 @@ class _Extraction:
         self._worker = worker
         self._options = options
         self._shards: dict[int, Shard] = {}
-        self._first = next(worker.source.batches([0]))
         self._job = self._begun_job(model)
 
     def run(self, *, resume: bool) -> None:
@@ -185,7 +184,7 @@ class _Extraction:
             Progress(self._job, self._shards, shown=shown) as progress,
             Writer(self._place, progress.written) as writer,
         ):
-            for number, chunks in shards_of(self._worker, self._job, self._left(), self._first):
+            for number, chunks in shards_of(self._worker, self._job, self._left()):
                 writer.put(number, chunks, self._worker.offload.ready())
         shards = [self._shards[number] for number in range(len(self._shards))]
         write_manifest(self._place, self._job.as_json(), environment(), shards)
@@ -206,7 +205,7 @@ class _Extraction:
                 "eval": options.get("eval", True),
                 "shard_bytes": options.get("shard_bytes", SHARD_BYTES),
             },
-            {**source.identity(), "first_batch": fingerprint(self._first.data)},
+            {**source.identity(), "first_batch": fingerprint(self._worker.first.data)},
             source.batch_size,
             source.n_items,
         )
@@ -219,8 +218,7 @@ class _Extraction:
                 f"{self._place} must be empty or hold a store, got other files"
                 f" ({', '.join(others[:3])}{', …' * (len(others) > 3)}).\nGive a new folder."
             )
-        chunk = self._worker.chunk(self._first)
-        self._worker.offload.ready()()
+        chunk = self._worker.first_chunk()
         forms = self._worker.forms
         if not forms:
             raise InputError(

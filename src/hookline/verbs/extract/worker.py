@@ -29,6 +29,11 @@ class Worker:
         source: the data.
         inputs: what of a batch the model takes; None takes all of it.
         mask: where the tokens of a batch are; as in `hl.extract`.
+
+    Attributes:
+        offload: brings values to the CPU.
+        forms: the form of each column, once a batch was run.
+        first: the first batch of the data.
     """
 
     def __init__(self, prefix: Prefix, source: Source, inputs: Any, mask: Mask) -> None:
@@ -39,14 +44,21 @@ class Worker:
         self._device = _device_of(prefix)
         self.offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
+        self.first = next(source.batches([0]))
+        self._first_chunk: Chunk | None = None
 
     @property
     def sites(self) -> Sequence[Site]:
         """The wanted sites."""
         return self._prefix.sites
 
+    def first_chunk(self) -> Chunk:
+        """Run the model on the first batch, which shows what a store will hold; keep its rows."""
+        self._first_chunk = self._run(self.first)
+        return self._first_chunk
+
     def chunk(self, batch: Batch) -> Chunk:
-        """Run the model on a batch, and return its rows.
+        """Run the model on a batch, if that was not done, and return its rows.
 
         The tensors may still be on their way from a device: `offload.ready()` waits for them.
 
@@ -54,6 +66,10 @@ class Worker:
             NotRecordedError: the model did not reach a site.
             StructureError: a value does not have a row an item or token.
         """
+        known, self._first_chunk = self._first_chunk, None
+        return known if known is not None and batch.number == 0 else self._run(batch)
+
+    def _run(self, batch: Batch) -> Chunk:
         if not batch.items:
             columns = {name: form.empty() for name, form in (self.forms or {}).items()}
             has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
@@ -109,7 +125,7 @@ class Worker:
 
 
 def shards_of(
-    worker: Worker, job: Job, numbers: Iterable[int], first: Batch | None = None
+    worker: Worker, job: Job, numbers: Iterable[int]
 ) -> Iterator[tuple[int, list[Chunk]]]:
     """Yield the rows of shards, one shard after the other.
 
@@ -117,11 +133,10 @@ def shards_of(
         worker: runs the batches.
         job: the job.
         numbers: the shards, in order; endless for data without a length.
-        first: batch 0, if it was loaded already. An iterator does not give it again.
     """
     asked = itertools.chain.from_iterable(map(job.batches_of, numbers))
     pending: list[Chunk] = []
-    for batch in _load(worker.source, asked, first):
+    for batch in _load(worker.source, asked, worker.first):
         pending.append(worker.chunk(batch))
         shard = batch.number // job.shard_batches
         if batch.number == job.batches_of(shard)[-1]:
@@ -131,15 +146,14 @@ def shards_of(
         yield pending[0].batch // job.shard_batches, pending
 
 
-def _load(source: Source, asked: Iterator[int], first: Batch | None) -> Iterator[Batch]:
+def _load(source: Source, asked: Iterator[int], first: Batch) -> Iterator[Batch]:
+    """Load batches; the first one of the data is there, and an iterator does not give it again."""
     number = next(asked, None)
-    if number is None:
-        return
-    if number == 0 and first is not None and source.n_items is None:
+    if number == 0:
         yield first
-        yield from source.batches(asked)
-    else:
-        yield from source.batches(itertools.chain([number], asked))
+    elif number is not None:
+        asked = itertools.chain([number], asked)
+    yield from source.batches(asked)
 
 
 def _device_of(prefix: Prefix) -> torch.device:

@@ -165,6 +165,7 @@ def store_line(
             )
         sink = StoreSink(place_of(to), line.root, recording, options)
     except BaseException:
+        line.options.quiet = True
         line.remove()
         raise
     line.passes.sink = sink

@@ -1,0 +1,118 @@
+"""record(to=): each pass of a loop of one's own is on disk when the next one begins."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+
+def test_each_pass_is_stored_row_by_row(net, tmp_path):
+    with hl.record(net, ["0", "2:input"]) as run, hl.record(net, "0", to=tmp_path / "s") as line:
+        for n in (5, 3, 4):
+            net(X[:n])
+    store = hl.open(tmp_path / "s")
+    assert store.sites == line.store.sites == ("0",)
+    expected = torch.cat([net[0](X[:n]) for n in (5, 3, 4)]).detach()
+    assert torch.equal(store["0"][:], expected)
+    assert store.items[:].tolist() == list(range(12))
+    assert len(run.passes) == 3
+
+
+def test_gradients_come_with_their_pass(net, tmp_path):
+    with hl.record(net, "2", ports=("output", "grad_output")) as run:
+        for n in (5, 3):
+            net(X[:n]).square().sum().backward()
+    with hl.record(net, "2", ports=("output", "grad_output"), to=tmp_path / "s") as line:
+        for n in (5, 3):
+            net(X[:n]).square().sum().backward()
+    assert torch.equal(line.store["2:grad_output"][:], run.cat("2:grad_output"))
+
+
+def test_passes_are_let_go_of_when_they_are_written(tmp_path, monkeypatch):
+    module = importlib.import_module("hookline.verbs.record.to_store")
+    monkeypatch.setattr(module, "SHARD_BYTES", 1)  # a shard a pass
+    shape = torch.Size([7, 13])
+
+    def n_alive():
+        return sum(isinstance(one, torch.Tensor) and one.shape == shape for one in gc.get_objects())
+
+    net, found = nn.Sequential(nn.Identity()), []
+    with hl.record(net, "0", to=tmp_path / "s"):
+        for _ in range(20):
+            net(torch.zeros(shape))
+            found.append(n_alive())
+    assert max(found) <= 5  # this pass, the one before, and those that wait for the disk
+    assert len(hl.open(tmp_path / "s")) == 20 * 7
+
+
+def test_a_pass_that_fails_is_left_out(net, tmp_path):
+    with hl.record(net, "0", to=tmp_path / "s") as line:
+        net(X)
+        handle = net[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(X)
+        handle.remove()
+        net(X[:2])
+    assert len(line.store) == 7
+
+
+def test_keep_and_dtype_say_what_is_stored(net, tmp_path):
+    with hl.record(net, "0", to=tmp_path / "s", keep=torch.sign, dtype=torch.float16) as line:
+        net(X)
+    assert line.store["0"].dtype is torch.float16
+    assert torch.equal(line.store["0"][:], net[0](X).sign().half().detach())
+
+
+def test_a_folder_that_holds_something_is_refused(net, tmp_path):
+    with hl.record(net, "0", to=tmp_path / "s"):
+        net(X)
+    with pytest.raises(hl.FolderError, match=r"must be empty(.|\n)*cannot be resumed"):
+        hl.record(net, "0", to=tmp_path / "s")
+    assert not net[0]._forward_hooks
+
+
+def test_it_is_written_also_where_the_loop_raises(net, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        with hl.record(net, "0", to=tmp_path / "s"):
+            net(X)
+            net(X)
+            1 / 0  # noqa: B018
+    assert len(hl.open(tmp_path / "s")) == 10
+    assert not net[0]._forward_hooks
+
+
+def test_a_line_that_saw_no_pass_writes_no_store(net, tmp_path):
+    with pytest.warns(hl.HooklineWarning, match="saw nothing"):
+        with hl.record(net, "0", to=tmp_path / "s") as line:
+            pass
+    with pytest.raises(hl.FolderError, match="manifest"):
+        assert line.store
+
+
+@pytest.mark.parametrize("options", [{"every_thread": True}])
+def test_rows_of_several_threads_are_refused(net, tmp_path, options):
+    with pytest.raises(hl.AttachError, match="to= must have a model and one thread"):
+        hl.record(net, "0", to=tmp_path / "s", **options)
+    assert not net[0]._forward_hooks
+
+
+def test_a_gradient_that_comes_too_late_is_named(net, tmp_path):
+    with pytest.raises(hl.HooklineError, match="2:grad_output"):
+        with hl.record(net, "2", ports=("output", "grad_output"), to=tmp_path / "s"):
+            first = net(X)
+            net(X)
+            first.sum().backward()
