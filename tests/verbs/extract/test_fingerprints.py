@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline.verbs.extract import fingerprints
-from hookline.verbs.extract.fingerprints import file_fingerprint, fingerprint, spread
+from hookline.verbs.extract.fingerprints import files_fingerprint, fingerprint, spread
 
 
 def test_equal_values_have_equal_fingerprints_however_they_lie():
@@ -53,18 +53,30 @@ def test_spread_indices_reach_from_the_first_to_the_last(n, most):
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
 
 
-def test_a_large_file_is_known_by_blocks_that_are_spread(tmp_path, monkeypatch):
+@pytest.mark.parametrize("n_files", [1, 3])
+def test_large_files_are_known_by_blocks_that_are_spread(tmp_path, monkeypatch, n_files):
     monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 64)
     monkeypatch.setattr(fingerprints, "N_SAMPLES", 8)
     monkeypatch.setattr(fingerprints, "_BLOCK_BYTES", 8)
-    path = tmp_path / "file"
-    content = bytearray(1000)
-    path.write_bytes(content)
-    before = file_fingerprint(path)
-    for changed in (0, 999):
-        path.write_bytes(content[:changed] + b"x" + content[changed + 1 :])
-        assert file_fingerprint(path) != before
-    path.write_bytes(content[:-1])
-    assert file_fingerprint(path) != before
-    path.write_bytes(content)
-    assert file_fingerprint(path) == before
+    paths = [tmp_path / str(number) for number in range(n_files)]
+    content = bytes(1000)
+    for path in paths:
+        path.write_bytes(content)
+    before = files_fingerprint(paths)
+    for path in paths:
+        for changed in (b"x" + content[1:], content[:-1] + b"x", content[:-1]):
+            path.write_bytes(changed)
+            assert files_fingerprint(paths) != before
+        path.write_bytes(content)
+    assert files_fingerprint(paths) == before
+
+
+def test_every_byte_of_small_files_counts(tmp_path):
+    content = bytearray(200_000)
+    (tmp_path / "a").write_bytes(content)
+    before = files_fingerprint([tmp_path / "a"])
+    for place in (0, 65_535, 65_536, 123_456, 199_999):
+        changed = content.copy()
+        changed[place] = 1
+        (tmp_path / "a").write_bytes(changed)
+        assert files_fingerprint([tmp_path / "a"]) != before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -28,6 +27,7 @@ from torch.utils.data import (
 import hookline as hl
 from hookline.engine.pytree.tree import tensors
 from hookline.verbs.extract.sources import fingerprint, source_of
+from source_checks import alike, all_numbers, run, said
 
 
 class Squares(Dataset):
@@ -70,29 +70,6 @@ class WorkerAware(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor(index) if get_worker_info().dataset is self else None
-
-
-def said(action) -> str:
-    with pytest.raises(hl.InputError) as caught:
-        action()
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 3
-    assert all(len(part.split()) <= 30 for part in re.split(r"[.:]\s", message))
-    return message
-
-
-def run(source, numbers) -> list:
-    return list(source.batches(numbers))
-
-
-def all_numbers(source) -> range:
-    return range(-(-source.n_items // source.batch_size))
-
-
-def alike(one, other) -> bool:
-    return (one.number, one.items, one.skipped, fingerprint(one.data)) == (
-        other.number, other.items, other.skipped, fingerprint(other.data)
-    )  # fmt: skip
 
 
 def collect(batches):
@@ -334,7 +311,7 @@ def test_an_iterator_goes_on_where_it_stands():
     assert run(source, [0])[0].items == [0]
     assert [batch.items for batch in run(source, [1, 2])] == [[1, 2], [3, 4, 5]]
     assert said(lambda: run(source, [1])).startswith(
-        "data must give batch 1 again, got an iterator (generator) that has given it already."
+        "data must give batch 1 again, got an iterator (generator) that is past it."
     )
     with pytest.raises(IndexError, match="must increase, got 1 after 1"):
         run(source_of(ready()), [1, 1])
@@ -371,6 +348,16 @@ def test_an_iterable_that_fails_names_the_batch():
     with pytest.raises(hl.InputError, match=r"batch 1 must load, got OSError from") as caught:
         run(source, [0, 1])
     assert isinstance(caught.value.__cause__, OSError)
+    source = source_of(iter([torch.tensor(1), torch.zeros(2)]))
+    assert "batch 0 must hold a tensor" in said(lambda: run(source, [0]))
+    assert "must give batch 0 again" in said(lambda: run(source, [0]))
+
+
+def test_batches_of_texts_are_tokenized():
+    source = source_of(
+        iter([["a", "b"], ("c",)]), tokenize=lambda texts: {"n": torch.ones(len(texts))}
+    )
+    assert [batch.items for batch in run(source, [0, 1])] == [[0, 1], [2]]
 
 
 # Items that fail

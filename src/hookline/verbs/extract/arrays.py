@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
@@ -131,7 +130,10 @@ class ArrayRows:
         if self._array is None:
             assert self._part is not None
             self._array = self._part.mapped()
-        rows = np.asarray(self._array[start:stop])
+        rows = self._array[start:stop]
+        if isinstance(rows, Tensor):  # as a column of a store gives them
+            return rows.detach().clone()
+        rows = np.asarray(rows)
         return torch.from_numpy(np.array(rows, rows.dtype.newbyteorder("="), order="C", copy=True))
 
 
@@ -270,39 +272,3 @@ def _identity(rows: Rows) -> dict[str, Any]:
         digest.update(bytes_of(rows.read(start, stop)).data)
     dtype = str(first.dtype).removeprefix("torch.")
     return {"shape": list(rows.shape), "dtype": dtype, "fingerprint": digest.hexdigest()}
-
-
-def npy_part(path: Path, start: int, file: Any) -> ArrayPart | None:
-    """Read the header of a `.npy` file, or of one inside an uncompressed `.npz`.
-
-    Args:
-        path: the file that holds it.
-        start: where it begins in that file.
-        file: that file, open; its position is moved.
-
-    Returns:
-        The place of the array; None for a header that NumPy itself must read.
-
-    Raises:
-        ValueError: it is not such a file, or holds Python objects.
-    """
-    file.seek(start)
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    elif version == (2, 0):
-        shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
-    else:
-        return None
-    if dtype.hasobject:
-        raise ValueError("Object arrays are Python objects, which need unpickling")
-    sizes = shape if not is_fortran else shape[::-1]
-    strides = [dtype.itemsize] * len(shape)
-    for place in range(len(shape) - 2, -1, -1):
-        strides[place] = strides[place + 1] * sizes[place + 1]
-    ordered = tuple(strides if not is_fortran else strides[::-1])
-    offset = file.tell()
-    n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if os.fstat(file.fileno()).st_size < offset + n_bytes:
-        raise ValueError(f"its array must have {n_bytes} bytes, and the file ends before")
-    return ArrayPart(path, offset, dtype.str, tuple(shape), ordered)

@@ -8,6 +8,7 @@ from typing import Any, final
 from torch.utils.data import default_collate
 
 from hookline.verbs.extract.loading import Loaded, load_each
+from hookline.verbs.extract.texts import text_or_skip
 
 
 @final
@@ -48,6 +49,12 @@ class DatasetItems:
         return load_each(number, wanted, self._get, self._collate)
 
     def _get(self, indices: Sequence[int]) -> list[Any]:
+        found = self._load(indices)
+        if self._tokenize is None:
+            return found
+        return [text_or_skip(item) if isinstance(item, str) else item for item in found]
+
+    def _load(self, indices: Sequence[int]) -> list[Any]:
         # torch's own way to load many items at once; `Subset` has it, with that of its data set.
         together = getattr(self.dataset, "__getitems__", None)
         if together is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from xxhash import xxh3_128
 # Up to here all bytes are read. A larger array or file is sampled.
 WHOLE_BYTES = 64 * 1024**2
 N_SAMPLES = 1024
-_PIECE_BYTES = 8 * 1024**2
 _BLOCK_BYTES = WHOLE_BYTES // N_SAMPLES
 
 
@@ -83,16 +82,16 @@ def spread(n: int, most: int) -> list[int]:
     return [index * (n - 1) // (most - 1) for index in range(most)]
 
 
-def file_fingerprint(path: Path) -> str:
-    """Return the fingerprint of a file: all its bytes, or 1,024 blocks of a large one."""
-    size = os.stat(path).st_size
-    digest = xxh3_128(str(size).encode())
-    with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-            return digest.hexdigest()
-        for block in spread(-(-size // _BLOCK_BYTES), N_SAMPLES):
-            file.seek(block * _BLOCK_BYTES)
-            digest.update(file.read(_BLOCK_BYTES))
+def files_fingerprint(paths: Sequence[Path]) -> str:
+    """Return the fingerprint of files: of all bytes, or of 1,024 blocks of large ones."""
+    sizes = [os.stat(path).st_size for path in paths]
+    digest = xxh3_128(str(sizes).encode())
+    is_whole = sum(sizes) <= WHOLE_BYTES
+    for path, size in zip(paths, sizes, strict=True):
+        n_blocks = -(-size // _BLOCK_BYTES)
+        most = n_blocks if is_whole else max(N_SAMPLES // len(paths), 2)
+        with path.open("rb") as file:
+            for block in spread(n_blocks, most):
+                file.seek(block * _BLOCK_BYTES)
+                digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()

@@ -21,8 +21,10 @@ from hookline.errors import InputError
 from hookline.verbs.extract.batches import Batch, Loading
 
 _N_TEXT = 200  # characters of an error's first line
-# The machine has failed, not the item: another try may succeed, so it is never skipped.
-_FATAL = (MemoryError, torch.OutOfMemoryError)
+
+
+class Refusal(InputError):
+    """An error of the whole data set, which skipping an item would not mend."""
 
 
 class Skip(NamedTuple):
@@ -33,6 +35,10 @@ class Skip(NamedTuple):
     """
 
     reason: str
+
+
+# The machine or the data set has failed, not the item: it is never skipped.
+_FATAL = (MemoryError, torch.OutOfMemoryError, Refusal)
 
 
 @final
@@ -80,6 +86,7 @@ class Loaded:
         failures: the items that failed.
         skipped: the items that are left out, each with the reason.
         problem: the error of making one value of items that are well alone.
+        refusal: the message of an error of the whole data set, from a worker process.
     """
 
     number: int
@@ -88,6 +95,7 @@ class Loaded:
     failures: list[Failure] = field(default_factory=list)
     skipped: list[tuple[int, str]] = field(default_factory=list)
     problem: Failure | None = None
+    refusal: str | None = None
 
     def pin_memory(self) -> Loaded:
         """Put the tensors in page-locked memory. DataLoader calls this in a thread."""
@@ -189,6 +197,8 @@ def _collate(
         for index, item in zip(done.items, found, strict=True):
             try:
                 collate([item])
+            except _FATAL:
+                raise
             except Exception as alone:
                 done.failures.append(Failure(index, alone, root))
             else:
@@ -239,7 +249,13 @@ class _Batches(Dataset[Loaded]):
     def __getitem__(self, number: int) -> Loaded:
         start = number * self.batch_size
         stop = min(start + self.batch_size, len(self.items))
-        return self.items.load(number, range(start, stop))
+        try:
+            return self.items.load(number, range(start, stop))
+        except InputError as error:
+            if get_worker_info() is None:
+                raise
+            # DataLoader would put the worker's traceback into the message.
+            return Loaded(number, [], refusal=str(error))
 
 
 @final
@@ -323,6 +339,8 @@ class IndexedSource:
             yield number
 
     def _checked(self, loaded: Loaded) -> Batch:
+        if loaded.refusal is not None:
+            raise InputError(loaded.refusal)
         if loaded.failures and self._loading.on_error == "raise":
             first = min(loaded.failures, key=lambda failure: failure.item)
             names = self.names

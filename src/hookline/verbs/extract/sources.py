@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+import torch
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -20,9 +21,12 @@ from hookline.models.loaded import Preprocess
 from hookline.verbs.extract.arrays import array_items, is_array
 from hookline.verbs.extract.batches import Batch, Loading, OnError, Source
 from hookline.verbs.extract.datasets import DatasetItems
+from hookline.verbs.extract.files import items_of_path
 from hookline.verbs.extract.fingerprints import fingerprint
 from hookline.verbs.extract.loading import IndexedSource, Items, LoaderOptions
 from hookline.verbs.extract.streams import IterableSource
+from hookline.verbs.extract.tables import HuggingFaceItems, is_huggingface
+from hookline.verbs.extract.texts import tokenizer_of
 
 __all__ = ["Batch", "Source", "fingerprint", "source_of"]
 
@@ -58,25 +62,41 @@ def source_of(
             - an iterable of ready batches; the first dimension of a batch's first tensor counts
               its items;
             - a tensor or an array, whose rows are items; or a tuple of arrays of one length (the
-              model's arguments), or a dict of them (its keyword arguments).
+              model's arguments), or a dict of them (its keyword arguments);
+            - a path: a folder of pictures, sorted by name, those in folders inside it included; a
+              folder that `save_to_disk` of the package datasets wrote; `.npy` or `.npz`; `.txt`, a
+              text a line; `.jsonl`, an object with the key "text" a line; `.parquet`, with a
+              column "text". Texts are read when they are needed; blank ones are skipped and
+              listed.
         batch_size: items a batch, 32 by default. Leave it out for a DataLoader, which has its own,
             and for an iterable of ready batches.
         workers: processes that load ahead of the model; 0 loads in this process.
         on_error: "skip" leaves out an item whose loading fails, and lists it with the error.
         preprocess: converts a picture to a tensor; used for pictures only.
-        tokenize: converts a list of texts to a dict of tensors; used for texts only.
+        tokenize: converts a list of texts to a dict of tensors, padded to one length; or a
+            tokenizer of transformers, which pads to the longest text of the batch and cuts at
+            `tokenizer.model_max_length`. Batches are the same in every run, so their padding is,
+            too. For one length in all batches give `functools.partial(tokenizer, max_length=128,
+            padding="max_length", truncation=True, return_tensors="pt")`. Used for texts only.
         pin_memory: put batches in page-locked memory, from which a GPU copies faster.
 
     Raises:
         InputError: the data are empty or of no kind that is known, or an option does not fit.
     """
     _check_options(batch_size, workers, on_error)
+    if tokenize is not None:
+        tokenize = tokenizer_of(tokenize)
     loading = Loading(batch_size, workers, on_error, preprocess, tokenize, pin_memory)
     if isinstance(data, DataLoader):
         return _of_loader(data, loading)
     if isinstance(data, IterableDataset):
-        size = batch_size or _BATCH_SIZE
-        return _of_iterable(DataLoader(data, size), loading._replace(batch_size=None))
+        # Its own generator: the default one would draw from the user's.
+        loader = DataLoader(data, batch_size or _BATCH_SIZE, generator=torch.Generator())
+        return _of_iterable(loader, loading._replace(batch_size=None))
+    if isinstance(data, str | os.PathLike):
+        return _indexed(items_of_path(data, loading), loading)
+    if is_huggingface(data):
+        return _indexed(HuggingFaceItems(data, preprocess, tokenize), loading)
     if is_array(data) or isinstance(data, tuple | Mapping):
         return _indexed(array_items(data), loading)
     if _is_map_style(data):
@@ -129,7 +149,7 @@ def _of_iterable(data: Iterable[Any], loading: Loading) -> Source:
             f"on_error must be 'raise' for ready batches, got 'skip' for this {kind}."
             "\nGive a Dataset, whose items are loaded one by one."
         )
-    return IterableSource(data)
+    return IterableSource(data, loading.tokenize)
 
 
 def _of_loader(loader: DataLoader[Any], loading: Loading) -> Source:
@@ -159,7 +179,8 @@ def _of_loader(loader: DataLoader[Any], loading: Loading) -> Source:
         workers=loading.workers or loader.num_workers,
         pin_memory=loading.pin_memory or loader.pin_memory,
     )
-    items = DatasetItems(loader.dataset, loader.collate_fn)
+    tokenize = loading.tokenize if loader.collate_fn is default_collate else None
+    items = DatasetItems(loader.dataset, loader.collate_fn, tokenize)
     return _indexed(items, own, options)
 
 
@@ -199,14 +220,12 @@ def _is_map_style(data: Any) -> bool:
 
 def _is_misplaced(data: Any) -> bool:
     """Return whether a value is none of data, though it has a length or gives values."""
-    kinds = (type, nn.Module, str, bytes, bytearray, os.PathLike, set, frozenset)
+    kinds = (type, nn.Module, bytes, bytearray, set, frozenset)
     no_length = isinstance(data, Dataset) and not hasattr(data, "__len__")
     return isinstance(data, kinds) or hasattr(data, "__dataframe__") or no_length
 
 
 def _in_words(data: Any) -> str:
-    if isinstance(data, str):
-        return repr(data)
     return f"the class {data.__name__}" if isinstance(data, type) else type(data).__name__
 
 

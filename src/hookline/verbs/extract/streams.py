@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
+
+from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
 from hookline.verbs.extract.batches import Batch
-from hookline.verbs.extract.loading import Failure
+from hookline.verbs.extract.loading import Failure, Refusal
 
 
 @final
@@ -22,13 +25,19 @@ class IterableSource:
 
     Args:
         iterable: the iterable; each batch holds a tensor, whose first dimension counts the items.
+        tokenize: makes a dict of tensors of a batch that is a list of texts; None refuses texts.
     """
 
     batch_size = 0
     n_items = None
     names = None
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        tokenize: Callable[[list[str]], dict[str, Tensor]] | None = None,
+    ) -> None:
+        self._tokenize = tokenize
         self._iterable = iterable
         self._is_once = isinstance(iterable, Iterator)
         self._rest: Iterator[Any] | None = None
@@ -76,19 +85,24 @@ class IterableSource:
         if self._is_once:
             raise InputError(
                 f"data must give batch {number} again, got an iterator"
-                f" ({type(self._iterable).__name__}) that has given it already."
+                f" ({type(self._iterable).__name__}) that is past it."
                 "\nGive a Dataset, a DataLoader, arrays or files; or a new iterator."
             )
         self._rest, self._next, self._n_items = None, 0, 0
 
     def _load(self) -> Batch | None:
         """Take the next batch; None at the end."""
-        number = self._next
+        number, start = self._next, self._n_items
+        # After an error the place in the iterable is unknown: any number is asked for again.
+        self._next = sys.maxsize
         try:
             if self._rest is None:
                 self._rest = iter(self._iterable)
             data = next(self._rest)
+            if self._tokenize is not None and isinstance(data, list | tuple) and _is_text(data):
+                data = self._tokenize(list(data))
         except StopIteration:
+            self._next = number
             if number == 0:
                 raise InputError(
                     f"data must give at least one batch, got none from this"
@@ -96,15 +110,21 @@ class IterableSource:
                     "\nGive an iterable that has batches, or an iterator that was not used before."
                 ) from None
             return None
+        except Refusal:
+            raise
         except Exception as error:
             Failure(number, error).raise_as(
                 f"batch {number} must load, got {type(error).__name__} from this"
                 f" {type(self._iterable).__name__}: {error}."
                 "\nGive a Dataset to leave out single items that fail: on_error='skip'."
             )
-        start, size = self._n_items, _size(data, number)
+        size = _size(data, number)
         self._next, self._n_items = number + 1, start + size
         return Batch(number, list(range(start, start + size)), data, [])
+
+
+def _is_text(data: Sequence[Any]) -> bool:
+    return bool(data) and all(isinstance(one, str) for one in data)
 
 
 def _size(data: Any, number: int) -> int:

@@ -1,0 +1,46 @@
+"""Helpers for the tests of sources."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+import hookline as hl
+from hookline.verbs.extract.sources import fingerprint
+
+
+def said(action) -> str:
+    """The message of an InputError: three lines at most, of short sentences."""
+    with pytest.raises(hl.InputError) as caught:
+        action()
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 3
+    assert all(len(part.split()) <= 30 for part in re.split(r"[.:]\s", message))
+    return message
+
+
+def run(source, numbers) -> list:
+    return list(source.batches(numbers))
+
+
+def all_numbers(source) -> range:
+    return range(-(-source.n_items // source.batch_size))
+
+
+def alike(one, other) -> bool:
+    return (one.number, one.items, one.skipped, fingerprint(one.data)) == (
+        other.number, other.items, other.skipped, fingerprint(other.data)
+    )  # fmt: skip
+
+
+def whole(source) -> list:
+    """All batches; and every item is in one of them, whichever were asked for, and elsewhere."""
+    batches = run(source, all_numbers(source))
+    found = [item for one in batches for item in [*one.items, *(i for i, _ in one.skipped)]]
+    assert sorted(found) == list(range(source.n_items))
+    there = pickle.loads(pickle.dumps(source))
+    assert there.identity() == source.identity()
+    assert all(map(alike, run(there, [*all_numbers(there)][::-2]), batches[::-2]))
+    return batches
