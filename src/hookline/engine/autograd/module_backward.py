@@ -195,7 +195,7 @@ def refuse(name: str) -> None:
 
 
 class _GradBarrier(torch.autograd.Function):
-    """Returns tensors unchanged; in backward, waits for the gradients of all of them."""
+    """An identity function whose backward waits for the gradients of all its inputs."""
 
     @staticmethod
     def forward(ctx: Any, call: CallGradients, *tensors: Tensor) -> tuple[Tensor, ...]:

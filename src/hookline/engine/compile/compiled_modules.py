@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 
 class Borders:
-    """Tells a watcher of each run of compiled modules, outside the compiled code.
+    """A watcher's subscription to the runs of compiled modules, outside the compiled code.
 
     A module does not know the `torch.compile(module)` through which it is called. So torch's class
     of such wrappers is patched, only as long as somebody watches. A module compiled by

@@ -132,7 +132,7 @@ ActiveTaps = tuple[list[Any], Pass | None]
 @final
 @dataclass(slots=True, eq=False)
 class CurrentRun:
-    """Switches the taps of a line on for one run of compiled code after another.
+    """The switch that turns a line's taps on for one run of compiled code after another.
 
     Args:
         switch: the line's switch, which compiled code reads.

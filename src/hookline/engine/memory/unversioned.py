@@ -45,7 +45,7 @@ def makes_new_memory(kind: type[nn.Module]) -> bool:
 
 @final
 class _Everything:
-    """Stands for all memory."""
+    """A container of all memory."""
 
     def __contains__(self, address: object) -> bool:
         return True
@@ -56,7 +56,7 @@ _EVERYTHING = _Everything()
 
 @final
 class Unversioned:
-    """Tells whether a tensor's memory may change without its version counter.
+    """The memory of a model that may change without a version counter.
 
     This memory is that of the model's parameters and buffers. With sharded weights, or in a process
     group of several ranks, it is all memory.

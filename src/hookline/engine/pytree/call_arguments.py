@@ -30,7 +30,7 @@ class _Positional(NamedTuple):
 
 @final
 class Arguments:
-    """Binds the arguments of one module's calls by name, and unbinds them again."""
+    """A binder of the arguments of one module's calls to parameter names, and back."""
 
     __slots__ = ("_forward", "_positional")
 

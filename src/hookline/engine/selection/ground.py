@@ -13,7 +13,7 @@ from hookline.errors import AttachError
 
 @final
 class Everywhere:
-    """Stands for the modules of any model; `hl.EVERYWHERE` is the only instance."""
+    """A stand-in for the modules of any model; `hl.EVERYWHERE` is the only instance."""
 
     def __repr__(self) -> str:
         return "hl.EVERYWHERE"

@@ -29,7 +29,7 @@ Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[
 
 
 class Telling:
-    """Calls `begin` whenever torch checkpoints, from `start` to `stop`."""
+    """A patch of torch that calls `begin` at each checkpoint, from `start` to `stop`."""
 
     def __init__(self, begin: Begin) -> None:
         function = checkpointing.CheckpointFunction

@@ -228,7 +228,7 @@ def at_end_of_graph(function: Callable[[], None]) -> bool:
 
 @final
 class _EndOfGraph:
-    """Replaces `output` of an interpreter for one call."""
+    """A replacement for an interpreter's `output`, for one call."""
 
     __slots__ = ("functions", "interpreter")
 
