@@ -179,7 +179,7 @@ def definition(name: str) -> str:
     thing: Any = hl
     for part in name.split(".")[1:]:
         thing = getattr(thing, part)
-    thing = getattr(thing, "fget", thing)
+    thing = getattr(thing, "fget", None) or getattr(thing, "func", thing)  # of a property
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
