@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import random
 from collections.abc import Iterator
@@ -21,11 +22,14 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
     get_worker_info,
 )
 
 import hookline as hl
 from hookline.engine.pytree.tree import tensors
+from hookline.verbs.extract import arrays
+from hookline.verbs.extract.loading import Loaded
 from hookline.verbs.extract.sources import fingerprint, source_of
 from source_checks import alike, all_numbers, run, said
 
@@ -75,6 +79,11 @@ class WorkerAware(Dataset):
 def collect(batches):
     """Collate as people do who drop broken items unseen."""
     return torch.stack([item for item in batches if item[0] != 2])
+
+
+def masked(found):
+    """Collate as for masked language models: a random part is left."""
+    return torch.stack(found) * (torch.rand(len(found), 4) < 0.5)
 
 
 def pairs(found):
@@ -396,20 +405,21 @@ def test_workers_load_the_same_and_skip_the_same():
 
 
 @pytest.mark.processes
-def test_random_items_are_the_same_in_every_process():
-    assert all(
-        map(
-            alike,
-            run(source_of(Random(), batch_size=4), [0, 1, 2]),
-            run(source_of(Random(), batch_size=4, workers=2), [0, 1, 2]),
-        )
-    )
+@pytest.mark.parametrize("collate", [None, masked])
+def test_random_items_are_the_same_in_every_process(collate):
+    loader = DataLoader(Random(), batch_size=4, collate_fn=collate)
+    there = run(source_of(loader, workers=2), [0, 1, 2])
+    assert all(map(alike, run(source_of(loader), [0, 1, 2]), there))
+    assert all(map(alike, run(source_of(loader), [2, 0]), [there[2], there[0]]))
 
 
 def test_loading_leaves_the_random_states_as_they_are():
     before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
     run(source_of(Random(), batch_size=4), [0, 1, 2])
     run(source_of(DataLoader(Random(), batch_size=4)), [0, 1, 2])
+    run(source_of(Counting(3)), [0])
+    run(source_of(torch.zeros(3)), [0])
+    run(source_of(TensorDataset(torch.zeros(3))), [0])
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), repr(np.random.get_state())) == before[1:]
 
@@ -418,6 +428,35 @@ def test_loading_leaves_the_random_states_as_they_are():
 def test_a_worker_finds_the_users_own_data_set():
     (batch,) = run(source_of(WorkerAware(), workers=1), [0])
     assert batch.data.tolist() == [0, 1, 2, 3]
+
+
+def test_pinning_keeps_a_tuple(monkeypatch):
+    # torch's own pinning would make a list of it; this machine has nothing to pin for.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    loaded = Loaded(0, [0], (torch.zeros(1), {"mask": torch.ones(1)}, "text"))
+    assert loaded.pin_memory().data == (torch.ones(1), {"mask": torch.tensor([2.0])}, "text")
+
+
+@pytest.mark.processes
+def test_workers_end_with_a_loop_that_is_left_early():
+    batches = source_of(Squares(100), batch_size=2, workers=2).batches(range(50))
+    assert next(batches).items == [0, 1]
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
+def test_numbers_are_taken_as_they_are_needed():
+    taken = []
+
+    def numbers():
+        for number in range(5):
+            taken.append(number)
+            yield number
+
+    batches = source_of(Squares(10), batch_size=2).batches(numbers())
+    assert [next(batches).number, next(batches).number] == [0, 1]
+    assert len(taken) <= 3
 
 
 def test_running_out_of_memory_is_not_the_items_fault():
@@ -534,8 +573,8 @@ def test_an_identity_is_json_and_tells_data_apart():
 
 
 def test_a_large_array_is_known_by_rows_that_are_spread(monkeypatch):
-    monkeypatch.setattr("hookline.verbs.extract.arrays.WHOLE_BYTES", 4096)
-    monkeypatch.setattr("hookline.verbs.extract.arrays.N_SAMPLES", 8)
+    monkeypatch.setattr(arrays, "WHOLE_BYTES", 4096)
+    monkeypatch.setattr(arrays, "N_SAMPLES", 8)
     rows = torch.zeros(1000, 8)
     before = source_of(rows).identity()
     rows[1] = 1  # between two samples: not seen, as documented

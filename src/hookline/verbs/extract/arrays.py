@@ -151,6 +151,7 @@ class ArrayItems:
     """
 
     names = None
+    may_draw = False
     fix = "Give arrays of one length."
 
     def __init__(self, arrays: Any, argument: str = "data") -> None:

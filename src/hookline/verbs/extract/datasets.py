@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from hookline.verbs.extract.loading import Loaded, load_each
 from hookline.verbs.extract.texts import text_or_skip
+
+# Data sets that hold their items: to load them draws no random numbers.
+_PLAIN = frozenset({TensorDataset, list, range})
 
 
 @final
@@ -36,6 +39,10 @@ class DatasetItems:
         self.dataset = dataset
         self._collate_others = collate
         self._tokenize = tokenize
+        inner = dataset
+        while type(inner) is Subset:
+            inner = inner.dataset
+        self.may_draw = type(inner) not in _PLAIN or collate is not default_collate
 
     def __len__(self) -> int:
         return len(self.dataset)

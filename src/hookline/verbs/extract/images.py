@@ -36,6 +36,7 @@ class ImageItems:
         InputError: the folder cannot be read or has no picture, or there is no preprocessing.
     """
 
+    may_draw = True
     fix = "Resize pictures to one size in preprocess=."
 
     def __init__(self, folder: Path, preprocess: Preprocess | None) -> None:

@@ -116,6 +116,7 @@ class HuggingFaceItems:
     """
 
     names = None
+    may_draw = True
     fix = "Give columns that fit together: dataset.select_columns([...])."
 
     def __init__(

@@ -51,6 +51,7 @@ class TextItems:
     """
 
     names = None
+    may_draw = True
     fix = "Give a tokenize= that pads the texts of a batch to one length."
 
     def __init__(self, texts: Texts, tokenize: Callable[[list[str]], dict[str, Tensor]]) -> None:
