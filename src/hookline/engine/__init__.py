@@ -61,14 +61,18 @@ from hookline.engine.torch_private.autograd import backward_number as backward_n
 from hookline.engine.torch_private.autograd import outer_backward as outer_backward
 from hookline.engine.torch_private.checkpoint import aside as aside
 from hookline.engine.torch_private.distributed import clone_locally as clone_locally
+from hookline.engine.torch_private.distributed import default_store as default_store
 from hookline.engine.torch_private.distributed import full_value as full_value
 from hookline.engine.torch_private.distributed import gathered as gathered
 from hookline.engine.torch_private.distributed import is_dtensor as is_dtensor
 from hookline.engine.torch_private.distributed import is_grouped as is_grouped
 from hookline.engine.torch_private.distributed import local_part as local_part
+from hookline.engine.torch_private.distributed import own_class as own_class
 from hookline.engine.torch_private.distributed import reshard as reshard
+from hookline.engine.torch_private.distributed import sharding as sharding
 from hookline.engine.torch_private.distributed import split_over as split_over
 from hookline.engine.torch_private.distributed import split_parameters as split_parameters
+from hookline.engine.torch_private.distributed import unwrapped as unwrapped
 from hookline.engine.torch_private.dynamo import while_tracing as while_tracing
 from hookline.engine.torch_private.functorch import is_wrapped as is_wrapped
 from hookline.engine.torch_private.modules import PYTHON_NODE as PYTHON_NODE
@@ -108,6 +112,7 @@ __all__ = [
     "call_read_only",
     "check_ports",
     "clone_locally",
+    "default_store",
     "defaults_by_name",
     "every_tensor",
     "full_value",
@@ -129,6 +134,7 @@ __all__ = [
     "makes_new_memory",
     "no_callback",
     "outer_backward",
+    "own_class",
     "parse_site",
     "path_text",
     "plain",
@@ -138,11 +144,13 @@ __all__ = [
     "same_draws",
     "say_by_rank",
     "select",
+    "sharding",
     "snapshot",
     "split_over",
     "split_parameters",
     "stop_all",
     "tensor_holder",
+    "unwrapped",
     "while_tracing",
     "without_autocast",
 ]  # fmt: skip

@@ -5,38 +5,51 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import local_shards
+from hookline.engine import full_value, is_dtensor, local_shards, own_class
 from hookline.engine.pytree import describe
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _N_DIGITS = 16  # of a fingerprint of code
 
 
-def model_identity(model: nn.Module) -> dict[str, str]:
+def model_identity(model: nn.Module, *, whole: bool = False) -> dict[str, str]:
     """Return a model's type, a fingerprint of its structure, and the sha256 of its weights.
 
-    The structure is what `repr(model)` shows. The weights are the parameters and buffers with
-    their names, shapes and dtypes; of sharded ones, what this rank holds.
+    The structure is the class and the `extra_repr` of each module. The weights are the parameters
+    and buffers with their names, shapes and dtypes.
+
+    Args:
+        model: the model.
+        whole: gather sharded weights, one at a time: a collective. The identity is then that of
+            the same model in one process. False takes of them what this rank holds.
     """
+    kind = own_class(model)
     return {
-        "type": f"{type(model).__module__}.{type(model).__qualname__}",
-        "structure": _short(_ADDRESS.sub("", repr(model)).encode()),
-        "weights": _weights(model),
+        "type": f"{kind.__module__}.{kind.__qualname__}",
+        "structure": _short("\n".join(_structure(model)).encode()),
+        "weights": _weights(model, whole=whole),
     }
 
 
-def _weights(model: nn.Module) -> str:
+def _structure(model: nn.Module) -> Iterator[str]:
+    # Not repr(model): it has the names of the classes that FSDP2 makes.
+    for path, module in model.named_modules():
+        yield f"{path}: {own_class(module).__name__}({_ADDRESS.sub('', module.extra_repr())})"
+
+
+def _weights(model: nn.Module, *, whole: bool = False) -> str:
     digest = hashlib.sha256()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in sorted(named):
-        tensor = local_shards(named[name].detach())
+        tensor = named[name].detach()
+        tensor = full_value(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
         digest.update(f"{name} {describe.in_words(tensor)}".encode())
         digest.update(_bytes_of(tensor))
     return digest.hexdigest()

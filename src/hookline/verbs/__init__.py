@@ -13,8 +13,8 @@ from hookline.verbs.doctor.diagnosis import diagnosis_parts as diagnosis_parts
 from hookline.verbs.doctor.doctor import doctor as doctor
 from hookline.verbs.edit import edits as edits
 from hookline.verbs.edit.edit import edit as edit
-from hookline.verbs.extract.extract import Extracting as Extracting
 from hookline.verbs.extract.extract import extract as extract
+from hookline.verbs.extract.setup import Extracting as Extracting
 from hookline.verbs.inventory import Inventory as Inventory
 from hookline.verbs.inventory import inventory as inventory
 from hookline.verbs.record.features import features as features

@@ -145,11 +145,7 @@ def sharded_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
     Between forward and backward, and after a forward without backward, a module holds the unsharded
     parameters.
     """
-    return [
-        (one.sharded_param, getattr(one, "_unsharded_param", None))
-        for group in _groups(module)
-        for one in group.fsdp_params
-    ]
+    return [_both(one) for group in _groups(module) for one in group.fsdp_params]
 
 
 def _groups(module: nn.Module) -> list[Any]:
@@ -173,6 +169,49 @@ def reshard(model: nn.Module) -> None:
         for group in _groups(module):
             group._training_state = type(group._training_state).IDLE  # the state after a forward
             group.reshard()
+
+
+def own_class(module: nn.Module) -> type:
+    """Return the class of a module as it was before FSDP2 derived one from it."""
+    kinds = type(module).__mro__
+    names = [kind.__name__ for kind in kinds]
+    return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else kinds[0]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module within a DistributedDataParallel; another module itself.
+
+    The wrapper's forward may broadcast buffers, in eval mode as well: a collective.
+    """
+    kind = getattr(sys.modules.get("torch.nn.parallel"), "DistributedDataParallel", None)
+    if kind is not None and isinstance(model, kind):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
+def sharding(model: nn.Module) -> str:
+    """Tell how the weights of a model are sharded.
+
+    Returns:
+        "" for weights that each rank has; "FSDP1"; "FSDP2"; "split" for tensor parallelism, whether
+        or not FSDP2 shards the parts.
+    """
+    by_fsdp: set[int] = set()
+    is_split = has_fsdp = False
+    for module in model.modules():
+        if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
+            return "FSDP1"
+        has_fsdp |= bool(_groups(module))
+        for group in _groups(module):
+            is_split |= any(one.is_dtensor for one in group.fsdp_params)
+            by_fsdp.update(id(part) for one in group.fsdp_params for part in _both(one))
+    is_split |= any(is_dtensor(one) and id(one) not in by_fsdp for one in model.parameters())
+    return "split" if is_split else "FSDP2" if has_fsdp else ""
+
+
+def _both(one: Any) -> tuple[Any, Any]:
+    return one.sharded_param, getattr(one, "_unsharded_param", None)
 
 
 def default_store() -> Any:

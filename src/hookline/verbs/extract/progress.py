@@ -18,16 +18,20 @@ class Progress:
     Args:
         job: the job.
         shards: the shards that are there. New ones are added.
+        n_ranks: how many processes make shards; those of the others are estimated.
         shown: whether to show a bar, where stderr is a terminal.
     """
 
-    def __init__(self, job: Job, shards: dict[int, Shard], *, shown: bool) -> None:
+    def __init__(
+        self, job: Job, shards: dict[int, Shard], n_ranks: int = 1, *, shown: bool
+    ) -> None:
         # Imported on use: rich takes a fiftieth of the time of torch.
         from rich.console import Console
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
         self._shards = shards
+        self._n_ranks = n_ranks
         console = Console(file=sys.stderr)
         self._bar = Bar(
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
@@ -55,8 +59,8 @@ class Progress:
     def written(self, shard: Shard) -> None:
         """Note a shard that is on disk. May be called in another thread."""
         self._shards[shard.number] = shard
-        self._n_bytes += shard.size
-        self._bar.advance(self._task, shard.items)
+        self._n_bytes += shard.size * self._n_ranks
+        self._bar.advance(self._task, shard.items * self._n_ranks)
         task = self._bar.tasks[0]
         speed = "" if task.speed is None else f", {count(task.speed)} items/s"
         self._bar.update(self._task, rows=f"{size(self._n_bytes)}{speed}")

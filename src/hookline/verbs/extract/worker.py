@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -33,7 +34,6 @@ class Worker:
     Attributes:
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
-        first: the first batch of the data.
     """
 
     def __init__(self, prefix: Prefix, source: Source, inputs: Any, mask: Mask) -> None:
@@ -44,8 +44,12 @@ class Worker:
         self._device = _device_of(prefix)
         self.offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
-        self.first = next(source.batches([0]))
         self._first_chunk: Chunk | None = None
+
+    @cached_property
+    def first(self) -> Batch:
+        """The first batch of the data. An iterator does not give it again."""
+        return next(self.source.batches([0]))
 
     @property
     def sites(self) -> Sequence[Site]:
@@ -136,7 +140,7 @@ def shards_of(
     """
     asked = itertools.chain.from_iterable(map(job.batches_of, numbers))
     pending: list[Chunk] = []
-    for batch in _load(worker.source, asked, worker.first):
+    for batch in _load(worker, asked):
         pending.append(worker.chunk(batch))
         shard = batch.number // job.shard_batches
         if batch.number == job.batches_of(shard)[-1]:
@@ -146,14 +150,14 @@ def shards_of(
         yield pending[0].batch // job.shard_batches, pending
 
 
-def _load(source: Source, asked: Iterator[int], first: Batch) -> Iterator[Batch]:
-    """Load batches; the first one of the data is there, and an iterator does not give it again."""
+def _load(worker: Worker, asked: Iterator[int]) -> Iterator[Batch]:
+    """Load batches; the first one of the data once."""
     number = next(asked, None)
     if number == 0:
-        yield first
+        yield worker.first
     elif number is not None:
         asked = itertools.chain([number], asked)
-    yield from source.batches(asked)
+    yield from worker.source.batches(asked)
 
 
 def _device_of(prefix: Prefix) -> torch.device:

@@ -1,0 +1,70 @@
+"""The engines: who makes the shards of a job."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Protocol, final
+
+from hookline.stores.job import Job
+from hookline.stores.place import Place
+from hookline.stores.shard_file import Shard
+from hookline.stores.writer import Writer
+from hookline.verbs.extract.ranks import Pulse, Ranks
+from hookline.verbs.extract.worker import Worker, shards_of
+
+
+class Engine(Protocol):
+    """Makes the shards of a job: in this process, or in several."""
+
+    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+        """Make shards, and write them.
+
+        Args:
+            job: the job, planned.
+            numbers: the shards, in order; endless for data without a length.
+            written: called with each shard that is on disk; those that other processes have
+                written may be left out. May be called in another thread.
+        """
+
+
+@final
+class Apart:
+    """Makes shards in this process; each rank of several makes every n-th one.
+
+    Args:
+        place: where the store is.
+        worker: runs the batches.
+        ranks: the processes that do the job together.
+    """
+
+    def __init__(self, place: Place, worker: Worker, ranks: Ranks) -> None:
+        self._place = place
+        self._worker = worker
+        self._ranks = ranks
+
+    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+        """Make this rank's share of shards, and wait for the others."""
+        mine = itertools.islice(numbers, self._ranks.me, None, self._ranks.n)
+
+        def work(pulse: Pulse) -> None:
+            def note(shard: Shard) -> None:
+                written(shard)
+                pulse.beat()
+
+            write_shards(self._place, self._worker, job, pulse.until_failure(mine), note)
+
+        self._ranks.apart(work)
+
+
+def write_shards(
+    place: Place,
+    worker: Worker,
+    job: Job,
+    numbers: Iterable[int],
+    written: Callable[[Shard], None],
+) -> None:
+    """Make shards in this thread, and write them in another one."""
+    with Writer(place, written) as writer:
+        for number, chunks in shards_of(worker, job, numbers):
+            writer.put(number, chunks, worker.offload.ready())

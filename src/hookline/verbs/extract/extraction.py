@@ -1,0 +1,292 @@
+"""The plan of an extraction: what a store will hold, what of it is there, and what is left."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+from hookline.display.units import size
+from hookline.errors import FolderError, InputError, RanksError, warn
+from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
+from hookline.stores.identity import function_identity, model_identity
+from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
+from hookline.stores.manifest import environment, read_manifest, write_manifest
+from hookline.stores.place import LocalPlace, Place
+from hookline.stores.shard_file import Shard, name_of, number_of, read_shard
+from hookline.verbs.extract.engines import Engine
+from hookline.verbs.extract.progress import Progress
+from hookline.verbs.extract.ranks import Ranks
+from hookline.verbs.extract.setup import Setup
+from hookline.verbs.extract.sources import fingerprint
+from hookline.verbs.extract.worker import Worker
+
+_MOST_NAMED = 5
+
+
+@final
+class Extraction:
+    """One start of a job, in one place.
+
+    Rank 0 alone reads and writes the manifest. Each rank runs the first batch, since a model whose
+    weights are sharded runs on all ranks or on none.
+
+    Args:
+        place: where the store is.
+        setup: model, data and options.
+        worker: runs the batches.
+        ranks: the processes that do the job together.
+    """
+
+    def __init__(self, place: Place, setup: Setup, worker: Worker, ranks: Ranks) -> None:
+        self._place = place
+        self._options = setup.options
+        self._worker = worker
+        self._ranks = ranks
+        self._shards: dict[int, Shard] = {}
+        self._is_whole = False
+        self._batch_bytes = 0
+        self._job = self._begun_job(setup)
+
+    def run(self, engine: Engine, *, resume: bool) -> None:
+        """Do what is left of the job.
+
+        Args:
+            engine: makes the shards.
+            resume: whether to go on with a store that is there.
+
+        Raises:
+            FolderError: the place holds something else, or a store of another job.
+            RanksError: the ranks have different jobs, or one of them failed.
+        """
+        self._compare_ranks()
+        is_new = self._ranks.first(lambda: self._look_up(resume=resume))
+        if is_new:
+            self._ranks.each(self._plan)
+            self._ranks.first(self._begin)
+        job, done, is_whole = self._ranks.first(self._state)
+        if is_whole:
+            return
+        self._job = Job.from_json(job)
+        self._worker.forms = {form.name: form for form in self._job.columns}
+        with Progress(self._job, self._shards, self._ranks.n, shown=self._is_shown()) as progress:
+            engine.run(self._job, self._left(frozenset(done)), progress.written)
+        self._ranks.first(self._finish)
+
+    def _begun_job(self, setup: Setup) -> Job:
+        """Return the job as far as it is known before the model has run."""
+        options, source = setup.options, setup.source
+        dtype, mask = options.get("dtype"), options.get("mask", "attention_mask")
+        return Job(
+            model_identity(setup.model, whole=True),
+            [str(site) for site in self._worker.sites],
+            {
+                "keep": function_identity(options.get("keep")),
+                "dtype": None if dtype is None else str(dtype),
+                "mask": function_identity(mask) if callable(mask) else mask,
+                "inputs": function_identity(options.get("inputs")),
+                "eval": options.get("eval", True),
+                "shard_bytes": options.get("shard_bytes", SHARD_BYTES),
+            },
+            {**source.identity(), "first_batch": fingerprint(self._worker.first.data)},
+            source.batch_size,
+            source.n_items,
+        )
+
+    def _compare_ranks(self) -> None:
+        """Compare the jobs of all ranks, and what decides the bits of their results.
+
+        Raises:
+            RanksError: their jobs differ.
+        """
+        said = self._ranks.each(lambda: [self._job.as_json(), environment()])
+        for rank, (job, about) in enumerate(said):
+            differences = Job.from_json(job).differences(Job.from_json(said[0][0]))
+            if differences:
+                raise RanksError(
+                    f"hl.extract must have the same arguments on every rank, got on rank {rank}:"
+                    f" {differences[0].replace('in the store, now', 'on rank 0, here')}"
+                    "\nGive each rank the same model, weights, data and options."
+                )
+            if self._ranks.me == 0:
+                _compare_environments(f"rank {rank}", about, said[0][1])
+
+    def _look_up(self, *, resume: bool) -> bool:
+        """Read what is in the place; return whether that is nothing."""
+        manifest = read_manifest(self._place)
+        if manifest is not None:
+            self._resume(manifest, resume=resume)
+            return False
+        others = self._place.names()
+        if others:
+            raise FolderError(
+                f"{self._place} must be empty or hold a store, got other files"
+                f" ({', '.join(others[:3])}{', …' * (len(others) > 3)}).\nGive a new folder."
+            )
+        return True
+
+    def _plan(self) -> None:
+        """Plan the store from the first batch."""
+        chunk = self._worker.first_chunk()
+        forms = self._worker.forms
+        if not forms:
+            raise InputError(
+                "the first batch must have an item that can be loaded, got none."
+                f"\nLook at the errors: {chunk.skipped[:_MOST_NAMED]}"
+            )
+        n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
+        self._job = self._job.planned(n_batches, tuple(forms.values()))
+        self._batch_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
+
+    def _begin(self) -> None:
+        """Write the manifest of a new store."""
+        _check_space(self._place, self._batch_bytes * (self._job.n_batches or 1))
+        if self._worker.source.names is not None:
+            self._place.write("names.json", [_json(self._worker.source.names)])
+        write_manifest(self._place, self._job.as_json(), environment())
+
+    def _state(self) -> list[Any]:
+        """Return what other ranks need to know: the job, the shards that are there, the end."""
+        return [self._job.as_json(), list(self._shards), self._is_whole]
+
+    def _finish(self) -> None:
+        """Write the manifest of a store whose shards are all there, made by whichever process.
+
+        Raises:
+            FolderError: a shard cannot be read here.
+        """
+        n_shards = len(self._shards) if self._job.n_shards is None else self._job.n_shards
+        for number in range(n_shards):
+            if number not in self._shards:
+                self._shards[number] = _made_elsewhere(self._place, number)
+        shards = [self._shards[number] for number in range(n_shards)]
+        write_manifest(self._place, self._job.as_json(), environment(), shards)
+        _say(shards)
+
+    def _resume(self, manifest: Mapping[str, Any], *, resume: bool) -> None:
+        """Compare the job with the one that was begun here, and look which shards are whole."""
+        if not resume:
+            raise FolderError(
+                f"{self._place} holds a store already.\nGive a new folder, or leave out"
+                " resume=False to go on with it."
+            )
+        try:
+            begun = Job.from_json(manifest["job"])
+        except DAMAGE as error:
+            raise FolderError(f"{self._place} is damaged: its {MANIFEST}: {error}.") from error
+        differences = self._job.differences(begun)
+        if differences:
+            raise FolderError(
+                f"{self._place} holds a store of another job:\n  "
+                + "\n  ".join(differences[:_MOST_NAMED])
+                + "\nGive a new folder, or the arguments that the store was begun with."
+            )
+        _compare_environments(f"{self._place} was begun elsewhere", manifest["environment"])
+        self._job = begun
+        written = manifest["shards"]
+        self._find_shards(is_finished=written is not None)
+        self._is_whole = written is not None and len(self._shards) == len(written["items"])
+
+    def _find_shards(self, *, is_finished: bool) -> None:
+        """Note the shards that are whole; remove damaged ones, so that they are made again."""
+        damaged = []
+        for name in self._place.names():
+            number = number_of(name)
+            if number is None:
+                continue
+            try:
+                shard = read_shard(self._place, name, verify=True)
+                if shard.number != number or not self._has_place(shard, is_finished):
+                    raise ValueError("it must hold the batches of its number")
+            except (*DAMAGE, OSError):
+                damaged.append(name)
+                self._place.remove(name)
+                continue
+            self._shards[number] = shard
+        if damaged:
+            warn(
+                f"{len(damaged)} shards in {self._place} were damaged and are made again:"
+                f" {', '.join(damaged[:_MOST_NAMED])}{', …' * (len(damaged) > _MOST_NAMED)}."
+            )
+
+    def _left(self, done: frozenset[int]) -> Iterator[int]:
+        n_shards = self._job.n_shards
+        numbers: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
+        return (number for number in numbers if number not in done)
+
+    def _has_place(self, shard: Shard, is_finished: bool) -> bool:
+        """Tell whether a shard holds the batches of its number.
+
+        The last shard of data without a length is shorter. It is made again if the store is not
+        finished: the data may have grown.
+        """
+        found, expected = range(*shard.batches), self._job.batches_of(shard.number)
+        if self._job.n_items is None and is_finished:
+            return found.start == expected.start
+        return found == expected
+
+    def _is_shown(self) -> bool:
+        return self._ranks.me == 0 and self._options.get("progress", True)
+
+
+def _json(names: list[str]) -> bytes:
+    return json.dumps(names).encode()
+
+
+def _check_space(place: Place, n_bytes: int) -> None:
+    """Warn if a store will not fit on its disk, before anything large is written."""
+    if isinstance(place, LocalPlace):
+        free = shutil.disk_usage(place.nearest()).free
+        if n_bytes > free:
+            warn(
+                f"the store will take about {size(n_bytes)}, and {place} has {size(free)} free."
+                "\nFree space, or store less: keep=lambda t: t.mean(1), dtype=torch.float16."
+            )
+
+
+def _made_elsewhere(place: Place, number: int) -> Shard:
+    """Read the description of a shard that another process has written.
+
+    Raises:
+        FolderError: it is not there.
+    """
+    try:
+        return read_shard(place, name_of(number))
+    except (*DAMAGE, OSError) as error:
+        raise FolderError(
+            f"{place} must be a folder that all machines share, got no {name_of(number)} that can"
+            f" be read here: {first_line(error)}.\nGive a folder of a network file system, or a"
+            " URL such as 's3://bucket/features'."
+        ) from error
+
+
+def _compare_environments(
+    what: str, was: Mapping[str, Any], now: Mapping[str, Any] | None = None
+) -> None:
+    """Warn of other versions, threads or processors than those that a store was begun with."""
+    now = environment() if now is None else now
+    found = [f"{key} was {was.get(key)}, is {now[key]}" for key in now if was.get(key) != now[key]]
+    if found:
+        warn(
+            f"{what}: {'; '.join(found)}."
+            "\nThe new shards may differ in their last bits from those that one run would make."
+        )
+
+
+def _say(shards: Sequence[Shard]) -> None:
+    """Warn of numbers that are not finite, and of items that were skipped."""
+    bad: dict[str, int] = {}
+    for shard in shards:
+        for name, found in shard.statistics.items():
+            if found.non_finite:
+                bad[name] = bad.get(name, 0) + found.non_finite
+    for name, n_bad in bad.items():
+        warn(
+            f"{n_bad} numbers at {name} are NaN or infinite. They are stored as they are."
+            f"\nFind them: store.statistics[{name!r}], or hl.watch(model) to see where they begin."
+        )
+    n_skipped = sum(len(shard.skipped) for shard in shards)
+    if n_skipped:
+        warn(f"{n_skipped} items could not be loaded.\nLook them up: store.skipped lists them.")

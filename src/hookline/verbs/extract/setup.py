@@ -1,0 +1,87 @@
+"""What each process of an extraction is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, final
+
+import torch
+from torch import nn
+
+from hookline.engine import Selector
+from hookline.stores.rows import Mask
+from hookline.verbs.extract.batches import Source
+from hookline.verbs.extract.worker import Worker
+from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.shared.run_model import in_eval_mode
+
+
+class Extracting(TypedDict, total=False):
+    """The options of `hl.extract` about what is kept, and how data is loaded.
+
+    Args:
+        keep: what to keep of each value, as in `hl.record`.
+        dtype: the dtype of floating tensors as stored; None keeps theirs.
+        mask: for rows that are tokens: the key of the mask in a batch that is a dict, or a function
+            that takes the batch and returns a mask of shape (items, tokens), or the length of each
+            item. Values with a row a token are stored without padding. None: rows are items.
+        inputs: a function that takes a batch and returns what the model takes; None takes all.
+        workers: the processes that load data; 0 loads it in this one.
+        on_error: "raise" stops at an item that cannot be loaded; "skip" leaves it out and lists it
+            in `store.skipped`.
+        preprocess: for a folder of images: the function that makes a tensor of a picture.
+        tokenize: for text: a tokenizer of transformers, or a function that takes a list of strings
+            and returns the batch.
+        eval: False keeps the mode that the model is in.
+        shard_bytes: about how large a shard is, in bytes.
+        progress: False shows no progress bar; it is only shown in a terminal.
+    """
+
+    keep: Callable[[Any], Any] | None
+    dtype: torch.dtype | None
+    mask: Mask
+    inputs: Callable[[Any], Any] | None
+    workers: int
+    on_error: Literal["raise", "skip"]
+    preprocess: Callable[[Any], Any] | None
+    tokenize: Callable[..., Any] | None
+    eval: bool
+    shard_bytes: int
+    progress: bool
+
+
+@final
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to make any shard of a job.
+
+    Args:
+        model: the model.
+        selector: the sites.
+        source: the data.
+        options: the options of `hl.extract`.
+    """
+
+    model: nn.Module
+    selector: Selector
+    source: Source
+    options: Extracting
+
+    @contextmanager
+    def worker(self) -> Iterator[Worker]:
+        """Attach to the model, in eval mode, and give what runs batches. For one thread.
+
+        Raises:
+            SelectionError: the selector matches nothing, or a gradient.
+            InputError: the first batch cannot be loaded.
+        """
+        options = self.options
+        kept: Keep = {"keep": options.get("keep"), "dtype": options.get("dtype"), "copy": True}
+        prefix = Prefix(self.model, self.selector, "extract", kept)
+        mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
+        with prefix, mode:
+            mask = options.get("mask", "attention_mask")
+            yield Worker(prefix, self.source, options.get("inputs"), mask)
