@@ -1,4 +1,4 @@
-"""extract: run a model over a data set, and store the values at the wanted sites."""
+"""Run a model over a data set, and store the values at the selected sites."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def extract(
     resume: bool = True,
     **options: Unpack[Extracting],
 ) -> Store:
-    """Run a model over a data set, and store the values at the wanted sites.
+    """Run a model over a data set, and store the values at the selected sites.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> rows = torch.arange(200.0).reshape(100, 2)
@@ -38,39 +38,39 @@ def extract(
         >>> store["1"][40:42].shape
         torch.Size([2, 3])
 
-    Started again after it was killed, it goes on where it was: shards that are whole are kept. The
-    same call gives the same bits, however often it was interrupted, on the same type of processor,
-    with the same versions and number of threads: batches are cut by the index of the items. With
-    another model, selector, option or data the folder is refused.
+    If a job was killed, the same call continues it and keeps the whole shards. The same call gives
+    the same bits, however often it was interrupted, because batches are cut by the index of the
+    items. This holds on the same type of processor, with the same versions and number of threads. A
+    folder that holds the store of another model, selector, option or data set is refused.
 
-    The model runs in eval mode, without gradients, and no further than the last wanted site. The
-    mode of each module is put back afterwards. Values are written while the model runs on.
+    The model runs in eval mode, without gradients, and no further than the last selected site. Each
+    module gets its own mode back afterwards. Values are written while the model runs.
 
     Args:
         model: the model.
-        data: a `Dataset`, a `DataLoader` that does not shuffle, an array or tensor (or a dict or
-            tuple of these) whose rows are items, an iterable of batches; or the path of a folder of
-            images, of a data set of Hugging Face, or of a `.npy`, `.npz`, `.txt`, `.jsonl` or
-            `.parquet` file.
+        data: one of: a `Dataset`; a `DataLoader` that does not shuffle; an array or tensor (or a
+            dict or tuple of these) whose rows are items; an iterable of batches; or the path of a
+            folder of images, of a data set of Hugging Face, or of a `.npy`, `.npz`, `.txt`,
+            `.jsonl` or `.parquet` file.
         selector: the sites, as in `hl.select`: outputs and inputs, and leaves of these.
         to: the folder, or a URL of fsspec such as `s3://bucket/features`.
-        batch_size: the items of a batch; None takes the loader's, or 32.
+        batch_size: the number of items in a batch; None takes the loader's, or 32.
         resume: False refuses a folder that holds a store.
         **options: `keep`, `dtype`, `mask`, `inputs`, `workers`, `on_error`, `preprocess`,
-            `tokenize`, `eval`, `shard_bytes`, `progress`; as in `hookline.verbs.Extracting`.
+            `tokenize`, `eval`, `shard_bytes`, `progress`, as in `hookline.verbs.Extracting`.
 
     Returns:
-        The store. `store[site]` is read like an array; `store.items` has the index of each row's
+        The store. `store[site]` is read like an array. `store.items` has the index of each row's
         item.
 
     Raises:
         SelectionError: the selector matches nothing, or a gradient.
         NotRecordedError: the model did not reach one of the sites.
         InputError: the data is empty, of an unknown kind, or in an order that changes.
-        StructureError: a value has no row for each item or token, or rows of another shape than
-            before.
-        FolderError: the folder holds something else, or a store of another job; another process is
-            writing to it; it cannot be written.
+        StructureError: a value has no row for each item or token, or its rows have another shape
+            than before.
+        FolderError: the folder holds other files or a store of another job, another process writes
+            to it, or it cannot be written.
     """
     unknown = options.keys() - Extracting.__annotations__.keys()
     if unknown:

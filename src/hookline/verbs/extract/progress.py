@@ -1,4 +1,4 @@
-"""The progress of an extraction: rows a second, bytes, time left."""
+"""Show the progress of an extraction: rows a second, bytes, time left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookline.stores.shard_file import Shard
 
 @final
 class Progress:
-    """Counts the shards that are written, and shows them in a terminal.
+    """Count the written shards, and show them in a terminal.
 
     Args:
         job: the job.
@@ -57,7 +57,7 @@ class Progress:
         self._bar.stop()
 
     def written(self, shard: Shard) -> None:
-        """Note a shard that is on disk. May be called in another thread."""
+        """Note a shard that is on disk. Another thread may call this."""
         self._shards[shard.number] = shard
         self._n_bytes += shard.size * self._n_ranks
         self._bar.advance(self._task, shard.items * self._n_ranks)

@@ -1,4 +1,4 @@
-"""Run the batches of a job, and give their rows shard by shard."""
+"""Run the batches of a job, and return their rows shard by shard."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hookline.verbs.record.prefix import Prefix
 
 @final
 class Worker:
-    """Runs the batches of a job, and gives their rows.
+    """Run the batches of a job, and return their rows.
 
     Args:
-        prefix: runs the model as far as the last wanted site.
+        prefix: runs the model as far as the last selected site.
         source: the data.
-        inputs: what of a batch the model takes; None takes all of it.
-        mask: where the tokens of a batch are; as in `hl.extract`.
+        inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
+        mask: the mask of the tokens of a batch, as in `hl.extract`.
 
     Attributes:
         offload: brings values to the CPU.
@@ -53,22 +53,25 @@ class Worker:
 
     @property
     def sites(self) -> Sequence[Site]:
-        """The wanted sites."""
+        """The selected sites."""
         return self._prefix.sites
 
     def first_chunk(self) -> Chunk:
-        """Run the model on the first batch, which shows what a store will hold; keep its rows."""
+        """Run the model on the first batch, and keep its rows for later.
+
+        The rows show the forms of the values that a store will hold.
+        """
         self._first_chunk = self._run(self.first)
         return self._first_chunk
 
     def chunk(self, batch: Batch) -> Chunk:
-        """Run the model on a batch, if that was not done, and return its rows.
+        """Run the model on a batch, unless that was done already, and return its rows.
 
         The tensors may still be on their way from a device: `offload.ready()` waits for them.
 
         Raises:
             NotRecordedError: the model did not reach a site.
-            StructureError: a value does not have a row an item or token.
+            StructureError: a value does not have a row for each item or token.
         """
         known, self._first_chunk = self._first_chunk, None
         return known if known is not None and batch.number == 0 else self._run(batch)
@@ -103,24 +106,24 @@ class Worker:
         )
 
     def _inputs_of(self, batch: Batch) -> Any:
-        """Return what the model takes of a batch.
+        """Return the model's inputs from a batch.
 
         Raises:
-            InputError: it is a list, or not of the batch's items.
+            InputError: they are a list, or have not one row for each item of the batch.
         """
         data = batch.data if self._inputs is None else self._inputs(batch.data)
         if isinstance(data, list):
             raise InputError(
-                "a batch must hold what the model takes and nothing else, got"
-                f" {describe.in_words(data)}.\nGive inputs=, a function that takes that out, such"
+                "a batch must hold only the model's inputs, got"
+                f" {describe.in_words(data)}.\nGive inputs=, a function that returns these, such"
                 " as inputs=lambda batch: batch[0]."
             )
         first = next((tensor for _, tensor in tree.tensors(data)), None)
         if first is None or first.ndim == 0 or len(first) != len(batch.items):
             raise InputError(
                 f"a batch must hold tensors of {len(batch.items)} items, got"
-                f" {describe.in_words(data)}.\nGive inputs=, a function that takes out of a batch"
-                " what the model takes."
+                f" {describe.in_words(data)}.\nGive inputs=, a function of a batch that returns"
+                " the model's inputs."
             )
         return data
 
@@ -146,7 +149,7 @@ def shards_of(
         if batch.number == job.batches_of(shard)[-1]:
             yield shard, pending
             pending = []
-    if pending:  # the data has no length, and ended within a shard
+    if pending:  # data without a length ended within a shard
         yield pending[0].batch // job.shard_batches, pending
 
 
@@ -161,7 +164,7 @@ def _load(worker: Worker, asked: Iterator[int]) -> Iterator[Batch]:
 
 
 def _device_of(prefix: Prefix) -> torch.device:
-    """Return the device of the model's first parameter; the CPU without any."""
+    """Return the device of the model's first parameter; the CPU if it has none."""
     for module in prefix.modules:
         for parameter in module.parameters(recurse=False):
             return parameter.device

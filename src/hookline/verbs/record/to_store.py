@@ -1,4 +1,4 @@
-"""Record into a store: each pass of the user's own loop goes to disk when it is over."""
+"""Record into a store: write each pass of the user's own loop to disk after it is complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 class StoreLine(VerbLine[Line]):
     """A line that fills a store: a context manager, or ended by `remove()`.
 
-    After the block, `store` is what was written; `hl.open(folder)` gives it, too.
+    After the block, `store` is the written store. `hl.open(folder)` returns it, too.
     """
 
     def __init__(self, line: Line, sink: StoreSink) -> None:
@@ -43,7 +43,7 @@ class StoreLine(VerbLine[Line]):
 
     @property
     def store(self) -> Store:
-        """The store that was written.
+        """The written store.
 
         Raises:
             FolderError: the line has not ended, or no pass ran.
@@ -60,13 +60,13 @@ class StoreLine(VerbLine[Line]):
 
 @final
 class StoreSink:
-    """Writes the passes of a recording to a store, each when the next one begins.
+    """Write the passes of a recording to a store, each when the next pass begins.
 
     Args:
-        place: where the store is.
+        place: the place of the store.
         model: the model.
-        recording: what the line records into. Passes are taken out of it.
-        options: what is kept of each value.
+        recording: the recording that the line fills. Written passes are removed from it.
+        options: the options of `record`.
 
     Raises:
         FolderError: the place holds files, another process writes there, or it cannot be written.
@@ -95,12 +95,12 @@ class StoreSink:
             self._open = stack.pop_all()
 
     def begin_pass(self, current: Pass) -> None:
-        """Write the passes before this one: their gradients have arrived by now."""
+        """Write the passes before this one, because their gradients have arrived by now."""
         self._write(self._recording.take())
         self._recording.begin_pass(current)
 
     def finish(self, report: Report) -> None:
-        """Write what is left, and the manifest. Idempotent."""
+        """Write the remaining passes and the manifest. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -116,7 +116,7 @@ class StoreSink:
     def _write(self, passes: list[PassRecord]) -> None:
         for one in passes:
             if one.failed or not len(one):
-                continue  # it raised, or ran none of the selected sites
+                continue  # the pass raised, or ran none of the selected sites
             self._chunks.append(self._chunk(one))
             if len(self._chunks) == self._job.shard_batches:
                 self._put()
@@ -151,11 +151,11 @@ _CPU = torch.device("cpu")
 def store_line(
     line: Line, recording: Recording, to: str | os.PathLike[str], options: Keep
 ) -> StoreLine:
-    """Have a recording line write to a store.
+    """Make a recording line write to a store.
 
     Raises:
         AttachError: the line has no model, or sees every thread.
-        FolderError: the store cannot be begun there.
+        FolderError: the store cannot be started there.
     """
     try:
         if line.root is None or line.passes.every_thread:
