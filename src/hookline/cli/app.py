@@ -16,8 +16,9 @@ import typer
 
 import hookline as hl
 from hookline.cli.diagnosing import diagnose
+from hookline.cli.extracting import extract_by_name, moved
 from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
-from hookline.cli.terminal import Busy, complaints, out, say
+from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
 from hookline.cli.viewing import open_page, serve, serving_of
 from hookline.display.terminal import renderable
 from hookline.display.text import plural
@@ -147,6 +148,47 @@ def inspect_command(
         say(not_drawn)
     if not_drawn or not len(found.recording):
         raise typer.Exit(1)
+
+
+@app.command("extract")
+def extract_command(
+    model: ModelName,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="a folder of images or of a Hugging Face data set, or a .npy, .npz, .txt, .jsonl"
+            " or .parquet file; for demo:digits: demo",
+        ),
+    ],
+    at: Annotated[
+        list[str], typer.Option("--at", metavar="SELECTOR", help="the sites; may be repeated")
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="DIR", help="the folder or URL of the store")],
+    batch_size: Annotated[int, typer.Option(help="items of a batch")] = 32,
+    dtype: Annotated[
+        str | None, typer.Option(help="of floating values as stored: float32, float16, bfloat16")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="processes that load the data")] = 0,
+    skip_errors: Annotated[
+        bool, typer.Option("--skip-errors", help="leave out items that cannot be loaded")
+    ] = False,
+    weights: Weights = "default",
+    device: Annotated[
+        str | None, typer.Option(help="where the model runs; default: cuda if there is one")
+    ] = None,
+) -> None:
+    """Run a model over a data set, and store the values at some sites; goes on where it stopped."""
+    options = {
+        "batch_size": batch_size, "dtype": dtype, "workers": workers,
+        "on_error": "skip" if skip_errors else "raise",
+    }  # fmt: skip
+    with complaints(), said_warnings():
+        with Busy(f"loading {model}"):
+            loaded = moved(load_model(model, weights=weights), device)
+        store = extract_by_name(loaded, data, at, to, options)
+    out.print(str(store), markup=False)
+    out.print(f"\nRead it in Python: hl.open({to!r})", markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
-from typing import final
+from typing import Any, final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hookline.errors import HooklineError
+from hookline.errors import HooklineError, HooklineWarning
 
 BAD_INPUT = 2  # the exit code for a mistake in the arguments; 1 is for a model that fails
 
@@ -32,6 +33,23 @@ def complaints() -> Iterator[None]:
     except KeyboardInterrupt:
         say("interrupted.")
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def said_warnings() -> Iterator[None]:
+    """Print hookline's warnings as messages, without the line of code that caused them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", HooklineWarning)
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if issubclass(category, HooklineWarning):
+                say(str(message))
+            else:
+                shown(message, category, *rest)
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def say(message: str) -> None:

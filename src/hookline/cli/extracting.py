@@ -1,0 +1,73 @@
+"""The command `extract`: run a model over a data set, into a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hookline as hl
+from hookline.errors import InputError
+from hookline.models import LoadedModel, load_demo_digits
+from hookline.recordings.manifest import first_line
+from hookline.stores import Store
+
+
+def extract_by_name(
+    loaded: LoadedModel, data: str, at: list[str], to: str, options: dict[str, Any]
+) -> Store:
+    """Extract from a model and a data set that are given by name.
+
+    Args:
+        loaded: the model.
+        data: a path as `hl.extract` takes it; for `demo:digits`: `demo`, its eight digits.
+        at: the sites.
+        to: the folder or URL of the store.
+        options: options of `hl.extract`; `dtype` by its name.
+
+    Raises:
+        HooklineError: as `hl.extract` raises it.
+    """
+    if options["dtype"] is not None:
+        options = {**options, "dtype": _dtype(options["dtype"])}
+    given: Any = data
+    if data == "demo" and loaded.name == "demo:digits":
+        given = load_demo_digits()[0]
+    return hl.extract(
+        loaded.model,
+        given if not isinstance(given, str) else Path(given),
+        at,
+        to,
+        preprocess=loaded.preprocess,
+        tokenize=loaded.tokenize,
+        **options,
+    )
+
+
+def moved(loaded: LoadedModel, device: str | None) -> LoadedModel:
+    """Move a model to a device; None is the GPU, if torch has one here.
+
+    Raises:
+        InputError: torch has no such device here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        loaded.model.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"--device must be a device that torch has here, got {device!r}: {first_line(error)}."
+            "\nGive cpu."
+        ) from error
+    return loaded
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InputError(
+            f"--dtype must be a floating dtype of torch, got {name}."
+            "\nGive float32, float16 or bfloat16."
+        )
+    return found
