@@ -4,6 +4,9 @@ By hand: a loop that collects activations in lists until memory ends, starts aga
 it is killed, and loses which row was which image. `hl.extract` writes checksummed shards while the
 model runs, goes on where it was stopped, and keeps the index of each image beside its rows.
 
+The network is the one that hookline ships. It was trained on three quarters of these digits, so the
+deep layers look better here than on digits that it never saw.
+
     python examples/probe_from_a_store.py
 """
 
@@ -12,7 +15,7 @@ import tempfile
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import hookline as hl
 from hookline.models import load_model
@@ -24,21 +27,24 @@ net = load_model("demo:digits").model
 LAYERS = ["stem", "block1", "block2", "block3"]
 
 
-def probe(rows, held_out):
+def probe(site):
     """The accuracy of a linear layer on held-out rows, trained on the others from the store."""
     torch.manual_seed(0)
-    width = rows[0][0].numel()
-    layer = nn.Linear(width, 10)
+    rows = store.dataset(site, "@item")  # "@item": which image a row belongs to
+    layer = nn.Linear(store[site][0].numel(), 10)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    known = [k for k in range(len(rows)) if not held_out[k]]
+    held_out = range(0, len(rows), 4)
+    known = [k for k in range(len(rows)) if k not in held_out]
     for _ in range(5):
-        for x, item in DataLoader(torch.utils.data.Subset(rows, known), 64, shuffle=True):
-            loss = nn.functional.cross_entropy(layer(x.flatten(1)), labels[item])
+        for batch in DataLoader(Subset(rows, known), batch_size=64, shuffle=True):
+            loss = nn.functional.cross_entropy(
+                layer(batch[site].flatten(1)), labels[batch["@item"]]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    x, item = next(iter(DataLoader(torch.utils.data.Subset(rows, held_out.nonzero()[:, 0]), 1000)))
-    return (layer(x.flatten(1)).argmax(1) == labels[item]).float().mean().item()
+    rest = rows[list(held_out)]
+    return (layer(rest[site].flatten(1)).argmax(1) == labels[rest["@item"]]).float().mean().item()
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +58,6 @@ with tempfile.TemporaryDirectory() as folder:
         keep=lambda t: nn.functional.adaptive_avg_pool2d(t, 2),
     )  # fmt: skip
     print(f"a second call finds all of its {len(again)} rows on disk, and runs nothing")
-    held_out = torch.arange(len(store)) % 4 == 0
     print("accuracy of a linear probe on held-out digits, by layer:")
     for site in store:
-        print(f"  {site:8} {probe(store.dataset(site), held_out):.1%}")
+        print(f"  {site:8} {probe(site):.1%}")

@@ -199,14 +199,16 @@ def test_every_script_has_a_recipe():
 
 @pytest.mark.slow
 def test_features_of_a_folder_come_from_the_recipes_command(tmp_path):
-    (command,) = re.findall(r"^hookline inspect torchvision:resnet50 photos .*$", RECIPES, re.M)
+    (command,) = re.findall(r"^hookline extract torchvision:resnet50 photos .*$", RECIPES, re.M)
     (tmp_path / "photos").mkdir()
     for k in range(2):
         Image.new("RGB", (300, 260), (40 * k, 90, 120)).save(tmp_path / "photos" / f"{k}.png")
     with chdir(tmp_path):
         result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--weights", "none"])
         assert result.exit_code == 0, result.output
-        assert hl.open("runs/photos")["avgpool"].shape == (2, 2048, 1, 1)
+    store = hl.open(tmp_path / "runs/photos")
+    assert store["avgpool"].shape == (2, 2048, 1, 1)
+    assert store.names == ["0.png", "1.png"]
 
 
 @pytest.fixture
