@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +21,8 @@ def test_random_weights_have_published_preparation_and_labels(resnet18):
     picture = Image.new("RGB", (400, 300), (10, 200, 30))
     published = vision.models.ResNet18_Weights.DEFAULT.transforms()(picture)
     assert torch.equal(resnet18.preprocess(picture), published)
+    shared = pickle.loads(pickle.dumps(resnet18.preprocess))  # for processes that load pictures
+    assert torch.equal(shared(picture), published)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])

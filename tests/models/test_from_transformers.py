@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def test_a_sentence_model_loads_with_its_weights_and_tokenizer(transformers, min
 def test_its_sentences_mean_what_they_should(minilm):
     tokens = minilm.tokenize(["a cat sits on a mat", "a kitten on a rug", "the stock market fell"])
     assert tokens["input_ids"].shape == tokens["attention_mask"].shape
+    shared = pickle.loads(pickle.dumps(minilm.tokenize))  # for processes that load texts
+    assert torch.equal(shared(["a cat sits on a mat"])["input_ids"], tokens["input_ids"][:1])
     with torch.inference_mode():
         states = minilm.model(**tokens).last_hidden_state
     mask = tokens["attention_mask"][..., None]

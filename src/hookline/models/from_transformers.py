@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,13 +182,13 @@ def _load_preprocess(transformers: Any, place: str, options: dict[str, Any]) -> 
         processor = transformers.AutoImageProcessor.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError):
         return None  # most models take no pictures, which transformers reports as an error
+    return partial(_preprocess, processor)  # it pickles, for processes that load pictures
 
-    def preprocess(picture: Image) -> Tensor:
-        batch: Any = processor(images=picture.convert("RGB"), return_tensors="pt")
-        pixels: Tensor = batch["pixel_values"][0]
-        return pixels
 
-    return preprocess
+def _preprocess(processor: Any, picture: Image) -> Tensor:
+    batch: Any = processor(images=picture.convert("RGB"), return_tensors="pt")
+    pixels: Tensor = batch["pixel_values"][0]
+    return pixels
 
 
 def _load_tokenize(
@@ -204,27 +205,27 @@ def _load_tokenize(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     start = getattr(config, "decoder_start_token_id", None)
+    is_two_part = getattr(config, "is_encoder_decoder", False) and start is not None
+    return partial(_tokenize, tokenizer, name, start if is_two_part else None)
 
-    def tokenize(texts: list[str]) -> dict[str, Tensor]:
-        if len(texts) > 1 and tokenizer.pad_token is None:
-            raise InputError(
-                f"the tokenizer of {name} cannot pad texts to one length.\nGive one text at a time."
-            )
-        n_tokens = max(len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"])
-        limit = min(tokenizer.model_max_length, _NO_LIMIT)
-        if n_tokens > limit:
-            raise InputError(
-                f"the text is {n_tokens} tokens long, and {name} takes at most {limit}.\n"
-                "Shorten it, or split it into several texts, one a line of a .txt file."
-            )
-        tokens: dict[str, Tensor] = dict(
-            tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
+
+def _tokenize(tokenizer: Any, name: str, start: int | None, texts: list[str]) -> dict[str, Tensor]:
+    """Tokenize texts for a model; `start` is the first token of a decoder of its own."""
+    if len(texts) > 1 and tokenizer.pad_token is None:
+        raise InputError(
+            f"the tokenizer of {name} cannot pad texts to one length.\nGive one text at a time."
         )
-        if getattr(config, "is_encoder_decoder", False) and start is not None:
-            tokens["decoder_input_ids"] = torch.full((len(texts), 1), start)
-        return tokens
-
-    return tokenize
+    n_tokens = max(len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"])
+    limit = min(tokenizer.model_max_length, _NO_LIMIT)
+    if n_tokens > limit:
+        raise InputError(
+            f"the text is {n_tokens} tokens long, and {name} takes at most {limit}.\n"
+            "Shorten it, or split it into several texts, one a line of a .txt file."
+        )
+    tokens: dict[str, Tensor] = dict(tokenizer(texts, padding=len(texts) > 1, return_tensors="pt"))
+    if start is not None:
+        tokens["decoder_input_ids"] = torch.full((len(texts), 1), start)
+    return tokens
 
 
 def _labels(config: Any) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,7 +148,11 @@ def in_mode(transform: Preprocess, mode: str = "RGB") -> Preprocess:
         transform: a transform that takes pictures of mode `mode`.
         mode: "RGB", or "L" for models of one channel.
     """
-    return lambda picture: transform(picture.convert(mode))
+    return partial(_transformed, transform, mode)  # it pickles, for processes that load pictures
+
+
+def _transformed(transform: Preprocess, mode: str, picture: Image) -> Tensor:
+    return transform(picture.convert(mode))
 
 
 def guess_preprocess(picture: Image) -> Tensor:
