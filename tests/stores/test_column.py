@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
 import hookline as hl
+from hookline.stores import column as column_module
 from hookline.stores import open_store
 from hookline.stores import shards as shards_module
 from small_stores import write_store
@@ -181,7 +183,7 @@ def test_few_files_are_mapped_at_once(store, most_mapped, monkeypatch):
         assert np.array_equal(copied["fc"][int(row)], PLAIN[row])
         assert copied["ids"][int(row)] == IDS[row]
         assert len(copied._shards._held) <= most_mapped
-        assert all(len(one) <= most_mapped for one in copied._shards.arrays.values())
+        assert all(len(one) <= most_mapped for one in copied._shards._mapped.values())
     assert np.array_equal(copied["fc"].numpy(rows), PLAIN[rows])
 
 
@@ -224,3 +226,27 @@ def test_an_item_out_of_range_or_of_one_row_is_an_error(ragged):
             getattr(ragged["pooled"], read)([0] if read != "of_item" else 0)
     with pytest.raises(hl.StructureError, match="lengths"):
         _ = ragged["pooled"].lengths
+
+
+# -- how rows are copied --------------------------------------------------------------------------
+
+
+def test_rows_too_large_to_be_gathered_at_once_are_read_alike(tmp_path):
+    values = torch.arange(10 * 17_000.0).reshape(10, 17_000)
+    column = open_store(write_store(tmp_path / "s", {"x": values}))["x"]
+    for index in ([9, 0, 9, 3], [7], (slice(None, None, -3), slice(5)), ([9, 2], [1, -1])):
+        assert np.array_equal(column[index], values.numpy()[index])
+
+
+def test_many_rows_are_gathered_part_by_part(store, monkeypatch):
+    monkeypatch.setattr(column_module, "_MOST_AT_ONCE", 7)
+    rows = np.random.default_rng(0).integers(-N_ROWS, N_ROWS, 60)
+    assert np.array_equal(store["fc"][rows], PLAIN[rows])
+    assert np.array_equal(store["fc"][rows, ::-1, 1], PLAIN[rows, ::-1, 1])
+
+
+def test_rows_behind_a_url_are_read_alike():
+    where = f"memory://test-column-{os.getpid()}"
+    remote = open_store(write_store(where, {"fc": torch.tensor(PLAIN)}))
+    for index in (4, -1, [22, 0, 9], slice(20, 3, -4), ([3, 12], 1)):
+        assert np.array_equal(remote["fc"][index], PLAIN[index])

@@ -112,14 +112,11 @@ def test_rows_are_tokens_where_one_site_has_tokens(ragged):
 
 @given(
     batch_size=st.one_of(st.none(), st.integers(1, 300)),
-    buffer=st.integers(1, 300),
     shards=st.integers(1, 40),
     seed=st.integers(0, 2**40),
 )
-def test_an_epoch_has_each_row_once(store, batch_size, buffer, shards, seed):
-    rows = store.shuffled(
-        "fc", "id", batch_size=batch_size, buffer=buffer, shards=shards, seed=seed
-    )
+def test_an_epoch_has_each_row_once(store, batch_size, shards, seed):
+    rows = store.shuffled("fc", "id", batch_size=batch_size, shards=shards, seed=seed)
     batches = list(rows)
     assert len(rows) == len(batches) == math.ceil(N_ROWS / (batch_size or 1))
     if batch_size is None:
@@ -197,7 +194,7 @@ def test_an_epoch_that_is_left_early_loses_no_row_of_the_next(store):
 
 
 def test_tokens_are_shuffled_with_what_their_items_have(ragged):
-    rows = ragged.shuffled("h", "pooled", "@token", batch_size=7, shards=2, buffer=16)
+    rows = ragged.shuffled("h", "pooled", "@token", batch_size=7, shards=2)
     batches = list(rows)
     h, pooled, token = (torch.cat([one[name] for one in batches]) for name in batches[0])
     item_of = torch.repeat_interleave(torch.arange(40), torch.tensor(LENGTHS))
@@ -207,7 +204,7 @@ def test_tokens_are_shuffled_with_what_their_items_have(ragged):
 
 
 @pytest.mark.parametrize(
-    "options", [{"batch_size": 0}, {"buffer": -1}, {"shards": 2.5}, {"batch_size": True}]
+    "options", [{"batch_size": 0}, {"shards": -1}, {"shards": 2.5}, {"batch_size": True}]
 )
 def test_a_number_that_is_not_positive_is_refused(store, options):
     with pytest.raises(hl.InputError, match=f"{next(iter(options))} must be a positive integer"):

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, from_numpy
 
 from hookline.display.text import plural
 from hookline.engine import hides
 from hookline.errors import StructureError
 from hookline.recordings.tensor_file import DTYPES
+from hookline.stores.gathering import MISSING, Gatherer
 from hookline.stores.shard_file import LENGTH, numpy_dtype, tensor_of
-from hookline.stores.shards import Form, Shards, find
+from hookline.stores.shards import Form, Mapped, Shards, find
 
-# Rows of a shard that are copied by one call instead of one by one, where there are more of them.
-_FEW = 4
-_SMALL_BYTES = 1024
+_MOST_AT_ONCE = 8192  # rows: they may lie in as many files
 
 
 @final
-@hides("array", "empty", "tensor")
+@hides("array", "rows", "tensor")
 class Column:
     """The values at one site, row after row, read from disk when they are asked for.
 
@@ -52,11 +52,19 @@ class Column:
     def _begin(self) -> None:
         stops = self._shards.row_stops if self._form.per_token else self._shards.item_stops
         self._stops: list[int] = stops
-        self._arrays = self._shards.arrays_of(self._form.name)
+        self._starts = [0, *stops]
+        self._mapped = self._shards.mapped_of(self._form.name)
         self.dtype = DTYPES[self._form.dtype]
         self._numpy_dtype = numpy_dtype(self.dtype)
-        self._is_plain = torch.from_numpy(np.empty(0, self._numpy_dtype)).dtype is self.dtype
+        self._is_plain = from_numpy(np.empty(0, self._numpy_dtype)).dtype is self.dtype
         self._length = stops[-1] if stops else 0
+        self._row_bytes = math.prod(self._form.shape) * self.dtype.itemsize
+        # What a row is copied from: single numbers, and dtypes that NumPy lacks, need more.
+        self._simple = self._mapped if self._is_plain and self._form.shape else {}
+        self._stop_array = np.array(stops, np.int64)
+        self._gatherer: Gatherer | None = None
+        if self._shards.is_mapped and Gatherer.can(self._form.shape):
+            self._gatherer = Gatherer(self._form.shape, self._numpy_dtype)
 
     def __getstate__(self) -> tuple[Shards, Form]:
         return self._shards, self._form
@@ -83,7 +91,7 @@ class Column:
     @property
     def nbytes(self) -> int:
         """The bytes of all rows."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
+        return self._length * self._row_bytes
 
     @property
     def is_ragged(self) -> bool:
@@ -98,19 +106,15 @@ class Column:
             yield from self.tensor(self.array(shard).copy())
 
     def __getitem__(self, index: Any) -> Tensor:
-        if type(index) is not int:
-            return self.tensor(self._read(index))
-        if index < 0:
-            index += self._length
-        if not 0 <= index < self._length:
-            raise self._out_of_range(index)
-        shard, row = find(self._stops, index)
-        array = self._arrays.get(shard)
-        if array is None:
-            array = self.array(shard)
-        # A slice, because a single number would not be an array.
-        found = torch.from_numpy(array[row : row + 1].copy())[0]
-        return found if self._is_plain else found.view(self.dtype)
+        # A single row is asked for most often, and there a tenth of a microsecond counts.
+        if type(index) is int and index >= 0:
+            shard = bisect_right(self._stops, index)
+            try:
+                array = self._simple[shard].array
+            except KeyError:  # not mapped yet, out of range, or not to be copied so simply
+                return self.tensor(self._read(index))
+            return from_numpy(array[index - self._starts[shard]].copy())
+        return self.tensor(self._read(index))
 
     def numpy(self, index: Any = slice(None)) -> NDArray[Any]:
         """Return rows as a NumPy array of its own memory.
@@ -198,7 +202,7 @@ class Column:
         found = np.zeros((len(rows), longest, *self._form.shape), self._numpy_dtype)
         for target, one in zip(found, rows, strict=True):
             target[: len(one)] = one
-        return self.tensor(found), torch.from_numpy(np.arange(longest) < lengths[:, None])
+        return self.tensor(found), from_numpy(np.arange(longest) < lengths[:, None])
 
     def _item(self, item: int, *, copied: bool = True) -> NDArray[Any]:
         self._check_ragged("of_item")
@@ -264,32 +268,37 @@ class Column:
     def _gather(self, rows: NDArray[np.int64], rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy rows in the order in which they are asked for."""
         n_rows = len(rows)
-        if n_rows > 1 and rows[-1] - rows[0] == n_rows - 1 and np.all(np.diff(rows) == 1):
-            return self._slice(slice(int(rows[0]), int(rows[-1]) + 1), rest)
-        found = np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
-        if not n_rows:
+        if not n_rows or (rows[-1] - rows[0] == n_rows - 1 and np.all(np.diff(rows) == 1)):
+            first = int(rows[0]) if n_rows else 0
+            return self._slice(slice(first, first + n_rows), rest)
+        if n_rows > _MOST_AT_ONCE:
+            found = np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
+            for start in range(0, n_rows, _MOST_AT_ONCE):
+                part = slice(start, start + _MOST_AT_ONCE)
+                found[part] = self._gather(rows[part], rest)
             return found
-        shards = np.searchsorted(self._stops, rows, "right")
-        starts = np.array([0, *self._stops])
-        rows = rows - starts[shards]
-        touched, counts = np.unique(shards, return_counts=True)
-        views = {
-            shard: self.array(shard)[(slice(None), *rest)] if rest else self.array(shard)
-            for shard in touched.tolist()
-        }
-        row_bytes = found.nbytes // n_rows
-        if len(touched) == 1:
-            np.take(views[int(touched[0])], rows, axis=0, out=found, mode="clip")
-        elif n_rows < _FEW * len(touched) or row_bytes > _SMALL_BYTES:
-            asked = zip(shards.tolist(), rows.tolist(), strict=True)
-            for number, (shard, row) in enumerate(asked):
-                found[number] = views[shard][row]
-        else:
-            order = np.argsort(shards, kind="stable")
-            ends = np.cumsum(counts).tolist()
-            for shard, count, end in zip(touched.tolist(), counts.tolist(), ends, strict=True):
-                places = order[end - count : end]
-                found[places] = views[shard][rows[places]]
+        shards = self._stop_array.searchsorted(rows, "right")
+        if self._gatherer is None or rest:
+            return self._gather_by_shard(rows, shards, rest)
+        # Held until the rows are copied: another thread may drop what is mapped.
+        origins = self._shards.origins_of(self._form.name)
+        addresses = origins.of_shard[shards]
+        if addresses.min() == MISSING:
+            for shard in set(shards.tolist()):
+                array, address = self.rows(shard)
+                origins.add(shard, array, address - self._starts[shard] * self._row_bytes)
+            addresses = origins.of_shard[shards]
+        addresses += rows * self._row_bytes
+        return self._gatherer(addresses)
+
+    def _gather_by_shard(
+        self, rows: NDArray[np.int64], shards: NDArray[np.int64], rest: tuple[Any, ...]
+    ) -> NDArray[Any]:
+        found = np.empty((len(rows), *self._shape_of(rest)), self._numpy_dtype)
+        for shard in np.unique(shards).tolist():
+            places = np.flatnonzero(shards == shard)
+            array = self.array(shard)[(slice(None), *rest)]
+            found[places] = array[rows[places] - self._starts[shard]]
         return found
 
     def _shape_of(self, rest: tuple[Any, ...]) -> tuple[int, ...]:
@@ -300,27 +309,21 @@ class Column:
 
     def array(self, shard: int) -> NDArray[Any]:
         """Return the rows of a shard where they are mapped. Do not write to them."""
-        found = self._arrays.get(shard)
-        return self._shards.array(shard, self._form) if found is None else found
+        return self.rows(shard).array
+
+    def rows(self, shard: int) -> Mapped:
+        """Return the rows of a shard where they are mapped, and their address."""
+        found = self._mapped.get(shard)
+        return self._shards.rows(shard, self._form) if found is None else found
 
     def _own(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.array(array, order="C")
-
-    def empty(self, n_rows: int) -> NDArray[Any]:
-        """Return an array for rows, not filled in."""
-        return np.empty((n_rows, *self._form.shape), self._numpy_dtype)
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """Return an array of rows as a tensor that shares its memory."""
         if not array.ndim:
             return self.tensor(array.reshape(1))[0]
-        return tensor_of(array, self.dtype)
-
-    def _out_of_range(self, index: int) -> IndexError:
-        return IndexError(
-            f"a row of {self.name} must be below {self._length:,}, the number of rows, got"
-            f" {index:,}."
-        )
+        return from_numpy(array) if self._is_plain else tensor_of(array, self.dtype)
 
     def __repr__(self) -> str:
         kind = "token" if self._form.per_token else "item"
@@ -360,7 +363,9 @@ def positions(index: Any, length: int, what: str) -> NDArray[np.int64]:
         )
     if found.dtype.kind == "u":
         found = np.minimum(found.astype(np.uint64), 2**63 - 1)  # else it would become negative
-    found = found.astype(np.int64)
+    found = found.astype(np.int64, copy=False)
+    if not found.size or found.view(np.uint64).max() < length:
+        return found  # the common case, in one look: a negative number would be a large one
     is_outside = (found < -length) | (found >= length)
     if is_outside.any():
         raise IndexError(

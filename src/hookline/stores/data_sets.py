@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -18,6 +18,8 @@ from hookline.stores.epochs import Epochs
 from hookline.stores.shards import Shards
 
 Rows = Tensor | dict[str, Tensor]
+
+_MOST_ROWS = 65_536  # of a piece: a shard of very small rows is mixed part by part
 
 
 @final
@@ -76,14 +78,12 @@ class Shuffle(NamedTuple):
     Args:
         batch_size: the rows of a batch; None for single rows.
         seed: equal seeds give equal orders.
-        buffer: the rows that are copied at once.
         shards: the shards whose rows are mixed.
         drop_last: whether a last batch that is shorter is left out; then ranks have equally many.
     """
 
     batch_size: int | None
     seed: int
-    buffer: int
     shards: int
     drop_last: bool
 
@@ -109,8 +109,8 @@ class ShuffledRows(IterableDataset[Any]):
         >>> len(list(DataLoader(rows, batch_size=None, num_workers=0)))
         2
 
-    The order of the shards is random. The rows of `shards` of them are mixed, each with the same
-    chance, so that a batch has rows of all of them. Reading copies `buffer` rows at a time.
+    The order of the shards is random. The rows of `shards` of them are mixed: each of their rows
+    has the same chance to come next.
 
     The workers of a DataLoader and the ranks of a distributed job share the rows: each row comes
     once in all. An order follows from seed, epoch, and the number of ranks and workers. Each
@@ -126,16 +126,17 @@ class ShuffledRows(IterableDataset[Any]):
     def __init__(
         self, store_shards: Shards, columns: Sequence[Column], how: Shuffle, *, is_single: bool
     ) -> None:
-        for name in ("batch_size", "buffer", "shards"):
+        for name in ("batch_size", "shards"):
             number = getattr(how, name)
             if not (type(number) is int and number > 0) and (name, number) != ("batch_size", None):
                 raise InputError(
                     f"{name} must be a positive integer, got {number!r}.\nGive {name}=256."
                 )
-        self._shards, self._columns, self._how = store_shards, tuple(columns), how
-        self._is_single = is_single
-        self._per_token = any(column.is_ragged for column in columns)
-        self._sizes = store_shards.n_rows if self._per_token else store_shards.n_items
+        self._columns, self._how = tuple(columns), how
+        self._dataset = StoreDataset(store_shards, columns, is_single=is_single)
+        per_token = any(column.is_ragged for column in columns)
+        self._sizes = store_shards.n_rows if per_token else store_shards.n_items
+        self._stops = store_shards.row_stops if per_token else store_shards.item_stops
         self._epochs = Epochs()
         self._rank: tuple[int, int] | None = None
 
@@ -188,81 +189,27 @@ class ShuffledRows(IterableDataset[Any]):
 
     def _batches(self, pieces: Sequence[_Piece], numbers: np.random.Generator) -> Iterator[Rows]:
         size = self._how.batch_size or 1
-        rest: dict[str, NDArray[Any]] = {}
-        for mixed in self._mixed(pieces, numbers, rest):
-            n_rows = len(next(iter(mixed.values())))
-            whole = n_rows - n_rows % size
+        rest = np.empty(0, np.int64)
+        for group in _grouped(pieces, self._how.shards):
+            # Held while rows of them are read, so that nothing is downloaded twice.
+            held = [column.array(piece.shard) for piece in group for column in self._columns]
+            rows = np.concatenate([self._rows_of(piece) for piece in group])
+            numbers.shuffle(rows)
+            rows = np.concatenate([rest, rows])
+            whole = len(rows) - len(rows) % size
             for start in range(0, whole, size):
-                yield self._batch(mixed, start, start + size)
-            rest.clear()
-            if whole < n_rows:
-                rest.update({name: array[whole:] for name, array in mixed.items()})
-        if rest:
-            yield self._batch(rest, 0, size)
+                yield self._batch(rows[start : start + size])
+            rest = rows[whole:]
+            del held
+        if len(rest):
+            yield self._batch(rest)
 
-    def _batch(self, arrays: Mapping[str, NDArray[Any]], start: int, stop: int) -> Rows:
-        found = {
-            column.name: column.tensor(arrays[column.name][start:stop].copy())
-            for column in self._columns
-        }
-        if self._how.batch_size is None:
-            found = {name: rows[0] for name, rows in found.items()}
-        return next(iter(found.values())) if self._is_single else found
+    def _rows_of(self, piece: _Piece) -> NDArray[np.int64]:
+        before = self._stops[piece.shard] - self._sizes[piece.shard]
+        return np.arange(before + piece.start, before + piece.stop)
 
-    def _mixed(
-        self,
-        pieces: Sequence[_Piece],
-        numbers: np.random.Generator,
-        rest: Mapping[str, NDArray[Any]],
-    ) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield rows in their new order, a buffer at a time; `rest` are rows that are left over."""
-        n_groups = -(-len(pieces) // self._how.shards)
-        buffer = max(self._how.buffer, self._how.batch_size or 1)
-        for group in np.array_split(np.arange(len(pieces)), max(n_groups, 1)):
-            sources = [_Source(self, pieces[number], numbers) for number in group.tolist()]
-            left = np.array([source.n_left for source in sources], np.int64)
-            while left.sum():
-                n_rest = len(next(iter(rest.values()))) if rest else 0
-                n_new = min(int(left.sum()), buffer - n_rest)
-                # So each of the rows that are left has the same chance to come next.
-                counts = numbers.multivariate_hypergeometric(left, n_new)
-                places = numbers.permutation(n_rest + n_new)
-                mixed = {column.name: column.empty(n_rest + n_new) for column in self._columns}
-                for name, array in rest.items():
-                    mixed[name][places[:n_rest]] = array
-                end = n_rest
-                for source, count in zip(sources, counts.tolist(), strict=True):
-                    source.copy(count, mixed, places[end : end + count])
-                    end += count
-                left -= counts
-                yield mixed
-
-
-@final
-class _Source:
-    """The rows of a piece, each once, in a random order."""
-
-    def __init__(self, rows: ShuffledRows, piece: _Piece, numbers: np.random.Generator) -> None:
-        n_rows = piece.stop - piece.start
-        kind = np.uint32 if piece.stop < 2**32 else np.uint64
-        self._order = numbers.permutation(np.arange(piece.start, piece.stop, dtype=kind))
-        self.n_left = n_rows
-        # Held here, so that they are read once, though the store forgets what it has mapped.
-        self._arrays = {
-            column.name: (column.array(piece.shard), column.is_ragged == rows._per_token)
-            for column in rows._columns
-        }
-        is_mixed = not all(is_direct for _, is_direct in self._arrays.values())
-        self._stops = rows._shards.stops_of_items(piece.shard) if is_mixed else None
-
-    def copy(self, count: int, into: Mapping[str, NDArray[Any]], places: NDArray[np.int64]) -> None:
-        """Copy the next rows to places in arrays."""
-        start = len(self._order) - self.n_left
-        rows = self._order[start : start + count]
-        self.n_left -= count
-        items = rows if self._stops is None else np.searchsorted(self._stops, rows, "right")
-        for name, (array, is_direct) in self._arrays.items():
-            into[name][places] = array[rows if is_direct else items]
+    def _batch(self, rows: NDArray[np.int64]) -> Rows:
+        return self._dataset[rows if self._how.batch_size else int(rows[0])]
 
 
 def _cut(order: NDArray[np.int64], sizes: Sequence[int], start: int, stop: int) -> list[_Piece]:
@@ -270,7 +217,16 @@ def _cut(order: NDArray[np.int64], sizes: Sequence[int], start: int, stop: int) 
     pieces, before = [], 0
     for shard in order.tolist():
         first, last = max(start - before, 0), min(stop - before, sizes[shard])
-        if first < last:
-            pieces.append(_Piece(shard, first, last))
+        pieces += [
+            _Piece(shard, begin, min(begin + _MOST_ROWS, last))
+            for begin in range(first, last, _MOST_ROWS)
+        ]
         before += sizes[shard]
     return pieces
+
+
+def _grouped(pieces: Sequence[_Piece], most: int) -> Iterator[Sequence[_Piece]]:
+    """Yield pieces in groups of about equal sizes, of at most so many."""
+    n_groups = math.ceil(len(pieces) / most)
+    for number in range(n_groups):
+        yield pieces[len(pieces) * number // n_groups : len(pieces) * (number + 1) // n_groups]

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple, final
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,12 @@ from numpy.typing import NDArray
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, first_line
 from hookline.recordings.tensor_file import DTYPES
+from hookline.stores.gathering import Origins
 from hookline.stores.place import LocalPlace, Place
 from hookline.stores.shard_file import (
     LENGTH,
     Shard,
+    Span,
     array_of,
     check,
     decode,
@@ -31,7 +34,6 @@ from hookline.stores.shard_file import (
 )
 from hookline.util.locks import fork_safe_lock
 
-_STOPS = "@stops"  # beside the columns, and not on disk
 MOST_MAPPED = 16_000  # files
 MOST_DOWNLOADED = 256 * 2**20  # bytes, of a store that is not on this machine
 
@@ -50,6 +52,18 @@ class Form(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     per_token: bool
+
+
+class Mapped(NamedTuple):
+    """A column's rows in a shard.
+
+    Args:
+        array: the rows.
+        address: where they begin in the memory of this process.
+    """
+
+    array: NDArray[Any]
+    address: int
 
 
 class _Held(NamedTuple):
@@ -102,10 +116,15 @@ class Shards:
         # The first item and row after each shard.
         self.item_stops = list(accumulate(self.n_items))
         self.row_stops = list(accumulate(self.n_rows))
+        # Whether values are read where they are mapped, and never downloaded.
+        self.is_mapped = all(isinstance(place, LocalPlace) for place in {*self.places})
         self._lock = fork_safe_lock()
-        # By column and shard; look-ups of rows read these dicts without a lock.
-        self.arrays: dict[str, dict[int, NDArray[Any]]] = {}
+        # By column and shard. Look-ups of rows read these dicts without a lock.
+        self._mapped: dict[str, dict[int, Mapped]] = {}
+        self._origins: dict[str, Origins] = {}
+        self._stops: dict[int, NDArray[np.int64]] = {}
         self._held: dict[int, _Held] = {}
+        self._alive: WeakValueDictionary[tuple[int, str], NDArray[np.uint8]] = WeakValueDictionary()
         self._downloaded: dict[int, int] = {}  # bytes, by shard
         # What was verified needs no second look while its file is unchanged.
         self._verified: dict[int, tuple[Any, set[str]]] = {}
@@ -126,17 +145,24 @@ class Shards:
         """Return the name of a shard's file, with its place."""
         return f"{self.places[shard]}/{name_of(self.numbers[shard])}"
 
-    def arrays_of(self, column: str) -> dict[int, NDArray[Any]]:
-        """Return the arrays of a column that are mapped now, by shard."""
-        return self.arrays.setdefault(column, {})
+    def mapped_of(self, column: str) -> dict[int, Mapped]:
+        """Return the rows of a column that are mapped now, by shard. Others change this dict."""
+        return self._mapped.setdefault(column, {})
 
-    def array(self, shard: int, form: Form) -> NDArray[Any]:
-        """Return a column's rows in a shard, verified on first use. Do not write to it.
+    def origins_of(self, column: str) -> Origins:
+        """Return where the rows of a column are mapped now."""
+        found = self._origins.get(column)
+        if found is None:
+            found = self._origins.setdefault(column, Origins(len(self)))
+        return found
+
+    def rows(self, shard: int, form: Form) -> Mapped:
+        """Return a column's rows in a shard, verified on first use. Do not write to them.
 
         Raises:
             FolderError: the shard is gone or damaged.
         """
-        found = self.arrays_of(form.name).get(shard)
+        found = self.mapped_of(form.name).get(shard)
         if found is not None:
             return found
         with self._lock:
@@ -149,10 +175,10 @@ class Shards:
 
     def stops_of_items(self, shard: int) -> NDArray[np.int64]:
         """Return the row after the last of each item of a shard, counted within the shard."""
-        stops = self.arrays_of(_STOPS).get(shard)
+        stops = self._stops.get(shard)
         if stops is None:
-            stops = np.cumsum(self.array(shard, Form(LENGTH, "I64", (), False)))
-            self.arrays_of(_STOPS)[shard] = stops
+            stops = np.cumsum(self.rows(shard, Form(LENGTH, "I64", (), False)).array)
+            self._stops[shard] = stops
         return stops
 
     def items_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -186,13 +212,13 @@ class Shards:
             for shard in list(self._held):
                 self._drop(shard)
 
-    def _read(self, shard: int, form: Form) -> NDArray[Any]:
+    def _read(self, shard: int, form: Form) -> Mapped:
         held = self._hold(shard)
         n_rows = (self.n_rows if form.per_token else self.n_items)[shard]
         span = held.shard.spans.get(form.name)
         if span is None and not n_rows:  # all of its items were skipped
             empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
-            return self.arrays_of(form.name).setdefault(shard, empty)
+            return self.mapped_of(form.name).setdefault(shard, Mapped(empty, 0))
         if span is None:
             raise ValueError(f"it must hold {form.name!r}")
         if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
@@ -201,8 +227,7 @@ class Shards:
                 f" of {list(span.shape)}"
             )
         if held.data is None:
-            data = self.places[shard].view(self._file(shard), span.start, span.stop)
-            self._make_room(data.nbytes, shard)
+            data = self._download(shard, form.name, span)
         else:
             data = held.data[span.start : span.stop]
         _, verified = self._verified[shard]
@@ -212,8 +237,9 @@ class Shards:
             except ValueError as error:
                 raise ValueError(f"{form.name!r}: {error}") from None
             verified.add(form.name)
-        found = array_of(span, data)
-        self.arrays_of(form.name)[shard] = found
+        array = array_of(span, data)
+        found = Mapped(array, array.__array_interface__["data"][0])
+        self.mapped_of(form.name)[shard] = found
         return found
 
     def _hold(self, shard: int) -> _Held:
@@ -254,6 +280,15 @@ class Shards:
             self.release()
             return place.view(file, 0, size)
 
+    def _download(self, shard: int, column: str, span: Span) -> NDArray[np.uint8]:
+        # What somebody still holds need not be downloaded again.
+        data = self._alive.get((shard, column))
+        if data is None:
+            data = self.places[shard].view(self._file(shard), span.start, span.stop)
+            self._alive[shard, column] = data
+        self._make_room(data.nbytes, shard)
+        return data
+
     def _make_room(self, n_bytes: int, shard: int) -> None:
         """Forget what was downloaded first, for columns that are not on this machine."""
         self._downloaded[shard] = self._downloaded.get(shard, 0) + n_bytes
@@ -263,7 +298,9 @@ class Shards:
     def _drop(self, shard: int) -> None:
         del self._held[shard]
         self._downloaded.pop(shard, None)
-        for column in self.arrays.values():
+        self._stops.pop(shard, None)
+        self._origins.clear()
+        for column in self._mapped.values():
             column.pop(shard, None)
 
     def _file(self, shard: int) -> str:

@@ -240,7 +240,6 @@ class Store:
         *sites: str | Site,
         batch_size: int | None = 256,
         seed: int = 0,
-        buffer: int = 8192,
         shards: int = 16,
         drop_last: bool = False,
     ) -> ShuffledRows:
@@ -258,7 +257,6 @@ class Store:
             *sites: the sites, as in `dataset`.
             batch_size: the rows of a batch; None yields single rows.
             seed: equal seeds give equal orders, epoch by epoch.
-            buffer: the rows that are copied at once.
             shards: the shards whose rows are mixed. More are more random, and need more memory
                 where values are downloaded.
             drop_last: leave out a last batch that is shorter; then all ranks have equally many.
@@ -268,7 +266,7 @@ class Store:
             InputError: a number is not positive.
         """
         columns, is_single = self._columns_of(sites)
-        how = Shuffle(batch_size, seed, buffer, shards, drop_last)
+        how = Shuffle(batch_size, seed, shards, drop_last)
         return ShuffledRows(self._shards, columns, how, is_single=is_single)
 
     def _columns_of(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
@@ -283,9 +281,9 @@ class Store:
         """
         for shard in range(len(self._shards)):
             for form in self._forms:
-                self._shards.array(shard, form)
+                self._shards.rows(shard, form)
             if self._token_form() is not None:
-                self._shards.array(shard, self.tokens._form)
+                self._shards.rows(shard, self.tokens._form)
 
     def release(self) -> None:
         """Unmap the files.
