@@ -162,7 +162,7 @@ def test_a_factory_with_arguments_is_an_error(said):
 
 
 def test_a_factory_that_returns_something_else_is_an_error(write, said):
-    with pytest.raises(ModelError, match=r"returned a int; an nn\.Module was expected") as raised:
+    with pytest.raises(ModelError, match=r"must return an nn\.Module, got int") as raised:
         load_model(f"{write(NETS)}:make_number")
     assert "return model" in said(raised)
 

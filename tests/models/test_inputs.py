@@ -48,7 +48,7 @@ def test_a_text_file_has_one_text_a_line(minilm, tmp_path):
 @pytest.mark.parametrize("content", [b"", b" \n\n"])
 def test_an_empty_text_file_is_an_error(minilm, tmp_path, said, content):
     (tmp_path / "lines.txt").write_bytes(content)
-    with pytest.raises(InputError, match=r"lines\.txt is empty") as raised:
+    with pytest.raises(InputError, match=r"lines\.txt must hold a text") as raised:
         load_input(str(tmp_path / "lines.txt"), minilm)
     said(raised)
 
@@ -61,7 +61,7 @@ def test_a_text_file_that_is_no_text_is_an_error(minilm, tmp_path, said):
 
 
 def test_an_empty_text_is_an_error(minilm, said):
-    with pytest.raises(InputError, match="the text is empty") as raised:
+    with pytest.raises(InputError, match="the text must not be empty") as raised:
         load_input(" ", minilm)
     said(raised)
 
@@ -93,7 +93,7 @@ def test_what_ends_like_a_file_is_a_file_for_a_text_model_too(minilm, tmp_path, 
 
 def test_an_unknown_suffix_is_an_error_that_lists_the_known_ones(digits, tmp_path, said):
     (tmp_path / "data.csv").write_text("1,2")
-    with pytest.raises(InputError, match=r"suffix \.csv") as raised:
+    with pytest.raises(InputError, match=r"a suffix that hookline reads, got \.csv") as raised:
         load_input(str(tmp_path / "data.csv"), digits)
     assert ".png" in said(raised)
     assert ".safetensors, .txt" in said(raised)

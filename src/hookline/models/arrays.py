@@ -60,7 +60,7 @@ def read_arrays(path: Path, model: nn.Module) -> Batch:
         kwargs, parts = {}, [describe(value) for value in args]
     if not parts or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
         raise InputError(
-            f"{path} holds no tensor{f', but {parts[0]}' if parts else ''}.\n"
+            f"{path} must hold a tensor, got {parts[0] if parts else 'none'}.\n"
             "Save a tensor, a tuple of arguments, or a dict of keyword arguments."
         )
     note = f" ({notes[0]})" if notes else ""
@@ -79,7 +79,8 @@ def _read_numpy(path: Path) -> Any:
     except Exception as error:  # readers of broken files raise errors without a common base
         if "Object arrays" in str(error):
             raise InputError(
-                f"{path} holds Python objects, which need unpickling; hookline does not do it.\n"
+                f"{path} must hold arrays of numbers, got Python objects, which need unpickling:"
+                " hookline never unpickles.\n"
                 "Save arrays of numbers: np.save(FILE, array.astype(np.float32))."
             ) from error
         # numpy takes any unknown file for a pickle and says so, which would mislead.
@@ -97,7 +98,7 @@ def _as_tensor(array: NDArray[Any], path: Path) -> Tensor:
         return torch.from_numpy(native).reshape(array.shape)
     except TypeError as error:
         raise InputError(
-            f"{path} holds {array.dtype} values, and torch has no such type.\n"
+            f"{path} must hold values of a dtype that torch has, got {array.dtype}.\n"
             "Save numbers or truth values."
         ) from error
 

@@ -49,8 +49,8 @@ def read_state_dict(file: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if path.suffix.lower() not in _SUFFIXES:
         raise ModelError(
-            f"the checkpoint {path} has the suffix {path.suffix or '(none)'}, which hookline does "
-            f"not read.\nIt reads {', '.join(_TORCH_SUFFIXES)} (torch.save) and .safetensors."
+            f"the checkpoint must end in {', '.join(_TORCH_SUFFIXES)} or .safetensors, got {path}."
+            "\nSave it with torch.save, or as .safetensors."
         )
     content = read_tensors(path, ModelError)
     for key in ("state_dict", "model"):

@@ -114,8 +114,8 @@ def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
             raise _failed(name, "called without arguments, failed", error) from error
     if not isinstance(made, nn.Module):
         raise ModelError(
-            f"{name} returned a {type(made).__name__}; an nn.Module was expected.\n"
-            "Let the factory end with `return model`."
+            f"{name} must return an nn.Module, got {type(made).__name__}.\n"
+            "End the factory with `return model`."
         )
     return LoadedModel(name, made, guess_preprocess)
 

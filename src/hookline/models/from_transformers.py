@@ -219,7 +219,7 @@ def _tokenize(tokenizer: Any, name: str, start: int | None, texts: list[str]) ->
     limit = min(tokenizer.model_max_length, _NO_LIMIT)
     if n_tokens > limit:
         raise InputError(
-            f"the text is {n_tokens} tokens long, and {name} takes at most {limit}.\n"
+            f"a text for {name} must have at most {limit} tokens, got {n_tokens}.\n"
             "Shorten it, or split it into several texts, one a line of a .txt file."
         )
     tokens: dict[str, Tensor] = dict(tokenizer(texts, padding=len(texts) > 1, return_tensors="pt"))

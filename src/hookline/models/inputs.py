@@ -68,7 +68,7 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
     if loaded.tokenize is None or _means_a_file(spec):
         raise _not_there(spec, loaded)
     if not spec.strip():
-        raise InputError("the text is empty.\nGive a text, a file or random:SHAPE:int64.")
+        raise InputError("the text must not be empty.\nGive a text, a file or random:SHAPE:int64.")
     return _text_batch([spec], f'text "{_shorten(spec)}"', loaded)
 
 
@@ -81,8 +81,8 @@ def _file_batch(path: Path, loaded: LoadedModel) -> Batch:
     if suffix == ".txt":
         return _text_file_batch(path, loaded)
     raise InputError(
-        f"{path} has the suffix {path.suffix or '(none)'}, which hookline does not read.\n"
-        f"It reads {', '.join(_SUFFIXES)}."
+        f"{path} must have a suffix that hookline reads, got {path.suffix or '(none)'}.\n"
+        f"Give a file that ends in one of {', '.join(_SUFFIXES)}."
     )
 
 
@@ -121,7 +121,7 @@ def _text_file_batch(path: Path, loaded: LoadedModel) -> Batch:
         ) from error
     texts = [line for line in lines if line.strip()]
     if not texts:
-        raise InputError(f"{path} is empty.\nWrite one text a line.")
+        raise InputError(f"{path} must hold a text, got an empty file.\nWrite one text a line.")
     return _text_batch(texts, f"{path.name} ({plural(len(texts), 'text')})", loaded)
 
 

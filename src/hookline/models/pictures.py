@@ -83,13 +83,13 @@ def find_pictures(folder: Path) -> tuple[list[Path], int]:
     found = [path for path in files if path.suffix.lower() in SUFFIXES]
     if not found:
         raise InputError(
-            f"the folder {folder} has no pictures ({plural(len(files), 'other file')}).\n"
-            f"Pictures end in {', '.join(SUFFIXES)}."
+            f"the folder {folder} must hold pictures, got {plural(len(files), 'other file')}.\n"
+            f"Give pictures that end in {', '.join(SUFFIXES)}."
         )
     if len(found) > MAX_PICTURES:
         raise InputError(
-            f"the folder {folder} has {len(found)} pictures, and a batch holds at most "
-            f"{MAX_PICTURES}.\nPut those that you want into a folder of their own."
+            f"the folder {folder} must hold at most {MAX_PICTURES} pictures for a batch, got "
+            f"{len(found)}.\nPut those that you want into a folder of their own."
         )
     return found, len(files) - len(found)
 

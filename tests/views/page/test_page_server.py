@@ -191,7 +191,7 @@ def test_an_address_that_names_nothing_says_so(served, runs, query, said):
 def test_a_sample_that_is_not_there_is_said_on_the_page(served, runs):
     answer = served(runs / "a").get("site?at=first&sample=7")
     assert answer.status == 200
-    assert "it has no sample 7: it holds 2" in answer.text
+    assert "sample must be from 0 to 1" in answer.text
 
 
 def test_numbers_are_measured_a_few_at_a_time_and_remembered(served, runs):

@@ -81,7 +81,7 @@ def test_texts_must_be_as_many_as_tokens(recorded):
         hl.InputError, match="one text for each of the 3 tokens of site, got 2 texts"
     ):
         hl.plots.tokens(recorded(torch.ones(1, 3, 4)), "site", texts=["a", "b"])
-    with pytest.raises(hl.InputError, match="site has no tokens"):
+    with pytest.raises(hl.InputError, match="site must have tokens, got a value read as"):
         hl.plots.tokens(recorded(torch.ones(3)), "site")
 
 

@@ -86,8 +86,8 @@ def tokens(
     found = arrange(value, layout, sample, usual="TC")
     if not found.space:
         raise InputError(
-            f"{value.label} has no tokens: it was {found.text}.\nUse hl.plots.channels for vectors,"
-            " or give layout='TC' if its rows are tokens."
+            f"{value.label} must have tokens, got a value {found.text}.\nUse hl.plots.channels for"
+            " vectors, or give layout='TC' if its rows are tokens."
         )
     chosen = order_of(found.data, order, n, value.label)
     table = found.data[chosen].flatten(1).T

@@ -214,8 +214,8 @@ def arrange(value: Value, layout: str | None, sample: int, usual: str = "") -> A
         n_samples = tensor.shape[at]
         if not -n_samples <= sample < n_samples:
             raise InputError(
-                f"{value.label} has no sample {sample}: it holds {n_samples}"
-                f" (0 to {n_samples - 1}).\nGive sample=0."
+                f"sample must be from 0 to {n_samples - 1} for {value.label}, got {sample}."
+                "\nGive sample=0."
             )
         tensor = tensor.select(at, sample)
         text += f", sample {sample % n_samples} of {n_samples}" if n_samples > 1 else ""
@@ -263,7 +263,7 @@ def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
         if any(one.is_meta for _, one in tree.tensors(value)):
             raise InputError(f"{label} is on the meta device: it has a shape and no numbers.")
         raise InputError(
-            f"{label} holds no tensor that can be drawn: it is {describe.in_words(value)}."
+            f"{label} must hold a tensor that can be drawn, got {describe.in_words(value)}."
             "\nName a site with such a tensor, or a leaf of it."
         )
     if not _is_readable(tensor):
