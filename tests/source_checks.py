@@ -1,14 +1,52 @@
-"""Helpers for the tests of sources."""
+"""Data sets and checks for the tests of sources."""
 
 from __future__ import annotations
 
 import pickle
+import random
 import re
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
 
 import hookline as hl
 from hookline.verbs.extract.sources import fingerprint
+
+
+class Squares(Dataset):
+    """Item i is the row (i, i * i); the items in `bad` fail to load."""
+
+    def __init__(self, n, bad=()):
+        self.n = n
+        self.bad = frozenset(bad)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise OSError(f"cannot read item {index}.\nmore")
+        return torch.tensor([index, index * index])
+
+
+class Counting(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(torch.arange(self.n).float().unsqueeze(1))
+
+
+class Random(Dataset):
+    """Items that are augmented at random, by the three generators that people use."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
 
 
 def said(action) -> str:
