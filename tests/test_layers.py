@@ -30,7 +30,8 @@ GROUND = {"hookline.errors", "hookline.display", "hookline.util"}
 ONLY = {
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs", "hookline.recordings", "hookline.engine", "hookline.engine.pytree",
+        "hookline.verbs", "hookline.stores", "hookline.recordings", "hookline.statistics",
+        "hookline.engine", "hookline.engine.pytree",
     },
 }  # fmt: skip
 # Functions that may import late: what is heavy, when it is asked for.

@@ -19,7 +19,7 @@ from hookline.cli.diagnosing import diagnose
 from hookline.cli.extracting import extract_by_name, moved
 from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
 from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
-from hookline.cli.viewing import open_page, serve, serving_of
+from hookline.cli.viewing import items_of, open_page, serve, serving_of
 from hookline.display.terminal import renderable
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
@@ -219,7 +219,7 @@ def summary(
 @app.command()
 def view(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="a folder that run.save(DIR) wrote")
+        Path, typer.Argument(metavar="DIR", help="a folder that run.save or hl.extract wrote")
     ],
     other: Annotated[
         Path | None, typer.Argument(metavar="[DIR2]", help="a second folder to compare with")
@@ -231,12 +231,16 @@ def view(
     wait: Annotated[
         bool, typer.Option("--wait", help="wait for a folder that is not written yet")
     ] = False,
+    items: Annotated[
+        str | None, typer.Option(help="of a store: the items to draw, as 5,17 or 1000:1008")
+    ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="do not open a browser")] = False,
 ) -> None:
-    """Show one recording in the browser, or two side by side; the page follows new ones."""
+    """Show a recording or a store in the browser, or two side by side; follow new ones."""
+    folders = [folder] if other is None else [folder, other]
     with complaints():
-        serving = serving_of(folder, other, host, port, wait)
-        serve(serving, [folder] if other is None else [folder, other], not no_open)
+        serving = serving_of(folders, items_of(items), host, port, wait)
+        serve(serving, folders, not no_open)
 
 
 @app.command()

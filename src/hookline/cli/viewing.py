@@ -8,19 +8,43 @@ import webbrowser
 from pathlib import Path
 
 from hookline.cli.terminal import out, say
-from hookline.errors import FolderError
+from hookline.errors import FolderError, InputError
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 
+_MOST_ITEMS = 64  # of a store, on one page
 
-def serving_of(folder: Path, other: Path | None, host: str, port: int, wait: bool) -> Serving:
+
+def items_of(text: str | None) -> list[int] | None:
+    """Read the numbers of items, such as `5,17` or `1000:1008`.
+
+    Raises:
+        InputError: the text is neither.
+    """
+    if text is None:
+        return None
+    try:
+        first, colon, last = text.partition(":")
+        found = list(range(int(first), int(last))) if colon else [int(n) for n in text.split(",")]
+    except ValueError:
+        found = []
+    if not 0 < len(found) <= _MOST_ITEMS:
+        raise InputError(
+            f"--items must name 1 to {_MOST_ITEMS} items, got {text}."
+            "\nGive numbers such as 5,17 or a range such as 1000:1008."
+        )
+    return found
+
+
+def serving_of(
+    folders: list[Path], items: list[int] | None, host: str, port: int, wait: bool
+) -> Serving:
     """Create a server for one folder or two, bound to its port.
 
     Raises:
         HooklineError: a folder holds no readable recording (unless `wait`), no port is free, or an
             extra is missing.
     """
-    folders = [folder] if other is None else [folder, other]
-    shelf = OpenRecordings(*(FolderSource(one) for one in folders))
+    shelf = OpenRecordings(*(FolderSource(one, items) for one in folders))
     if not wait or shelf.state():
         try:
             shelf.shown()  # report a bad folder before serving, and make the first page fast

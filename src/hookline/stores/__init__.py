@@ -3,8 +3,17 @@
 from hookline.stores.column import Column as Column
 from hookline.stores.data_sets import ShuffledRows as ShuffledRows
 from hookline.stores.data_sets import StoreDataset as StoreDataset
+from hookline.stores.excerpt import excerpt as excerpt
 from hookline.stores.opening import open_folder as open_folder
 from hookline.stores.store import Store as Store
 from hookline.stores.store import open_store as open_store
 
-__all__ = ["Column", "ShuffledRows", "Store", "StoreDataset", "open_folder", "open_store"]
+__all__ = [
+    "Column",
+    "ShuffledRows",
+    "Store",
+    "StoreDataset",
+    "excerpt",
+    "open_folder",
+    "open_store",
+]

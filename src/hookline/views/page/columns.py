@@ -42,7 +42,7 @@ def columns(rows: list[Row], *, is_compared: bool = False) -> list[Column]:
         Column("path", "Module", False, lambda row: row.label, lambda row: row.label),
         Column("type", "Type", False, lambda row: row.module_type, lambda row: row.module_type),
         *gap,
-        _of_value("shape", "Shape", lambda one: one.shape, _numel),
+        _of_value("shape", "Shape", _shape, _numel),
         _of_value("dtype", "Dtype", _dtype, _dtype, is_number=False),
         _of_statistics("mean", "Mean", lambda found: found.mean),
         _of_statistics("std", "Std", lambda found: found.std),
@@ -92,9 +92,14 @@ def _of_statistics(
     """Create a column of a statistic that is empty in rows without statistics."""
 
     def found(one: ValueEntry) -> float | None:
-        return number(one.statistics) if one.statistics else None
+        measured = one.whole or one.statistics
+        return number(measured) if measured else None
 
     return _of_value(key, title, lambda one: text(found(one)), found)
+
+
+def _shape(one: ValueEntry) -> str:
+    return one.whole.shape if one.whole else one.shape
 
 
 def _dtype(one: ValueEntry) -> str:

@@ -72,7 +72,7 @@ class Pages:
             state=state,
             subtitle="two recordings compared; numbers are those of the first"
             if len(names) > 1
-            else "",
+            else shown.about,
             where=", ".join(names),
             compared=names if shown.other is not None else (),
             model_type=report.model_type,

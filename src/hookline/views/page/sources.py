@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from hookline.recordings import Recording, open_recording
-from hookline.views.page.state import PageState
+from hookline.display.text import plural
+from hookline.errors import InputError
+from hookline.statistics import Moments
+from hookline.stores import Store, excerpt, open_folder
+from hookline.views.page.state import PageState, Shown
+from hookline.views.statistics import Statistics
 
 _MANIFEST = "manifest.json"
+_N_ITEMS = 8  # of a store, if no items are chosen
 
 
 @final
 class FolderSource:
-    """A recording in a folder. `run.save` replaces the folder, so its manifest is a new file.
+    """A recording in a folder, or some items of a store.
+
+    `run.save` replaces the folder, so its manifest is a new file.
 
     Args:
         folder: the folder, which need not exist yet.
+        items: of a store, the items whose values are shown; None shows the first eight. The
+            statistics are always those of all items.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], items: Sequence[int] | None = None) -> None:
         self.folder = Path(folder)
         self.name = os.fspath(folder)
+        self._items = items
 
     def state(self) -> str:
         """Return a text that changes with the manifest; empty if there is none."""
@@ -33,13 +44,46 @@ class FolderSource:
             return ""
         return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
-    def read(self) -> Recording:
-        """Read the manifest.
+    def read(self) -> Shown:
+        """Read the manifest, and of a store the items that are shown.
 
         Raises:
-            FolderError: the folder holds no recording, one of another version, or a damaged one.
+            FolderError: the folder holds no recording or store, one of another version, or a
+                damaged one.
+            InputError: the store has no such item.
         """
-        return open_recording(self.folder)
+        opened = open_folder(self.folder)
+        if not isinstance(opened, Store):
+            return Shown(opened)
+        items = range(min(len(opened), _N_ITEMS)) if self._items is None else self._items
+        try:
+            recording = excerpt(opened, items)
+        except IndexError as error:
+            raise InputError(f"{self.name}: {error}\nGive items that it has.") from error
+        whole = {site: _statistics(opened, site) for site in opened.sites}
+        shown = f"items {items[0]:,} to {items[-1]:,}" if len(items) > 1 else f"item {items[0]:,}"
+        about = (
+            f"a store of {plural(len(opened), 'item')}; the table's statistics are of all,"
+            f" pictures and histograms of {shown}"
+        )
+        return Shown(recording, whole, about)
+
+
+def _statistics(store: Store, site: str) -> Statistics:
+    """Return the statistics of a column from the sums of its shards."""
+    column, found = store[site], store.statistics.get(site, Moments())
+    known = found.finite > 0
+    return Statistics(
+        found.mean if known else None,
+        found.std if known else None,
+        found.min if known else None,
+        found.max if known else None,
+        found.zeros / found.count if found.count else None,
+        found.non_finite,
+        found.count,
+        str(list(column.shape)),
+        str(column.dtype).removeprefix("torch."),
+    )
 
 
 @final

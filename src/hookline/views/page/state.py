@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -23,9 +23,23 @@ from hookline.views.page.columns import Column, columns
 from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.values import Place, ValueEntry, list_values, measured, read_value
 from hookline.views.plots.differences import Difference, difference
-from hookline.views.statistics import main_tensor
+from hookline.views.statistics import Statistics, main_tensor
 
 Notice = tuple[str, str]
+
+
+class Shown(NamedTuple):
+    """What the page shows of a folder.
+
+    Args:
+        recording: a recording, or some items of a store.
+        whole: of a store, the statistics of all items by site, for the table.
+        about: of a store, a sentence that says what is shown.
+    """
+
+    recording: Recording
+    whole: Mapping[str, Statistics] = {}
+    about: str = ""
 
 
 @final
@@ -33,21 +47,24 @@ class PageState:
     """One recording, or two side by side.
 
     Args:
-        recordings: the recording whose sites are listed, and one to compare with, or None.
+        shown: the recording whose sites are listed, and one to compare with, or None.
         names: the names of both.
 
     Raises:
         FolderError: a folder is gone or damaged.
     """
 
-    def __init__(
-        self, recordings: tuple[Recording, Recording | None], names: tuple[str, str]
-    ) -> None:
-        self.recording, self.other = recordings
+    def __init__(self, shown: tuple[Shown, Shown | None], names: tuple[str, str]) -> None:
+        self._shown, other = shown
+        self.recording = self._shown.recording
+        self.other = None if other is None else other.recording
         self.names = names
         # One reader at a time: values are large, and reading ends by closing the files.
         self._lock = threading.Lock()
-        self.values = list_values(self.recording)
+        whole = self._shown.whole
+        self.values = [
+            replace(seen, whole=whole.get(seen.place.at)) for seen in list_values(self.recording)
+        ]
         others = list_values(self.other) if self.other is not None else []
         self._others = {seen.place: seen for seen in others}
         self.rows = tree_rows(self.recording, self.values)
@@ -63,6 +80,11 @@ class PageState:
         if self.other is not None:
             self._note_what_is_missing()
         self._release()
+
+    @property
+    def about(self) -> str:
+        """A sentence that says what is shown of a store; empty for a recording."""
+        return self._shown.about
 
     # -- finding ---------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class ValueEntry:
         problem: the reason why the value could not be read or measured; otherwise empty.
         is_overwritten: whether the reason is an in-place change.
         backward: for a gradient, the index of its backward pass if there are several; else None.
+        whole: for some items of a store, the statistics of all items; else None.
     """
 
     site: Site
@@ -83,6 +84,7 @@ class ValueEntry:
     problem: str = ""
     is_overwritten: bool = False
     backward: int | None = None
+    whole: Statistics | None = None
 
     @property
     def place(self) -> Place:
@@ -92,7 +94,8 @@ class ValueEntry:
     @property
     def non_finite(self) -> int:
         """The number of elements that are NaN or infinite."""
-        return self.statistics.non_finite if self.statistics else 0
+        found = self.whole or self.statistics
+        return found.non_finite if found else 0
 
 
 def list_values(recording: Recording) -> list[ValueEntry]:

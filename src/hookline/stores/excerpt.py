@@ -1,0 +1,48 @@
+"""Some items of a store as a recording, for all that draws or compares recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hookline.engine import Report, parse_site
+from hookline.recordings import Recording
+from hookline.recordings.pass_record import pass_of
+from hookline.stores.store import Store
+
+
+def excerpt(store: Store, items: Sequence[int]) -> Recording:
+    """Read some items of a store, as the one pass of a recording.
+
+        >>> from hookline.stores import excerpt
+        >>> run = excerpt(store, [40, 41])
+        >>> run["fc"].shape
+        torch.Size([2, 3])
+
+    Args:
+        store: the store.
+        items: the items, by their places in the store. Values with a row for each token are padded
+            with zeros to the longest item.
+
+    Raises:
+        IndexError: there is no such item.
+        FolderError: a shard is gone or damaged.
+    """
+    sites = tuple(map(parse_site, store.sites))
+    chosen = list(items)
+    log = [
+        (number, column.padded(chosen)[0] if column.is_ragged else column[chosen], None)
+        for number, column in enumerate(store[name] for name in store.sites)
+    ]
+    report = Report(
+        name="extract",
+        model_type=str(store.job["model"].get("type", "model")).rpartition(".")[2],
+        passes=1,
+        other_contexts=0,
+        ended=True,
+        fired=tuple((site, 1) for site in sites),
+        why={},
+        excused=frozenset(),
+    )
+    found = Recording(sites, report)
+    found.begin_pass(pass_of(0, False, log))
+    return found
