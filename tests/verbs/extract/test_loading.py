@@ -103,6 +103,14 @@ def test_workers_end_with_a_loop_that_is_left_early():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.processes
+def test_no_worker_is_started_for_nothing():
+    batches = source_of(Squares(100), batch_size=2, workers=3).batches([7])
+    assert next(batches).items == [14, 15]
+    assert len(multiprocessing.active_children()) == 1
+    batches.close()
+
+
 def test_numbers_are_taken_as_they_are_needed():
     taken = []
 

@@ -43,9 +43,20 @@ def test_an_iterable_data_set_begins_anew_when_asked():
         assert [batch.items for batch in run(source, range(9))] == [[0, 1, 2], [3, 4, 5], [6]]
     there = pickle.loads(pickle.dumps(source))
     assert run(there, [1])[0].data.tolist() == [[3], [4], [5]]
-    assert there.identity() == {"kind": "batches", "type": "Counting", "length": None}
+    assert there.identity() == {
+        "kind": "batches", "type": "Counting", "length": None, "workers": 0, "batch_size": 3
+    }  # fmt: skip
     loader = DataLoader(Counting(7), batch_size=3)
+    # Workers would share the items out in another way.
+    assert source_of(loader).identity() == source.identity()
+    assert source_of(DataLoader(Counting(7), 3, num_workers=2)).identity() != source.identity()
     assert [batch.items for batch in run(source_of(loader), [2])] == [[6]]
+
+
+def test_the_identity_of_an_iterator_is_its_type():
+    assert source_of(ready()).identity() == {
+        "kind": "batches", "type": "generator", "length": None
+    }  # fmt: skip
 
 
 def test_iterables_that_cannot_be_used_are_refused():

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import hookline as hl
 from hookline.verbs.extract import texts
 from hookline.verbs.extract.sources import source_of
 from source_checks import run, said, whole
@@ -166,11 +167,18 @@ def tokenizer():
 
 def test_a_tokenizer_of_transformers_is_taken_as_it_is(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo one\ntwo two two two\n")
-    batches = whole(source_of(tmp_path / "a.txt", batch_size=2, tokenize=tokenizer))
+    source = source_of(tmp_path / "a.txt", batch_size=2, tokenize=tokenizer)
+    with pytest.warns(hl.HooklineWarning, match="more than 3 tokens and are cut there"):
+        batches = whole(source)
     assert type(batches[0].data) is dict
     assert batches[0].data["input_ids"].tolist() == [[2, 0], [3, 2]]
     assert batches[0].data["attention_mask"].tolist() == [[1, 0], [1, 1]]
     assert batches[1].data["input_ids"].tolist() == [[3, 3, 3]]  # cut at model_max_length
+
+
+def test_texts_that_fit_are_not_warned_of(tokenizer):
+    (batch,) = run(source_of(["one two one", "one"], tokenize=tokenizer), [0])
+    assert batch.data["attention_mask"].sum(1).tolist() == [3, 1]
 
 
 def test_a_tokenizer_without_a_padding_token_is_refused(tokenizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final
@@ -317,6 +317,8 @@ class IndexedSource:
     def batches(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """Load batches, in the order in which they are asked for."""
         workers, options = self._loading.workers, self._options
+        if isinstance(numbers, Sized):  # a process that has nothing to load is not started
+            workers = min(workers, max(len(numbers), 1))
         loader: DataLoader[Loaded] = DataLoader(
             _Batches(self._items, self.batch_size),
             batch_size=None,  # each item of the data set is a batch

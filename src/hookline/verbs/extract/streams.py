@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
@@ -54,14 +55,19 @@ class IterableSource:
         return {**vars(self), "_rest": None, "_next": 0, "_n_items": 0}
 
     def identity(self) -> dict[str, Any]:
-        """Return the name of its class: what it will give is not known."""
-        kind = self._iterable
-        dataset = getattr(kind, "dataset", None)  # of a DataLoader
-        return {
+        """Return the name of its class, and what its batches depend on where that is known."""
+        kind: Any = self._iterable
+        if not isinstance(kind, DataLoader):
+            return {"kind": "batches", "type": type(kind).__name__, "length": None}
+        found: dict[str, Any] = {
             "kind": "batches",
-            "type": type(kind if dataset is None else dataset).__name__,
+            "type": type(kind.dataset).__name__,
             "length": None,
         }
+        if isinstance(kind.dataset, IterableDataset):
+            # Each worker makes batches of its own share.
+            found |= {"workers": kind.num_workers, "batch_size": kind.batch_size}
+        return found
 
     def batches(self, numbers: Iterable[int]) -> Iterator[Batch]:
         """Load batches whose numbers increase; those between are loaded and dropped."""

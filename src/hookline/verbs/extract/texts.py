@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
-from hookline.errors import InputError
+from hookline.errors import InputError, warn
 from hookline.models.packages import first_line
 from hookline.verbs.extract.loading import Loaded, Refusal, Skip, load_each
 
@@ -98,6 +98,7 @@ class Tokenizing:
     def __init__(self, tokenizer: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._options = dict(options)
+        self._has_warned = False
 
     def __call__(self, texts: list[str]) -> dict[str, Tensor]:
         """Tokenize texts.
@@ -115,6 +116,14 @@ class Tokenizing:
                 f" {held or type(found).__name__}."
                 "\nGive a tokenizer of transformers, or a function that pads to one length and"
                 " returns tensors."
+            )
+        # The encodings of tokenizers that are written in Rust tell what was cut off.
+        encodings: list[Any] = getattr(found, "encodings", None) or []
+        if not self._has_warned and any(one.overflowing for one in encodings):
+            self._has_warned = True
+            warn(
+                f"some texts have more than {len(encodings[0].ids)} tokens and are cut there, at"
+                " the tokenizer's model_max_length.\nSplit long texts into several."
             )
         return dict(found)
 
