@@ -233,6 +233,27 @@ def decode(head: bytes, size: int) -> Shard:
     )  # fmt: skip
 
 
+def renumbered(head: bytes, size: int, number: int, first_batch: int) -> tuple[bytes, Shard]:
+    """Give a shard another number; its columns stay as they are.
+
+    Args:
+        head: the file's first bytes, to the end of the header.
+        size: the bytes of the whole file.
+        number: the new number.
+        first_batch: the new number of its first batch.
+
+    Returns:
+        The new header, and the description of the shard with it.
+    """
+    header = json.loads(head[8:])
+    about = json.loads(header.pop("__metadata__")["hookline"])
+    first, last = about["batches"]
+    batches = [first_batch, first_batch + last - first]
+    about.update(seal=_BLANK.decode(), number=number, batches=batches)
+    new = _sealed(about, header)
+    return new, decode(new, len(new) + size - len(head))
+
+
 def check(span: Span, data: NDArray[np.uint8]) -> None:
     """Compare a column's bytes with their checksum.
 

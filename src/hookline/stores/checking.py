@@ -1,0 +1,227 @@
+"""Verify a store, and mend what can be mended from its shards alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from hookline.display.text import plural
+from hookline.errors import FolderError
+from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
+from hookline.stores.job import Job
+from hookline.stores.manifest import read_manifest, write_manifest
+from hookline.stores.place import Place, place_of
+from hookline.stores.rows import ColumnForm
+from hookline.stores.shard_file import LENGTH, OWN, Shard, name_of, number_of, read_shard
+from hookline.stores.store import NAMES
+
+LOOP = "passes of a loop"  # the kind of data that cannot be run again
+
+
+class Damage(NamedTuple):
+    """A file of a store that is damaged, gone, or not of the store.
+
+    Args:
+        name: the name of the file.
+        what: what is wrong, in words.
+    """
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+class Repair(NamedTuple):
+    """What a repair has done.
+
+    Args:
+        removed: the damaged shards that were removed, or were gone.
+        manifest: whether the manifest was made again from the shards.
+    """
+
+    removed: list[Damage]
+    manifest: bool
+
+    def __str__(self) -> str:
+        made = "The manifest was made again from the shards. " if self.manifest else ""
+        if not self.removed:
+            return made + ("The store is whole." if made else "Nothing is damaged.")
+        return (
+            f"{made}{plural(len(self.removed), 'damaged shard')} removed or gone. Start the same"
+            " hl.extract again: it makes them."
+        )
+
+
+def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
+    """Read all of a store, and list what is damaged, gone, or not of it.
+
+        >>> from hookline.stores import verify
+        >>> verify(tmp_path / "features")
+        []
+
+    A store that is not finished is not damaged for that.
+
+    Args:
+        where: the folder or URL.
+
+    Raises:
+        FolderError: it holds no store, or one of another version.
+    """
+    place = _place(where)
+    manifest, damage = _manifest(place)
+    shards, damaged = _shards(place, manifest)
+    if manifest is None and not shards and not damaged:
+        raise FolderError(
+            f"{place} is not a store: it has no {MANIFEST} and no shards."
+            "\nGive the folder that hl.extract wrote."
+        )
+    return [*damage, *damaged, *_names(place)]
+
+
+def repair(where: str | os.PathLike[str] | Place) -> Repair:
+    """Mend a store: remove damaged shards, and make a missing manifest again.
+
+        >>> from hookline.stores import repair
+        >>> print(repair(tmp_path / "features"))
+        Nothing is damaged.
+
+    The same `hl.extract` then makes the shards that were removed. A manifest that is missing or
+    damaged is made from the shards' own descriptions if all are whole. Such a store can be read;
+    `hl.extract` does not go on with it, because the job is not known any more. A last shard that is
+    missing, too, cannot be noticed then.
+
+    Args:
+        where: the folder or URL.
+
+    Returns:
+        What was done; `print` says it.
+
+    Raises:
+        FolderError: it holds no store; its manifest and a shard are damaged, or a shard of a
+            recorded loop is, so that they cannot be made again. Nothing is changed then.
+    """
+    place = _place(where)
+    with place.locked():
+        manifest, _ = _manifest(place)
+        shards, damaged = _shards(place, manifest)
+        if manifest is None and not shards:
+            raise FolderError(
+                f"{place} is not a store, or no shard of it is whole.\nExtract it again."
+            )
+        if manifest is None:
+            _check_all_there(place, shards, damaged)
+            write_manifest(place, _job_of(shards).as_json(), {}, shards)
+            return Repair([], manifest=True)
+        if damaged:
+            if manifest["job"].get("data", {}).get("kind") == LOOP:
+                raise FolderError(
+                    f"{place} was recorded in a loop that cannot be run again, and is damaged:"
+                    f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
+                )
+            for name, _ in damaged:
+                place.remove(name)
+            write_manifest(place, manifest["job"], manifest["environment"])
+        return Repair(damaged, manifest=False)
+
+
+def _place(where: str | os.PathLike[str] | Place) -> Place:
+    return place_of(where) if isinstance(where, str | os.PathLike) else where
+
+
+def _manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
+    """Read the manifest; a damaged one is None, like a missing one.
+
+    Raises:
+        FolderError: it is of another version, or of something else.
+    """
+    try:
+        manifest = read_manifest(place)
+    except FolderError as error:
+        # Damage has the error that was met as its cause; another version has none.
+        if not isinstance(error.__cause__, DAMAGE):
+            raise
+        return None, [Damage(MANIFEST, f"it is damaged: {first_line(error.__cause__)}")]
+    return manifest, [Damage(MANIFEST, "it is gone")] if manifest is None else []
+
+
+def _shards(place: Place, manifest: Mapping[str, Any] | None) -> tuple[list[Shard], list[Damage]]:
+    """Read all shards: those that are whole, and those that are damaged or gone."""
+    written = None if manifest is None else manifest["shards"]
+    there = {name for name in place.names() if number_of(name) is not None}
+    expected = set() if written is None else {name_of(k) for k in range(len(written["seals"]))}
+    whole, damaged = [], []
+    for name in sorted(there | expected):
+        try:
+            shard = read_shard(place, name, verify=True)
+            if written is not None:
+                _check_listed(shard, name, written)
+            if name_of(shard.number) != name:
+                raise ValueError(f"it must hold shard {number_of(name)}, got {shard.number}")
+        except FileNotFoundError:
+            damaged.append(Damage(name, "it is gone"))
+        except (*DAMAGE, OSError) as error:
+            damaged.append(Damage(name, f"it is damaged: {first_line(error)}"))
+        else:
+            whole.append(shard)
+    return whole, damaged
+
+
+def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
+    """Compare a shard with what the manifest says of it.
+
+    Raises:
+        ValueError: they differ.
+    """
+    number = number_of(name) or 0
+    if number >= len(written["seals"]):
+        raise ValueError("the manifest does not list it")
+    if shard.seal != written["seals"][number]:
+        raise ValueError(f"its seal must be {written['seals'][number]}, got {shard.seal}")
+
+
+def _names(place: Place) -> list[Damage]:
+    try:
+        found = json.loads(place.read(NAMES))
+    except FileNotFoundError:
+        return []
+    except DAMAGE as error:
+        return [Damage(NAMES, f"it is damaged: {first_line(error)}")]
+    return [] if isinstance(found, list) else [Damage(NAMES, "it is damaged: it is not a list")]
+
+
+def _check_all_there(place: Place, shards: Sequence[Shard], damaged: Sequence[Damage]) -> None:
+    """Check that shards are whole, and one behind the other.
+
+    Raises:
+        FolderError: one is missing or damaged.
+    """
+    why = str(damaged[0]) if damaged else ""
+    stop = 0
+    for number, shard in enumerate(shards):
+        if not why and (shard.number != number or shard.batches[0] != stop):
+            why = f"{name_of(number)}: it is gone"
+        stop = shard.batches[1]
+    if why:
+        raise FolderError(
+            f"{place} cannot be mended: its {MANIFEST} is gone or damaged, and a shard is: {why}."
+            "\nCopy either from another copy of the store, or extract it again to a new folder."
+        )
+
+
+def _job_of(shards: Sequence[Shard]) -> Job:
+    """Return what the shards themselves say of their job."""
+    is_ragged = LENGTH in shards[0].spans
+    n_rows = sum(shard.rows for shard in shards)
+    columns = []
+    for name in sorted(set(shards[0].spans) - set(OWN)):
+        spans = [shard.spans[name] for shard in shards if name in shard.spans]
+        per_token = is_ragged and sum(span.shape[0] for span in spans) == n_rows
+        per: Literal["item", "token"] = "token" if per_token else "item"
+        columns.append(ColumnForm(name, spans[0].dtype, spans[0].shape[1:], per))
+    n_items = sum(shard.items for shard in shards)
+    sites = [column.name for column in columns]
+    return Job({}, sites, {}, {"kind": "unknown"}, 0, n_items, 0, columns)

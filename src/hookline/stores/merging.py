@@ -1,0 +1,212 @@
+"""Merge stores: parts of one job that several machines did, or stores of the same sites."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hookline.display.text import plural
+from hookline.errors import FolderError, StructureError
+from hookline.recordings.manifest import DAMAGE, first_line
+from hookline.stores.manifest import read_manifest, write_manifest
+from hookline.stores.place import LocalPlace, Place, place_of
+from hookline.stores.shard_file import (
+    Shard,
+    head_size,
+    name_of,
+    number_of,
+    read_shard,
+    renumbered,
+)
+from hookline.stores.store import NAMES, Store, open_store
+
+# What stores of other data may differ in.
+_OF_THE_DATA = frozenset({"data", "n_items", "batch_size", "shard_batches"})
+
+
+def merge(
+    places: Sequence[str | os.PathLike[str] | Place], to: str | os.PathLike[str] | Place
+) -> Store:
+    """Make one store of several.
+
+        >>> from hookline.stores import merge
+        >>> model = nn.Linear(2, 3)
+        >>> for name, rows in [("a", torch.zeros(10, 2)), ("b", torch.ones(5, 2))]:
+        ...     _ = hl.extract(model, rows, "", tmp_path / name)
+        >>> len(merge([tmp_path / "a", tmp_path / "b"], tmp_path / "both"))
+        15
+
+    Stores of one job, of which each machine has done some shards, become the store that one machine
+    would have made, byte for byte. They need not be finished. Stores of other data, with the same
+    model, sites and options, are put one behind the other. `hl.Store.cat` reads such stores as one
+    without writing anything.
+
+    Files are hard links where the stores lie on the disk of the new one, and the job is the same;
+    else copies. The checksum of each column is verified.
+
+    Args:
+        places: the folders or URLs, in the order of their rows.
+        to: a new folder or URL.
+
+    Returns:
+        The new store.
+
+    Raises:
+        FolderError: one is not a store, is damaged, or misses shards; `to` is not empty.
+        StructureError: they are not of the same model, sites and options.
+    """
+    sources = [place_of(one) if isinstance(one, str | os.PathLike) else one for one in places]
+    target = place_of(to) if isinstance(to, str | os.PathLike) else to
+    if not sources:
+        raise StructureError("merge must have one or more stores, got none.\nGive their folders.")
+    manifests = [_manifest_of(place) for place in sources]
+    _check_alike(sources, manifests)
+    with target.locked():
+        if target.names():
+            raise FolderError(f"{target} must be empty to merge into.\nGive a new folder.")
+        job, about = manifests[0]["job"], manifests[0]["environment"]
+        if all(manifest["job"] == job for manifest in manifests[1:]):
+            shards = _of_one_job(sources, manifests, target)
+        else:
+            shards = _one_behind_the_other(sources, manifests, target)
+            parts = [manifest["job"] for manifest in manifests]
+            n_items = sum(shard.items for shard in shards)
+            data = {"kind": "merged", "parts": [part["data"] for part in parts]}
+            job = {**job, "data": data, "n_items": n_items}
+        write_manifest(target, job, about, shards)
+    return open_store(target)
+
+
+def _manifest_of(place: Place) -> dict[str, Any]:
+    manifest = read_manifest(place)
+    if manifest is None:
+        raise FolderError(f"{place} is not a store.\nGive a folder that hl.extract wrote.")
+    return manifest
+
+
+def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Check that stores are of the same model, sites and options.
+
+    Raises:
+        StructureError: they differ in one.
+    """
+    job = manifests[0]["job"]
+    for place, manifest in zip(places, manifests, strict=True):
+        other = manifest["job"]
+        for key in sorted({*job, *other} - _OF_THE_DATA):
+            if job.get(key) != other.get(key):
+                raise StructureError(
+                    f"stores that are merged must have the same {key}, got {job.get(key)} in"
+                    f" {places[0]} and {other.get(key)} in {place}."
+                    "\nExtract with the same model, selector and options."
+                )
+
+
+def _of_one_job(
+    places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
+) -> list[Shard]:
+    """Gather the shards of one job, each from the first store that has it.
+
+    Raises:
+        FolderError: one is missing, or damaged.
+    """
+    found: dict[int, tuple[Place, Shard]] = {}
+    for place in places:
+        for name in place.names():
+            number = number_of(name)
+            if number is None:
+                continue
+            shard = _read(place, name)
+            _, known = found.setdefault(number, (place, shard))
+            if known.seal != shard.seal:
+                raise FolderError(
+                    f"{found[number][0]} and {place} must hold the same {name}, got other values."
+                    "\nLeave one of the stores out."
+                )
+    _check_complete(manifests, [found[number][1] for number in sorted(found)])
+    for number, (place, _) in sorted(found.items()):
+        _link(place, target, name_of(number))
+    for place in places:
+        if NAMES in place.names():
+            _link(place, target, NAMES)
+            break
+    return [found[number][1] for number in sorted(found)]
+
+
+def _check_complete(manifests: Sequence[Mapping[str, Any]], shards: Sequence[Shard]) -> None:
+    """Check that no shard of a job is missing.
+
+    Raises:
+        FolderError: one is.
+    """
+    job = manifests[0]["job"]
+    known = [len(one["shards"]["seals"]) for one in manifests if one["shards"] is not None]
+    if job["n_items"] is not None and not known:
+        known = [-(-job["n_items"] // (job["batch_size"] * job["shard_batches"]))]
+    if not known:
+        raise FolderError(
+            "stores of data without a length must be finished to be merged, got none that is."
+            "\nFinish one of them: start its hl.extract again."
+        )
+    missing = sorted({*range(max(known))} - {shard.number for shard in shards})
+    if missing:
+        raise FolderError(
+            f"stores of one job must hold all of its shards to be merged, got"
+            f" {plural(len(missing), 'shard')} in none of them: {missing[:5]}."
+            "\nGive the store that has them, too, or start hl.extract in one of them to make them."
+        )
+
+
+def _one_behind_the_other(
+    places: Sequence[Place], manifests: Sequence[Mapping[str, Any]], target: Place
+) -> list[Shard]:
+    """Copy the shards of finished stores, with new numbers.
+
+    Raises:
+        FolderError: a store is not finished, or a shard is damaged.
+    """
+    for place, manifest in zip(places, manifests, strict=True):
+        if manifest["shards"] is None:
+            raise FolderError(
+                f"{place} must be finished to be merged with stores of other data."
+                "\nStart the same hl.extract again: it goes on where it was."
+            )
+    shards: list[Shard] = []
+    for place, manifest in zip(places, manifests, strict=True):
+        before = shards[-1].batches[1] if shards else 0
+        for number in range(len(manifest["shards"]["seals"])):
+            name = name_of(number)
+            shard = _read(place, name)
+            end = head_size(place.read(name, 0, 8))
+            head, new = renumbered(
+                place.read(name, 0, end), shard.size, len(shards), before + shard.batches[0]
+            )
+            target.write(name_of(new.number), [head, place.view(name, end, shard.size)])
+            shards.append(new)
+    return shards
+
+
+def _read(place: Place, name: str) -> Shard:
+    try:
+        return read_shard(place, name, verify=True)
+    except (*DAMAGE, OSError) as error:
+        raise FolderError(
+            f"{place}/{name} is gone or damaged: {first_line(error)}.\nRemove what is damaged with"
+            f" `hookline store repair {place}`, then start the same hl.extract again."
+        ) from error
+
+
+def _link(source: Place, target: Place, name: str) -> None:
+    """Make a file of one place appear in another: as a hard link, or as a copy."""
+    if isinstance(source, LocalPlace) and isinstance(target, LocalPlace):
+        try:
+            os.link(source.folder / name, target.folder / name)
+        except OSError as error:
+            # Another disk, or one that knows no links.
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                raise FolderError(f"cannot write {target}/{name}: {first_line(error)}.") from error
+        else:
+            return
+    target.write(name, [source.view(name, 0, source.size(name))])

@@ -1,0 +1,187 @@
+"""Stores are verified whole, and mended from what their shards say of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.recordings.manifest import MANIFEST, sealed
+from hookline.stores import Damage, open_store, repair, verify
+from hookline.stores.place import place_of
+from hookline.stores.shard_file import name_of
+from small_stores import write_store
+
+VALUES = torch.arange(96.0).reshape(24, 4)
+MODEL = torch.nn.Linear(4, 2)
+
+
+@pytest.fixture(params=["folder", "url"])
+def place(request, tmp_path):
+    """24 rows in shards of 8."""
+    where = tmp_path / "s" if request.param == "folder" else f"memory://{tmp_path}"
+    return write_store(where, {"a": VALUES, "b": -VALUES})
+
+
+def flip(place, name, at=-1):
+    data = bytearray(place.read(name))
+    data[at] ^= 1
+    place.write(name, [bytes(data)])
+
+
+def test_a_whole_store_has_no_damage_and_stays_as_it_is(place):
+    before = {name: place.read(name) for name in place.names()}
+    assert verify(place) == []
+    found = repair(place)
+    assert not found.removed
+    assert not found.manifest
+    assert str(found) == "Nothing is damaged."
+    assert {name: place.read(name) for name in place.names()} == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda place: flip(place, name_of(1)), "it is damaged: its checksum must be"),
+        (lambda place: flip(place, name_of(1), 40), "it is damaged: "),
+        (lambda place: place.write(name_of(1), [place.read(name_of(1))[:-3]]), "bytes long, got"),
+        (lambda place: place.write(name_of(1), [b""]), "it is damaged: "),
+        (lambda place: place.write(name_of(1), [place.read(name_of(0))]), "its seal must be"),
+        (lambda place: place.remove(name_of(1)), "it is gone"),
+    ],
+)
+def test_a_damaged_shard_is_listed_and_removed(place, damage, what):
+    damage(place)
+    (found,) = verify(place)
+    assert found.name == name_of(1)
+    assert what in found.what
+    done = repair(place)
+    assert [one.name for one in done.removed] == [name_of(1)]
+    assert "1 damaged shard removed or gone. Start the same hl.extract again" in str(done)
+    assert name_of(1) not in place.names()
+    with pytest.raises(hl.FolderError, match="is not finished: it holds 2 shards so far"):
+        open_store(place)
+    assert verify(place) == []
+
+
+def test_what_is_removed_is_made_again_by_the_same_extract(tmp_path):
+    def start():
+        return hl.extract(MODEL, VALUES, "", tmp_path / "s", batch_size=4, shard_bytes=64)
+
+    start()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "s").glob("shard*")}
+    assert len(before) > 2
+    for name in (name_of(0), name_of(2)):
+        flip(place_of(tmp_path / "s"), name)
+    assert len(repair(tmp_path / "s").removed) == 2
+    assert len(start()) == 24
+    assert {path.name: path.read_bytes() for path in (tmp_path / "s").glob("shard*")} == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
+def test_a_lost_manifest_is_made_again_from_the_shards(place, damage):
+    data = place.read(MANIFEST)
+    before = open_store(place)
+    if damage == "missing":
+        place.remove(MANIFEST)
+    elif damage == "cut":
+        place.write(MANIFEST, [data[:300]])
+    else:
+        place.write(MANIFEST, [data.replace(b'"batch_size": 4', b'"batch_size": 5')])
+    (found,) = verify(place)
+    assert found.name == MANIFEST
+    assert str(repair(place)) == (
+        "The manifest was made again from the shards. The store is whole."
+    )
+    store = open_store(place, verify=True)
+    assert store.sites == ("a", "b")
+    assert torch.equal(store["a"][:], VALUES)
+    assert store.statistics == before.statistics
+    assert verify(place) == []
+
+
+def test_a_manifest_made_again_knows_tokens_from_items(tmp_path):
+    place = write_store(
+        tmp_path / "s", {"h": VALUES, "pooled": VALUES[:5], "half": VALUES.half()},
+        lengths=[7, 0, 8, 4, 5], tokens=torch.arange(24), per_token=["h", "half"], batch_size=1,
+    )  # fmt: skip
+    place.remove(MANIFEST)
+    repair(place)
+    store = open_store(place)
+    assert [store[site].is_ragged for site in ("h", "half", "pooled")] == [True, True, False]
+    assert torch.equal(store["h"].of_item(2), VALUES[7:15])
+    assert torch.equal(store.tokens[:], torch.arange(24))
+
+
+def test_a_store_made_again_is_not_gone_on_with(tmp_path):
+    hl.extract(MODEL, VALUES, "", tmp_path / "s", batch_size=4)
+    (tmp_path / "s" / MANIFEST).unlink()
+    repair(tmp_path / "s")
+    with pytest.raises(hl.FolderError, match="holds a store of another job"):
+        hl.extract(MODEL, VALUES, "", tmp_path / "s", batch_size=4)
+    assert len(hl.open(tmp_path / "s")) == 24
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_lost_manifest_and_a_lost_shard_change_nothing(place, damaged):
+    place.remove(MANIFEST)
+    for damage in (lambda: flip(place, name_of(damaged)), lambda: place.remove(name_of(damaged))):
+        damage()
+        before = place.names()
+        with pytest.raises(hl.FolderError, match=r"cannot be mended: its manifest\.json is gone"):
+            repair(place)
+        assert place.names() == before
+
+
+def test_a_recorded_loop_keeps_what_is_whole(tmp_path):
+    with hl.record(MODEL, to=tmp_path / "s") as line:
+        for rows in VALUES.split(4):
+            MODEL(rows)
+    assert len(line.store) == 24
+    flip(place_of(tmp_path / "s"), name_of(0))
+    before = sorted(os.listdir(tmp_path / "s"))
+    with pytest.raises(hl.FolderError, match="in a loop that cannot be run again, and is damaged"):
+        repair(tmp_path / "s")
+    assert sorted(os.listdir(tmp_path / "s")) == before
+
+
+def test_an_unfinished_store_is_not_damaged_for_that(tmp_path):
+    place = write_store(tmp_path / "s", {"a": VALUES}, is_finished=False)
+    place.remove(name_of(1))
+    assert verify(place) == []
+    flip(place, name_of(2))
+    assert [one.name for one in verify(place)] == [name_of(2)]
+    assert len(repair(place).removed) == 1
+    assert [name for name in place.names() if name != MANIFEST] == [name_of(0)]
+
+
+def test_a_shard_that_the_manifest_does_not_list_is_damage(place):
+    place.write(name_of(7), [place.read(name_of(1))])
+    assert verify(place) == [Damage(name_of(7), "it is damaged: the manifest does not list it")]
+    repair(place)
+    assert name_of(7) not in place.names()
+
+
+def test_damaged_names_are_listed(place):
+    for text in (b"[", b"{}"):
+        place.write("names.json", [text])
+        (found,) = verify(place)
+        assert str(found).startswith("names.json: it is damaged")
+
+
+def test_what_is_not_a_store_is_refused(tmp_path):
+    for check in (verify, repair):
+        with pytest.raises(hl.FolderError, match="is not a store"):
+            check(tmp_path)
+        (tmp_path / MANIFEST).write_bytes(sealed({"format": "x", "checksum": "0" * 16}))
+        with pytest.raises(hl.FolderError, match="was written by something else"):
+            check(tmp_path)
+        (tmp_path / MANIFEST).unlink()
+    write_store(tmp_path / "s", {"a": VALUES})
+    data = json.loads((tmp_path / "s" / MANIFEST).read_text())
+    (tmp_path / "s" / MANIFEST).write_bytes(sealed({**data, "version": 99}))
+    with pytest.raises(hl.FolderError, match="is a store of version 99"):
+        repair(tmp_path / "s")

@@ -1,0 +1,136 @@
+"""Stores of one job become the store of one machine; others are put one behind the other."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.recordings.manifest import MANIFEST
+from hookline.stores import merge, open_store, repair, verify
+from hookline.stores import merging as merging_module
+from hookline.stores.place import place_of
+from hookline.stores.shard_file import name_of
+from small_stores import write_store
+
+VALUES = torch.arange(96.0).reshape(24, 4)
+
+
+def part(where, numbers, *, is_finished=False):
+    """A store of which only some shards have been made."""
+    place = write_store(where, {"x": VALUES}, is_finished=is_finished)
+    for number in {0, 1, 2} - set(numbers):
+        place.remove(name_of(number))
+    return place
+
+
+def files(where):
+    return {path.name: path.read_bytes() for path in where.iterdir() if path.name[0] != "."}
+
+
+@pytest.mark.parametrize("parts", [([0], [1, 2]), ([2], [0], [1]), ([0, 1], [1, 2])])
+def test_parts_of_one_job_become_the_store_of_one_machine(tmp_path, parts):
+    write_store(tmp_path / "one", {"x": VALUES}).write("names.json", [b'["a"]'])
+    places = [part(tmp_path / str(k), numbers) for k, numbers in enumerate(parts)]
+    places[-1].write("names.json", [b'["a"]'])
+    store = merge([places[0], *(str(one) for one in places[1:])], tmp_path / "all")
+    assert files(tmp_path / "all") == files(tmp_path / "one")
+    assert torch.equal(store["x"][:], VALUES)
+    assert verify(tmp_path / "all") == []
+
+
+def test_shards_on_the_same_disk_are_links(tmp_path):
+    part(tmp_path / "a", [0, 1, 2], is_finished=True)
+    merge([tmp_path / "a"], tmp_path / "all")
+    assert os.path.samefile(tmp_path / "a" / name_of(1), tmp_path / "all" / name_of(1))
+    assert not os.path.samefile(tmp_path / "a" / MANIFEST, tmp_path / "all" / MANIFEST)
+
+
+def test_between_disks_and_from_a_url_shards_are_copied(tmp_path, monkeypatch):
+    where = f"memory://test-merging-{os.getpid()}"
+    part(where, [0, 1])
+    part(tmp_path / "a", [2])
+
+    def refuses(source, target):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(merging_module.os, "link", refuses)
+    store = merge([where, tmp_path / "a"], tmp_path / "all")
+    assert torch.equal(store["x"][:], VALUES)
+    again = merge([tmp_path / "all"], where + "-all")
+    assert torch.equal(again["x"][::-1], VALUES.flip(0))
+
+
+@pytest.mark.parametrize("urls", [False, True])
+def test_stores_of_other_data_come_one_behind_the_other(tmp_path, urls):
+    model = torch.nn.Linear(4, 2)
+    places = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    if urls:
+        places = [f"memory://{place}" for place in places]
+    rows = [VALUES[:9], VALUES[9:12], VALUES[12:]]
+    stores = [
+        hl.extract(model, one, "", place, batch_size=3, shard_bytes=1)
+        for one, place in zip(rows, places, strict=True)
+    ]
+    joined = hl.Store.cat(stores)
+    store = merge(places, tmp_path / "all")
+    assert torch.equal(store["(root)"][:], joined["(root)"][:])
+    assert torch.equal(store.items[:], joined.items[:])
+    found, expected = store.statistics["(root)"], joined.statistics["(root)"]
+    assert (found.count, found.min, found.mean) == (48, expected.min, pytest.approx(expected.mean))
+    assert len(store) == store.job["n_items"] == 24
+    assert len(store.job["data"]["parts"]) == 3
+    assert verify(tmp_path / "all") == []
+    (tmp_path / "all" / MANIFEST).unlink()
+    repair(tmp_path / "all")
+    assert torch.equal(open_store(tmp_path / "all")["(root)"][:], joined["(root)"][:])
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    places = [part(tmp_path / "a", [0]), part(tmp_path / "b", [2])]
+    with pytest.raises(hl.FolderError, match=r"got 1 shard in none of them: \[1\]"):
+        merge(places, tmp_path / "all")
+    assert not (tmp_path / "all").exists() or place_of(tmp_path / "all").names() == []
+
+
+def test_a_damaged_shard_is_named(tmp_path):
+    place = part(tmp_path / "a", [0, 1, 2])
+    data = bytearray(place.read(name_of(1)))
+    data[-1] ^= 1
+    place.write(name_of(1), [bytes(data)])
+    with pytest.raises(hl.FolderError, match=r"shard-00000001\.safetensors is gone or damaged"):
+        merge([place], tmp_path / "all")
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path):
+    one, model = tmp_path / "one", torch.nn.Linear(4, 2)
+    hl.extract(model, VALUES, "", one)
+    hl.extract(torch.nn.Linear(4, 2), VALUES, "", tmp_path / "other")
+    hl.extract(model, VALUES, ":input", tmp_path / "site")
+    for where, what in [(tmp_path / "other", "model"), (tmp_path / "site", "columns")]:
+        with pytest.raises(hl.StructureError, match=f"must have the same {what}, got"):
+            merge([one, where], tmp_path / "all")
+    with pytest.raises(hl.FolderError, match="must be empty to merge into"):
+        merge([one], tmp_path / "other")
+    with pytest.raises(hl.StructureError, match="one or more stores, got none"):
+        merge([], tmp_path / "all")
+    with pytest.raises(hl.FolderError, match="missing is not a store"):
+        merge([tmp_path / "missing"], tmp_path / "all")
+
+
+def test_an_unfinished_store_is_not_put_behind_another(tmp_path):
+    place = part(tmp_path / "a", [0, 1, 2])
+    other = write_store(tmp_path / "b", {"x": VALUES[:8]})
+    with pytest.raises(hl.FolderError, match="must be finished to be merged with stores of other"):
+        merge([place, other], tmp_path / "all")
+
+
+def test_two_values_of_one_shard_are_refused(tmp_path):
+    one = part(tmp_path / "a", [0, 1, 2])
+    other = write_store(tmp_path / "b", {"x": VALUES + 1})
+    with pytest.raises(
+        hl.FolderError, match=r"must hold the same shard-00000000\.safetensors, got"
+    ):
+        merge([one, other], tmp_path / "all")
