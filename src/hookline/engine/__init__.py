@@ -60,6 +60,7 @@ from hookline.engine.torch_private.autograd import at_end_of_backward as at_end_
 from hookline.engine.torch_private.autograd import backward_number as backward_number
 from hookline.engine.torch_private.autograd import outer_backward as outer_backward
 from hookline.engine.torch_private.checkpoint import aside as aside
+from hookline.engine.torch_private.distributed import calls_of_sharded as calls_of_sharded
 from hookline.engine.torch_private.distributed import clone_locally as clone_locally
 from hookline.engine.torch_private.distributed import default_store as default_store
 from hookline.engine.torch_private.distributed import full_value as full_value
@@ -110,6 +111,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_number",
     "call_read_only",
+    "calls_of_sharded",
     "check_ports",
     "clone_locally",
     "default_store",

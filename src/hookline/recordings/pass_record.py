@@ -15,7 +15,7 @@ from hookline.recordings.overview import pass_text
 
 
 @final
-@hides("outline", "one_of_several")
+@hides("calls_as_placed", "outline", "one_of_several")
 class PassRecord(Lookups):
     """One pass of a recording, with the same look-ups.
 
@@ -89,6 +89,15 @@ class PassRecord(Lookups):
         """
         asked = self._apart(key)
         return self._log.values(asked, *self._found(asked))
+
+    def calls_as_placed(self, key: Key) -> list[Any]:
+        """Return what `calls` does, with each DTensor as it is and not this rank's shard of it.
+
+        Raises:
+            NotRecordedError: the site did not fire in this pass.
+        """
+        asked = self._apart(key)
+        return self._log.values(asked, *self._found(asked), self._log.whole)
 
     def __iter__(self) -> Iterator[str]:
         fired = sorted(dict.fromkeys(self._fired()), key=lambda one: (one[0], one[1], one[2] or 0))

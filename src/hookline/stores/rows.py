@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, StructureError
-from hookline.recordings import PassRecord
 from hookline.recordings.tensor_file import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -115,8 +114,15 @@ def _ids(data: Any, shape: torch.Size) -> Tensor | None:
     return ids if len(ids) == shape[0] else None
 
 
+class Calls(Protocol):
+    """A pass: the values at its sites."""
+
+    def calls(self, key: Site) -> list[Any]:
+        """Return the value of each call at a site."""
+
+
 def columns_of(
-    one: PassRecord,
+    one: Calls,
     sites: Sequence[Site],
     n_items: int,
     tokens: Tokens | None,
@@ -158,7 +164,7 @@ def columns_of(
     return columns, found
 
 
-def _only(one: PassRecord, site: Site) -> Any:
+def _only(one: Calls, site: Site) -> Any:
     calls = one.calls(site)
     if len(calls) > 1:
         raise AmbiguousError(

@@ -6,7 +6,8 @@ Nothing here loads DTensor or FSDP. While they are not loaded, no object of thei
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +209,26 @@ def sharding(model: nn.Module) -> str:
             by_fsdp.update(id(part) for one in group.fsdp_params for part in _both(one))
     is_split |= any(is_dtensor(one) and id(one) not in by_fsdp for one in model.parameters())
     return "split" if is_split else "FSDP2" if has_fsdp else ""
+
+
+@contextmanager
+def calls_of_sharded(model: nn.Module) -> Iterator[list[Any]]:
+    """Note the modules whose weights FSDP2 gathers, in the order in which they are called.
+
+    Yields:
+        The modules that were called. The caller may clear the list.
+    """
+    called: list[Any] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
+        for module in model.modules()
+        if _groups(module)
+    ]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _both(one: Any) -> tuple[Any, Any]:

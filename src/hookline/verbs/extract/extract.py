@@ -8,14 +8,18 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from hookline.engine import Selector, unwrapped
+from hookline.engine import Selector, sharding, unwrapped
+from hookline.errors import InputError
 from hookline.stores import Store, open_store
-from hookline.stores.place import place_of
-from hookline.verbs.extract.engines import Apart
+from hookline.stores.place import Place, place_of
+from hookline.verbs.extract.batches import Source
+from hookline.verbs.extract.engines import Apart, Engine
 from hookline.verbs.extract.extraction import Extraction
+from hookline.verbs.extract.in_step import InStep
 from hookline.verbs.extract.ranks import Ranks
 from hookline.verbs.extract.setup import Extracting, Setup
 from hookline.verbs.extract.sources import source_of
+from hookline.verbs.extract.worker import Worker
 
 
 def extract(
@@ -46,6 +50,10 @@ def extract(
     The model runs in eval mode, without gradients, and no further than the last selected site. Each
     module gets its own mode back afterwards. Values are written while the model runs.
 
+    In a process group of several ranks (`torchrun`), it is a collective: each rank makes its share
+    of the shards, and rank 0 writes the manifest. An error on one rank is an error on all. The
+    weights may be replicated, or sharded by `fully_shard` or tensor parallelism.
+
     Args:
         model: the model.
         data: one of: a `Dataset`; a `DataLoader` that does not shuffle; an array or tensor (or a
@@ -70,7 +78,8 @@ def extract(
         StructureError: a value has no row for each item or token, or its rows have another shape
             than before.
         FolderError: the folder holds other files or a store of another job, another process writes
-            to it, or it cannot be written.
+            to it, or it cannot be written or is not shared by all machines.
+        RanksError: a rank has other arguments, failed, or did not come.
     """
     unknown = options.keys() - Extracting.__annotations__.keys()
     if unknown:
@@ -78,19 +87,50 @@ def extract(
             f"hl.extract() got an unexpected keyword argument {min(unknown)!r}."
             f"\nGive some of {', '.join(f'{known}=' for known in Extracting.__annotations__)}."
         )
-    place = place_of(to)
-    source = source_of(
-        data,
-        batch_size=batch_size,
-        workers=options.get("workers", 0),
-        on_error=options.get("on_error", "raise"),
-        preprocess=options.get("preprocess"),
-        tokenize=options.get("tokenize"),
-    )
-    ranks = Ranks()
+    place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:
-        setup = Setup(unwrapped(model), selector, source, options)
-        worker = stack.enter_context(setup.worker())
+
+        def prepare() -> tuple[Setup, Worker]:
+            source = source_of(
+                data,
+                batch_size=batch_size,
+                workers=options.get("workers", 0),
+                on_error=options.get("on_error", "raise"),
+                preprocess=options.get("preprocess"),
+                tokenize=options.get("tokenize"),
+            )
+            setup = Setup(unwrapped(model), selector, source, options)
+            worker = stack.enter_context(setup.worker())
+            _check_ranks(ranks, setup.model, source)
+            _ = worker.first  # loaded here, where an error is told to all ranks
+            return setup, worker
+
+        setup, worker = ranks.together(prepare)
         ranks.first(lambda: stack.enter_context(place.locked()))
-        Extraction(place, setup, worker, ranks).run(Apart(place, worker, ranks), resume=resume)
+        engine = _engine(place, setup.model, worker, ranks)
+        Extraction(place, setup, worker, ranks).run(engine, resume=resume)
     return open_store(place)
+
+
+def _check_ranks(ranks: Ranks, model: nn.Module, source: Source) -> None:
+    """Refuse what several ranks cannot do together.
+
+    Raises:
+        InputError: the data has no length, or FSDP1 shards the model.
+    """
+    if ranks.n > 1 and source.n_items is None:
+        raise InputError(
+            f"data must have a length for {ranks.n} ranks, which share its batches by number, got"
+            " an iterable.\nGive a Dataset, arrays or files."
+        )
+    if sharding(model) == "FSDP1":
+        raise InputError(
+            "model must be sharded by fully_shard, got a FullyShardedDataParallel."
+            "\nWrite torch.distributed.fsdp.fully_shard(model)."
+        )
+
+
+def _engine(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
+    if ranks.n > 1 and sharding(model):
+        return InStep(place, model, worker, ranks)
+    return Apart(place, worker, ranks)

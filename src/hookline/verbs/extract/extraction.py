@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from hookline.display.units import size
-from hookline.errors import FolderError, InputError, RanksError, warn
+from hookline.engine import sharding
+from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
 from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
 from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
@@ -48,6 +49,7 @@ class Extraction:
         self._shards: dict[int, Shard] = {}
         self._is_whole = False
         self._batch_bytes = 0
+        self._is_split = sharding(setup.model) == "split"
         self._job = self._begun_job(setup)
 
     def run(self, engine: Engine, *, resume: bool) -> None:
@@ -64,7 +66,7 @@ class Extraction:
         self._compare_ranks()
         is_new = self._ranks.first(lambda: self._look_up(resume=resume))
         if is_new:
-            self._ranks.each(self._plan)
+            self._compare_values(self._ranks.each(self._plan))
             self._ranks.first(self._begin)
         job, done, is_whole = self._ranks.first(self._state)
         if is_whole:
@@ -127,8 +129,8 @@ class Extraction:
             )
         return True
 
-    def _plan(self) -> None:
-        """Plan the store from the first batch."""
+    def _plan(self) -> dict[str, str]:
+        """Plan the store from the first batch; return a fingerprint of each column."""
         chunk = self._worker.first_chunk()
         forms = self._worker.forms
         if not forms:
@@ -139,6 +141,27 @@ class Extraction:
         n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
         self._job = self._job.planned(n_batches, tuple(forms.values()))
         self._batch_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
+        if self._ranks.n == 1:
+            return {}
+        self._worker.offload.ready()()
+        return {name: fingerprint(tensor) for name, tensor in chunk.columns.items()}
+
+    def _compare_values(self, said: list[dict[str, str]]) -> None:
+        """Compare the values that all ranks have for the first batch.
+
+        Raises:
+            StructureError: tensor parallelism has given each rank a part of a value, and no way to
+                join the parts.
+        """
+        if not self._is_split:
+            return
+        for name in said[0]:
+            if any(one.get(name) != said[0][name] for one in said):
+                raise StructureError(
+                    f"{name} must be a DTensor or equal on all ranks, got a plain tensor that"
+                    " differs.\nSelect a site after the parts are joined, or parallelize with"
+                    " use_local_output=False."
+                )
 
     def _begin(self) -> None:
         """Write the manifest of a new store."""

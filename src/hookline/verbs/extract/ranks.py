@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
 from hookline.engine import default_store, gather_json, is_grouped, say_by_rank
 from hookline.errors import RanksError
 from hookline.recordings.manifest import first_line
+
+T = TypeVar("T")
 
 _QUESTION = "hl.extract(...)"
 # How long ranks wait for a rank that does not get on. The first batch may take that long to load.
@@ -69,6 +71,16 @@ class Ranks:
                 "\nMend that error, and start again: shards that are written are kept."
             )
         return [found for found, _ in said]
+
+    def together(self, step: Callable[[], T]) -> T:
+        """Do a step on each rank; return the result of this one. A collective.
+
+        Raises:
+            RanksError: the step failed on another rank, or a rank did not come.
+        """
+        found: list[T] = []
+        self.each(lambda: found.append(step()))
+        return found[0]
 
     def first(self, step: Callable[[], Any]) -> Any:
         """Do a step on rank 0 alone, and return its result on each rank. A collective.

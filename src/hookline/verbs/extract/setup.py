@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hookline.engine import Selector
+from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
+from hookline.engine.pytree import tree
 from hookline.stores.rows import Mask
 from hookline.verbs.extract.batches import Source
 from hookline.verbs.extract.worker import Worker
+from hookline.verbs.record.float32 import measured
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.prefix import Prefix
 from hookline.verbs.shared.run_model import in_eval_mode
@@ -79,9 +81,41 @@ class Setup:
             InputError: the first batch cannot be loaded.
         """
         options = self.options
-        kept: Keep = {"keep": options.get("keep"), "dtype": options.get("dtype"), "copy": True}
+        keep, dtype = options.get("keep"), options.get("dtype")
+        is_split = sharding(self.model) == "split"
+        kept: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
         prefix = Prefix(self.model, self.selector, "extract", kept)
         mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
         with prefix, mode:
             mask = options.get("mask", "attention_mask")
-            yield Worker(prefix, self.source, options.get("inputs"), mask)
+            gather = _Gather(keep, dtype) if is_split else None
+            yield Worker(prefix, self.source, options.get("inputs"), mask, gather)
+
+
+@final
+@dataclass(frozen=True)
+class _Gather:
+    """Gathers a value of which each rank has a part, and makes of it what is stored.
+
+    Args:
+        keep: what is kept of the whole value.
+        dtype: the dtype of floating tensors as stored.
+    """
+
+    keep: Callable[[Any], Any] | None
+    dtype: torch.dtype | None
+
+    def __call__(self, value: Any) -> Any:
+        """Return what is stored of a value. A collective."""
+        found = tree.map_tensors(_whole, value)
+        if self.keep is not None:
+            found = measured(self.keep, found)
+        return tree.map_tensors(self._converted, found)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        is_converted = self.dtype is not None and tensor.is_floating_point()
+        return tensor.to(self.dtype) if is_converted else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return full_value(tensor) if is_dtensor(tensor) else local_part(tensor)

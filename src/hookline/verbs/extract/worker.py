@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
+from hookline.recordings import PassRecord
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.rows import ColumnForm, Mask, columns_of, tokens_of
@@ -30,14 +31,25 @@ class Worker:
         source: the data.
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
+        gather: makes of each value what is stored, where ranks have parts of it: a collective.
 
     Attributes:
+        forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
     """
 
-    def __init__(self, prefix: Prefix, source: Source, inputs: Any, mask: Mask) -> None:
+    def __init__(
+        self,
+        prefix: Prefix,
+        source: Source,
+        inputs: Any,
+        mask: Mask,
+        gather: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._prefix = prefix
+        self.forward: Callable[[Any], list[Site]] = prefix.run
+        self._gather = gather
         self.source = source
         self._inputs = inputs
         self._mask = mask
@@ -84,7 +96,7 @@ class Worker:
         data = self._inputs_of(batch)
         tokens = tokens_of(data, self._mask)
         with torch.no_grad():
-            missing = self._prefix.run(tree.map_tensors(self._move, data))
+            missing = self.forward(tree.map_tensors(self._move, data))
         taken = self._prefix.recording.take()
         for site in missing:
             taken[-1][site]  # raises, and says why
@@ -93,7 +105,8 @@ class Worker:
                 f"the model must run once a batch, got {len(taken)} runs."
                 "\nGive as `model` the module that is called once."
             )
-        found, forms = columns_of(taken[0], self.sites, len(batch.items), tokens, self.forms)
+        one = taken[0] if self._gather is None else _Gathered(taken[0], self._gather)
+        found, forms = columns_of(one, self.sites, len(batch.items), tokens, self.forms)
         self.forms = forms if self.forms is None else self.forms
         per_token = tokens if any(form.per == "token" for form in self.forms.values()) else None
         return Chunk(
@@ -104,6 +117,14 @@ class Worker:
             None if per_token is None else per_token.ids,
             batch.skipped,
         )
+
+    def first_inputs(self) -> Any:
+        """Return what the model takes of the first batch."""
+        return tree.map_tensors(self._move, self._inputs_of(self.first))
+
+    def drop(self) -> None:
+        """Forget what the model gave since the last batch."""
+        self._prefix.recording.take()
 
     def _inputs_of(self, batch: Batch) -> Any:
         """Return the model's inputs from a batch.
@@ -129,6 +150,24 @@ class Worker:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
+
+
+@final
+class _Gathered:
+    """A pass whose values are gathered from all ranks when they are looked up.
+
+    Args:
+        one: the pass.
+        gather: makes of a value the one that is stored.
+    """
+
+    def __init__(self, one: PassRecord, gather: Callable[[Any], Any]) -> None:
+        self._one = one
+        self._gather = gather
+
+    def calls(self, key: Site) -> list[Any]:
+        """Return the value of each call at a site."""
+        return [self._gather(value) for value in self._one.calls_as_placed(key)]
 
 
 def shards_of(

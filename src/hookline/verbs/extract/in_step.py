@@ -1,0 +1,195 @@
+"""Make shards on ranks among which the weights of the model are sharded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hookline.engine import Site, calls_of_sharded, reshard, sharding
+from hookline.errors import RanksError
+from hookline.stores.job import Job
+from hookline.stores.place import Place
+from hookline.stores.shard_file import Shard
+from hookline.verbs.extract.engines import write_shards
+from hookline.verbs.extract.ranks import PATIENCE_S, Ranks
+from hookline.verbs.extract.worker import Worker, shards_of
+
+# What a rank says before each forward: the greatest number counts.
+_DONE, _HAS_BATCH, _FAILED = range(3)
+
+
+@final
+class InStep:
+    """Makes shards on ranks that run equal numbers of forwards.
+
+    A forward of a sharded model gathers weights: a collective. With FSDP2, each rank has batches
+    of its own, and one that has none left runs its last batch again. With tensor parallelism, all
+    ranks run each batch, and rank 0 writes.
+
+    Args:
+        place: where the store is.
+        model: the model.
+        worker: runs the batches.
+        ranks: the processes that do the job together.
+    """
+
+    def __init__(self, place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> None:
+        self._place = place
+        self._model = model
+        self._worker = worker
+        self._ranks = ranks
+        self._is_split = sharding(model) == "split"
+
+    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+        """Make this rank's share of shards, in step with the others."""
+        error: Exception | None = None
+        with _steps(self._model, self._worker) as steps:
+            try:
+                self._write(job, numbers, written, steps)
+            except _Elsewhere:
+                pass  # below, the rank that has failed says how
+            except RanksError:
+                raise  # a rank is lost, and will say nothing
+            except Exception as caught:
+                error = caught
+                steps.fail()
+        self._ranks.together(lambda: _raise(error))
+
+    def _write(
+        self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None], steps: _Steps
+    ) -> None:
+        if not self._is_split:
+            numbers = itertools.islice(numbers, self._ranks.me, None, self._ranks.n)
+        if self._is_split and self._ranks.me > 0:
+            for _ in shards_of(self._worker, job, numbers):
+                pass  # rank 0 has the same rows
+        else:
+            write_shards(self._place, self._worker, job, numbers, written)
+        steps.finish()
+
+
+class _Elsewhere(Exception):
+    """Another rank has failed. That rank says how."""
+
+
+@contextmanager
+def _steps(model: nn.Module, worker: Worker) -> Iterator[_Steps]:
+    """Have a worker run each forward in step with the other ranks."""
+    # A group of its own, on the CPU: a collective of the model's group would wait for the GPU.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+    forward = worker.forward
+    try:
+        with calls_of_sharded(model) as called:
+            steps = _Steps(model, worker, group, called)
+            worker.forward = steps.forward
+            steps.learn()
+            yield steps
+    finally:
+        worker.forward = forward
+        with suppress(RuntimeError):  # a rank is gone
+            dist.destroy_process_group(group)
+
+
+@final
+class _Steps:
+    """Keeps ranks at equal numbers of forwards.
+
+    Args:
+        model: the model.
+        worker: runs the batches.
+        group: a process group of all ranks.
+        called: the modules whose weights are gathered, as they are called.
+    """
+
+    def __init__(self, model: nn.Module, worker: Worker, group: Any, called: list[Any]) -> None:
+        self._model = model
+        self._worker = worker
+        self._forward = worker.forward
+        self._group = group
+        self._called = called
+        self._order: list[Any] = []  # those of a forward that succeeds
+        self._last: Any = None
+        self._is_over = False
+
+    def learn(self) -> None:
+        """Run the first batch on all ranks, and note which modules gather their weights."""
+        self._last = self._worker.first_inputs()
+        self._run(self._last)
+        self._worker.drop()
+        self._order = list(self._called)
+
+    def forward(self, inputs: Any) -> list[Site]:
+        """Run the model on a batch when all ranks have come.
+
+        Raises:
+            _Elsewhere: another rank has failed.
+            RanksError: a rank was lost.
+        """
+        if self._meet(_HAS_BATCH) == _FAILED:
+            raise _Elsewhere
+        self._last = inputs
+        return self._run(inputs)
+
+    def finish(self) -> None:
+        """Run the last batch again as long as another rank has one.
+
+        Raises:
+            _Elsewhere: another rank has failed.
+            RanksError: a rank was lost.
+        """
+        while (state := self._meet(_DONE)) == _HAS_BATCH:
+            self._run(self._last)
+            self._worker.drop()
+        self._is_over = True
+        if state == _FAILED:
+            raise _Elsewhere
+
+    def fail(self) -> None:
+        """Tell the others, when they come for their next forward, that this rank has failed."""
+        if not self._is_over:
+            self._is_over = True
+            self._meet(_FAILED)
+
+    def _run(self, inputs: Any) -> list[Site]:
+        self._called.clear()
+        try:
+            return self._forward(inputs)
+        except Exception:
+            self._gather_rest()
+            raise
+
+    def _gather_rest(self) -> None:
+        """Take part in the collectives of the other ranks' forwards, after this one's has failed.
+
+        They wait for this rank's shards of each module that is called after the failure.
+        """
+        reshard(self._model)
+        for module in self._order[len(self._called) :]:
+            module.unshard()
+            module.reshard()
+
+    def _meet(self, state: int) -> int:
+        found = torch.tensor(state)
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        except RuntimeError as error:
+            self._is_over = True
+            raise RanksError(
+                "hl.extract must run on every rank to its end, got a rank that is lost"
+                f" ({str(error).splitlines()[0][:120]})."
+                "\nLook at the output of the other ranks, and start again: shards that are written"
+                " are kept."
+            ) from error
+        return int(found)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,304 @@
+"""extract on the ranks of a process group: the store is that of one process, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import hookline as hl
+from hookline.verbs.extract import ranks as module
+from parallel import conv_net, sharded
+from processes import ranks_of
+
+ranks = pytest.fixture(scope="module")(ranks_of(2))
+
+ROWS = torch.randn(50, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+SITES = ["stem", "block.1:input"]
+SMALL = {"batch_size": 4, "shard_bytes": 10_000}  # 7 shards of 2 batches, the last one shorter
+
+
+def files(folder):
+    """The bytes of each shard."""
+    found = {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The store of one process that has one thread, as each rank has."""
+    folder = tmp_path_factory.mktemp("whole") / "store"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    hl.extract(conv_net(), ROWS, SITES, folder, **SMALL)
+    torch.set_num_threads(threads)
+    assert len(files(folder)) == 7
+    return folder
+
+
+def of_kind(kind):
+    if kind == "DDP":
+        return DistributedDataParallel(conv_net())
+    return sharded(conv_net()) if kind == "FSDP2" else conv_net()
+
+
+def extract(rank, folder, kind, rows=ROWS, **options):
+    hl.extract(of_kind(kind), rows, SITES, folder / "s", **{**SMALL, **options})
+
+
+@pytest.mark.parametrize("kind", ["replicated", "DDP", "FSDP2"])
+def test_ranks_make_the_store_of_one_process(ranks, tmp_path, whole, kind):
+    ranks.run(__file__, "extract", str(tmp_path), kind)
+    assert files(tmp_path / "s") == files(whole)
+    store = hl.open(tmp_path / "s", verify=True)
+    assert store.items[:].tolist() == list(range(50))
+    assert store.statistics == hl.open(whole).statistics
+    # Any engine goes on with a store of any other: the identity of the weights is the same.
+    (tmp_path / "s" / "shard-00000003.safetensors").unlink()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", **SMALL)
+    torch.set_num_threads(threads)
+    assert files(tmp_path / "s") == files(whole)
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------
+
+X = torch.randn(11, 4, generator=torch.Generator().manual_seed(3))
+
+
+def mlp(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh())
+    if kind == "one process":
+        return model
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "split"))
+    plan = {"0": ColwiseParallel(use_local_output=kind == "TP, local"), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["split"], plan)
+    return fully_shard(model, mesh=mesh["data"]) if kind == "FSDP2 and TP" else model
+
+
+def largest(value):
+    return value.amax(1, keepdim=True).double()
+
+
+def extract_split(rank, folder, kind, sites, **options):
+    hl.extract(mlp(kind), X, sites, folder, batch_size=3, shard_bytes=1, **options)
+
+
+def extract_two_split(rank, folder, kind):
+    extract_split(rank, folder / "s", kind, ["0", "2"])
+    extract_split(rank, folder / "t", kind, "0", keep=largest, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["TP", "FSDP2 and TP"])
+def test_values_that_are_split_are_stored_whole(ranks, tmp_path, kind):
+    ranks.run(__file__, "extract_two_split", str(tmp_path), kind)
+    store, model = hl.open(tmp_path / "s", verify=True), mlp("one process")
+    with hl.record(model, ["0", "2"]) as run:
+        model(X)
+    assert_close(store["0"][:], run["0"])
+    assert_close(store["2"][:], run["2"])
+    # Not keep= of each rank's part.
+    assert_close(hl.open(tmp_path / "t")["0"][:], largest(run["0"]).bfloat16())
+    # The identity of split weights is that of the whole.
+    one = hl.extract(model, X, ["0", "2"], tmp_path / "one", batch_size=3, shard_bytes=1)
+    assert store.job["model"] == one.job["model"]
+
+
+def test_a_part_that_cannot_be_joined_is_refused(ranks, tmp_path):
+    said = ranks.ask(__file__, "extract_split", str(tmp_path / "s"), "TP, local", "0")
+    for kind, text in said:
+        assert kind == "raised"
+        assert "StructureError: 0 must be a DTensor or equal on all ranks" in text
+    assert not list((tmp_path / "s").glob("[!.]*"))
+    ranks.run(__file__, "extract_split", str(tmp_path / "s"), "TP, local", "2")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class Broken(torch.utils.data.Dataset):
+    """An item that cannot be loaded, on one rank."""
+
+    def __init__(self, item):
+        self.item = item
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        if index == self.item:
+            raise OSError("this disk is broken")
+        return ROWS[index]
+
+
+def extract_broken(rank, folder, kind, item, only):
+    extract(rank, folder, kind, Broken(item if rank == only else None))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
+@pytest.mark.parametrize(("item", "rank"), [(0, 1), (9, 1), (36, 0), (49, 0)])
+def test_an_error_on_one_rank_is_told_to_all(ranks, tmp_path, whole, kind, item, rank):
+    """In the first batch, in the first of its own, in the middle and at the end."""
+    said = ranks.ask(__file__, "extract_broken", str(tmp_path), kind, item, rank)
+    assert "InputError: item" in said[rank][1]
+    assert "this disk is broken" in said[rank][1]
+    assert "RanksError" in said[1 - rank][1]
+    assert f"on another: rank {rank}: InputError: item {item} must load" in said[1 - rank][1]
+    ranks.run(__file__, "extract_broken", str(tmp_path), kind, item, None)
+    assert files(tmp_path / "s") == files(whole)
+
+
+class Fails:
+    """Fails within the forward, at the block, for one batch."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __repr__(self):
+        return "Fails()"
+
+    def __call__(self, value):
+        if self.fails and value.shape[2:] == (6, 6) and len(value) == 2:
+            raise ZeroDivisionError("within the forward")
+        return value
+
+
+def fail_within(rank, folder, only):
+    """Item 49 is in a batch of 2."""
+    keep = Fails(rank == only)
+    hl.extract(sharded(conv_net()), ROWS, ["stem", "fc"], folder / "s", keep=keep, **SMALL)
+
+
+def test_an_error_within_a_sharded_forward_hangs_no_rank(ranks, tmp_path):
+    """The others wait for this rank's part of the layers behind the one that has failed."""
+    said = ranks.ask(__file__, "fail_within", str(tmp_path), 1)
+    assert "ZeroDivisionError: within the forward" in said[1][1]
+    assert "on another: rank 1: ZeroDivisionError" in said[0][1]
+    ranks.run(__file__, "fail_within", str(tmp_path), None)  # the process group still works
+    assert len(hl.open(tmp_path / "s")["fc"]) == 50
+
+
+def extract_others(rank, folder):
+    with pytest.raises(hl.RanksError, match=r"same arguments on every rank.*rank 1: model.weights"):
+        model = conv_net()
+        with torch.no_grad():
+            model.stem.weight[0] += rank
+        hl.extract(model, ROWS, SITES, folder / "s", **SMALL)
+    with pytest.raises(hl.InputError, match="must have a length for 2 ranks"):
+        hl.extract(conv_net(), iter(ROWS.split(4)), SITES, folder / "s")
+    (folder / "mine").mkdir(exist_ok=True)
+    (folder / "mine" / "mine.txt").write_text("mine")
+    error = hl.RanksError if rank else hl.FolderError
+    with pytest.raises(error, match=r"must be empty or hold a store"):
+        hl.extract(conv_net(), ROWS, SITES, folder / "mine")
+
+
+def test_what_ranks_cannot_do_together_is_refused_on_all(ranks, tmp_path):
+    ranks.run(__file__, "extract_others", str(tmp_path))
+    assert not list((tmp_path / "s").glob("[!.]*"))
+
+
+def extract_alone(rank, folder):
+    patience, module.PATIENCE_S = module.PATIENCE_S, 0.5
+    try:
+        if rank == 1:
+            dist.barrier()  # it comes when the others have left
+        with pytest.raises(hl.RanksError, match=r"waited 0\.5 s for rank 1, which did not"):
+            extract(rank, folder, "replicated")
+        if rank == 0:
+            dist.barrier()
+    finally:
+        module.PATIENCE_S = patience
+
+
+def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
+    ranks.run(__file__, "extract_alone", str(tmp_path))
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
+def test_a_rank_may_have_nothing_to_do(ranks, tmp_path, kind):
+    """One shard for two ranks; then none for either."""
+    for _ in range(2):
+        ranks.run(__file__, "extract_one_shard", str(tmp_path), kind)
+    assert len(files(tmp_path / "s")) == 1
+    assert len(hl.open(tmp_path / "s", verify=True)) == 50
+
+
+def extract_one_shard(rank, folder, kind):
+    extract(rank, folder, kind, shard_bytes=10**9)
+
+
+# -- killed ---------------------------------------------------------------------------------------
+
+TINY = {"batch_size": 1, "shard_bytes": 1}  # 50 shards
+
+
+def start_group(folder, kind):
+    """Fork two ranks that extract; their process ids."""
+    meeting = tempfile.mktemp(dir=folder)
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.set_num_threads(1)
+                warnings.simplefilter("ignore")
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+                )
+                extract(rank, folder, kind, **TINY)
+            finally:
+                os._exit(0)
+        children.append(child)
+    return children
+
+
+def has_ended(child):
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
+def test_a_group_killed_at_20_moments_goes_on_to_the_same_bytes(tmp_path, kind):
+    """All ranks are killed at once, each time when some more shards are there."""
+    import torch._dynamo  # FSDP2 loads it: here once, not in 42 children
+
+    chance = random.Random(0)
+    folder = tmp_path / "s"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    hl.extract(conv_net(), ROWS, SITES, tmp_path / "whole", **TINY)
+    torch.set_num_threads(threads)
+    n_killed = 0
+    for _ in range(20):
+        children = start_group(tmp_path, kind)
+        until = len(list(folder.glob("shard-*"))) + chance.randrange(3)
+        while len(list(folder.glob("shard-*"))) < until and not has_ended(children[0]):
+            pass
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        n_killed += sum(os.WIFSIGNALED(os.waitpid(child, 0)[1]) for child in children)
+    for child in start_group(tmp_path, kind):
+        os.waitpid(child, 0)
+    assert n_killed > 30
+    assert files(folder) == files(tmp_path / "whole")
+    assert len(hl.open(folder, verify=True)) == 50
+    assert not list(folder.glob(".*.part"))
