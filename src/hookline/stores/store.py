@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
+from pathlib import Path
 from typing import Any, final
 
 from hookline.display.html import MOST_ROWS, escape, table
@@ -24,6 +25,7 @@ from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
+from hookline.stores.exports import Format, export
 from hookline.stores.manifest import read_manifest
 from hookline.stores.place import Place, place_of
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
@@ -272,6 +274,49 @@ class Store:
     def _columns_of(self, sites: Sequence[str | Site]) -> tuple[list[Column], bool]:
         found = {name: self[name] for name in map(self._name_of, sites or self.sites)}
         return list(found.values()), len(sites or self.sites) == 1
+
+    def export(self, to: str | os.PathLike[str], format: Format, *sites: str | Site) -> Path:
+        """Write the values in another format, in bounded memory.
+
+            >>> import numpy as np
+            >>> folder = store.export(tmp_path / "arrays", "npy")
+            >>> np.load(folder / "fc.npy", mmap_mode="r").shape
+            (100, 3)
+
+        | `format` | `to` | read by | package |
+        |---|---|---|---|
+        | `"parquet"` | a file | pyarrow, pandas, DuckDB | pyarrow |
+        | `"datasets"` | a folder | `datasets.load_from_disk` | datasets |
+        | `"npy"` | a folder | `np.load(file, mmap_mode="r")` | none |
+        | `"zarr"` | a folder | `zarr.open_group` | zarr |
+        | `"lance"` | a folder | `lance.dataset` | pylance |
+
+        In parquet, datasets and Lance a row is an item: a column of tokens has a list of rows for
+        each. In npy and Zarr it has a row for each token, and `@length` the number of tokens of
+        each item. `@item` has the index of each item in its data set, and `@token` the token ids.
+        bfloat16 and float8 become float32, which holds the same numbers. Lance has `/` in names for
+        each dot; the names of .npy files are quoted as in URLs, and listed in `columns.json`.
+
+        Args:
+            to: a new file or folder.
+            format: one of the above.
+            *sites: the sites; all by default.
+
+        Returns:
+            The path of the file or folder.
+
+        Raises:
+            InputError: there is no such format, or its package is not installed.
+            StructureError: the format does not have a dtype.
+            FolderError: `to` exists or cannot be written; a shard is gone or damaged.
+        """
+        columns, _ = self._columns_of(sites)
+        own = [self.items]
+        if any(column.is_ragged for column in columns) and self._token_form() is not None:
+            own.append(self.tokens)
+        named = {column.name for column in columns}
+        columns += [column for column in own if column.name not in named]
+        return export(columns, self.n_items, to, format)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

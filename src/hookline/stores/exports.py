@@ -1,0 +1,324 @@
+"""Export a store to other formats, a part at a time, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hookline.errors import FolderError, InputError, StructureError
+from hookline.recordings.manifest import first_line
+from hookline.stores.column import Column
+from hookline.stores.shard_file import LENGTH, numpy_dtype
+from hookline.util.install import how_to_install
+
+Format = Literal["parquet", "datasets", "npy", "zarr", "lance"]
+
+_PART_BYTES = 16 * 2**20  # of what is read at once
+_CHUNK_BYTES = 2**20  # of a chunk of Zarr: a compromise of single rows and whole columns
+# Dtypes that the formats lack, and the one that holds each of their numbers exactly.
+_EXACT = {
+    torch.bfloat16: torch.float32, torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32, torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32, torch.float8_e8m0fnu: torch.float32,
+}  # fmt: skip
+
+
+class _Package(NamedTuple):
+    """A package that a format needs.
+
+    Args:
+        module: what is imported.
+        name: what is installed.
+        install: how, in words.
+    """
+
+    module: str
+    name: str
+    install: str
+
+
+_PYARROW = _Package("pyarrow", "pyarrow", how_to_install("store"))
+_PACKAGES = {
+    "parquet": (_PYARROW,),
+    "datasets": (_PYARROW, _Package("datasets", "datasets", "Run pip install datasets")),
+    "zarr": (_Package("zarr", "zarr", "Run pip install zarr"),),
+    "lance": (_PYARROW, _Package("lance", "pylance", "Run pip install pylance")),
+    "npy": (),
+}
+
+
+def export(
+    columns: Sequence[Column], n_items: int, to: str | os.PathLike[str], format: Format
+) -> Path:
+    """Write columns in another format; `Store.export` says how.
+
+    Args:
+        columns: the columns.
+        n_items: the number of items.
+        to: a new file or folder.
+        format: the name of the format.
+
+    Raises:
+        InputError: there is no such format, or its package is not installed.
+        StructureError: the format does not have a dtype.
+        FolderError: `to` exists, or cannot be written.
+    """
+    if format not in _PACKAGES:
+        raise InputError(
+            f"format must be one of {', '.join(map(repr, _PACKAGES))}, got {format!r}."
+            "\nGive one of them: store.export('features.parquet', 'parquet')."
+        )
+    for package in _PACKAGES[format]:
+        _import(package, format)
+    path = Path(to)
+    if path.exists():
+        raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _WRITERS[format](columns, n_items, path)
+    except BaseException as error:
+        # What is half written looks like a smaller export.
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, FolderError):
+            raise FolderError(
+                f"cannot write {path}: {first_line(error)}.\nGive another name, or free space."
+            ) from error
+        raise
+    return path
+
+
+def _import(package: _Package, format: str) -> Any:
+    try:
+        return import_module(package.module)
+    except ImportError as error:
+        raise InputError(
+            f"{package.name} must be installed to export to {format}, got: {first_line(error)}."
+            f"\n{package.install}"
+        ) from error
+
+
+# -- what is written ------------------------------------------------------------------------------
+
+
+def _dtype(column: Column) -> torch.dtype:
+    return _EXACT.get(column.dtype, column.dtype)
+
+
+def _numbers(column: Column, rows: slice) -> NDArray[Any]:
+    """Read rows as NumPy numbers; dtypes that it lacks are widened, which is exact."""
+    if column.dtype in _EXACT:
+        return column[rows].to(_EXACT[column.dtype]).numpy()
+    return column.numpy(rows)
+
+
+def _parts(n_rows: int, row_bytes: int) -> Iterator[slice]:
+    step = max(1, _PART_BYTES // max(row_bytes, 1))
+    for start in range(0, n_rows, step):
+        yield slice(start, min(start + step, n_rows))
+
+
+def _row_bytes(column: Column) -> int:
+    return column.nbytes // max(len(column), 1)
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+
+
+def _write_npy(columns: Sequence[Column], n_items: int, path: Path) -> None:
+    """Write an .npy file for each column, which `np.load(..., mmap_mode="r")` maps."""
+    path.mkdir()
+    names = {}
+    for column in _with_lengths(columns):
+        names[column.name] = f"{quote(column.name, safe='@()[] ')}.npy"
+        header = {
+            "descr": np.lib.format.dtype_to_descr(numpy_dtype(_dtype(column))),
+            "fortran_order": False,
+            "shape": column.shape,
+        }
+        with (path / names[column.name]).open("xb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for rows in _parts(len(column), _row_bytes(column)):
+                file.write(np.ascontiguousarray(_numbers(column, rows)).data)
+    (path / "columns.json").write_text(json.dumps(names, indent=1))
+
+
+def _write_zarr(columns: Sequence[Column], n_items: int, path: Path) -> None:
+    """Write a Zarr group with an array for each column."""
+    import zarr
+
+    group = zarr.open_group(str(path), mode="w-")
+    for column in _with_lengths(columns):
+        n_rows = max(1, min(len(column), _CHUNK_BYTES // max(_row_bytes(column), 1)))
+        array = group.create_array(
+            column.name.replace("/", "%2F"),
+            shape=column.shape,
+            dtype=numpy_dtype(_dtype(column)),
+            chunks=(n_rows, *(max(size, 1) for size in column.shape[1:])),
+        )
+        for start in range(0, len(column), n_rows):
+            rows = slice(start, min(start + n_rows, len(column)))
+            array[rows] = _numbers(column, rows)
+
+
+def _with_lengths(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns, and the lengths of items that cut a column of tokens into items."""
+    ragged = [column for column in columns if column.is_ragged]
+    named = {column.name for column in columns}
+    return [*columns, *([ragged[0].lengths] if ragged and LENGTH not in named else [])]
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _write_parquet(columns: Sequence[Column], n_items: int, path: Path) -> None:
+    from pyarrow import parquet
+
+    schema = _schema(columns)
+    # Activations do not repeat: a dictionary of them is larger than they are.
+    with parquet.ParquetWriter(path, schema, use_dictionary=False) as writer:
+        for batch in _batches(columns, n_items, schema):
+            writer.write_batch(batch)
+
+
+def _write_lance(columns: Sequence[Column], n_items: int, path: Path) -> None:
+    import lance
+    import pyarrow as pa
+
+    # Lance takes a dot in a name for a field of a structure.
+    schema = _schema(columns)
+    schema = pa.schema([field.with_name(field.name.replace(".", "/")) for field in schema])
+    reader = pa.RecordBatchReader.from_batches(schema, _batches(columns, n_items, schema))
+    lance.write_dataset(reader, str(path), schema=schema, mode="create")
+
+
+def _write_datasets(columns: Sequence[Column], n_items: int, path: Path) -> None:
+    """Write a folder that `datasets.load_from_disk` opens."""
+    import pyarrow as pa
+    from datasets import DatasetInfo, Features
+
+    schema = _schema(columns)
+    path.mkdir()
+    name = "data-00000-of-00001.arrow"
+    with pa.OSFile(str(path / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for batch in _batches(columns, n_items, schema):
+            writer.write_batch(batch)
+    # What `save_to_disk` writes beside the file; it would copy the file, and show a bar.
+    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(path))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name}], "_fingerprint": secrets.token_hex(8),
+        "_format_columns": None, "_format_kwargs": {}, "_format_type": None,
+        "_output_all_columns": False, "_split": None,
+    }  # fmt: skip
+    (path / "state.json").write_text(json.dumps(state))
+
+
+def _schema(columns: Sequence[Column]) -> Any:
+    """Return the Arrow schema: a column of rows is of fixed size, one of tokens a list of them."""
+    import pyarrow as pa
+
+    fields = []
+    for column in columns:
+        kind = pa.from_numpy_dtype(_arrow_dtype(column))
+        for size in reversed(column.shape[1:]):
+            kind = pa.list_(kind, size)
+        fields.append(pa.field(column.name, pa.list_(kind) if column.is_ragged else kind))
+    return pa.schema(fields)
+
+
+def _arrow_dtype(column: Column) -> np.dtype[Any]:
+    if column.dtype.is_complex:
+        raise StructureError(
+            f"{column.name} must have a dtype that Arrow has, got {column.dtype}."
+            "\nExport to 'npy' or 'zarr', or leave the site out: store.export(to, format, 'fc')."
+        )
+    if 0 in column.shape[1:]:
+        raise StructureError(
+            f"{column.name} must have rows of one or more numbers, got {list(column.shape[1:])}."
+            "\nExport to 'npy' or 'zarr', or leave the site out: store.export(to, format, 'fc')."
+        )
+    found: np.dtype[Any] = numpy_dtype(_dtype(column))
+    return found
+
+
+def _batches(columns: Sequence[Column], n_items: int, schema: Any) -> Iterator[Any]:
+    """Yield record batches of a row an item."""
+    import pyarrow as pa
+
+    for items, rows in _items(columns, n_items):
+        arrays = [
+            _arrow(
+                _numbers(column, rows if column.is_ragged else items),
+                field.type,
+                column.lengths.numpy(items) if column.is_ragged else None,
+            )
+            for column, field in zip(columns, schema, strict=True)
+        ]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | None) -> Any:
+    """Return rows as an Arrow array; with lengths, as lists of rows."""
+    import pyarrow as pa
+
+    kinds = []
+    if lengths is not None:
+        kinds.append(kind)
+        kind = kind.value_type
+    while pa.types.is_fixed_size_list(kind):
+        kinds.append(kind)
+        kind = kind.value_type
+    found = pa.array(numbers.reshape(-1), kind)
+    while kinds:
+        outer = kinds.pop()
+        if pa.types.is_fixed_size_list(outer):
+            found = pa.FixedSizeListArray.from_arrays(found, type=outer)
+        elif lengths is not None:
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            found = pa.ListArray.from_arrays(offsets, found, type=outer)
+    return found
+
+
+def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of items of about equal bytes, each with the range of its tokens."""
+    per_item = sum(_row_bytes(column) for column in columns if not column.is_ragged)
+    per_token = sum(_row_bytes(column) for column in columns if column.is_ragged)
+    lengths = next((column.lengths for column in columns if column.is_ragged), None)
+    before = 0
+    for items in _parts(n_items, max(per_item, 8)):
+        if lengths is None:
+            yield items, items
+            continue
+        stops = np.cumsum(lengths.numpy(items)) + before
+        first, start = 0, before
+        while first < len(stops):
+            most = start + max(1, _PART_BYTES // max(per_token, 1))
+            last = max(int(np.searchsorted(stops, most, "right")), first + 1)
+            yield (
+                slice(items.start + first, items.start + last),
+                slice(start, int(stops[last - 1])),
+            )
+            first, start = last, int(stops[last - 1])
+        before = start
+
+
+_WRITERS: dict[str, Callable[[Sequence[Column], int, Path], None]] = {
+    "parquet": _write_parquet,
+    "datasets": _write_datasets,
+    "npy": _write_npy,
+    "zarr": _write_zarr,
+    "lance": _write_lance,
+}
