@@ -53,6 +53,15 @@ def test_a_file_is_read_here_and_by_safetensors(tmp_path_factory, tensors):
         assert (outline.dtype, outline.shape) == (tensor.dtype, tensor.shape)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_one_element_of_any_stride_is_written(tmp_path, dtype):
+    # It counts as contiguous, and torch refuses to view it as bytes.
+    tensor = torch.arange(6.0).to(dtype).view(3, 2)[2:, :1].squeeze(1)
+    assert (tensor.is_contiguous(), tensor.stride()) == (True, (2,))
+    file = TensorFile(tmp_path / "x", write_tensors(tmp_path / "x", [tensor]))
+    assert file.tensor("0").float().tolist() == [4]
+
+
 def test_a_file_of_safetensors_is_read(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"0": torch.arange(3.0), "1": torch.tensor([True])}, path)

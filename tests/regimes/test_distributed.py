@@ -99,6 +99,10 @@ def test_full_joins_the_parts_of_a_batch_by_rank(rank, folder):
     assert_close(several.passes[1].full("fc", dim=0), whole["fc"])
     with pytest.raises(hl.RanksError, match="passes"):
         several.full("fc", dim=0)
+    # One number with a stride of six: torch refuses to view it as bytes.
+    with hl.record(model, "fc", keep=lambda t: t[:1, 0]) as first:
+        model(half(images(), rank))
+    assert first.full("fc", dim=0).shape == (2,)
 
 
 @pytest.mark.cell("DDP", "edit", "edit gradients", "raw hooks", "watch", "features")

@@ -27,6 +27,7 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import tree
 from hookline.errors import AmbiguousError, HooklineError, RanksError
+from hookline.recordings.tensor_file import flat_bytes
 
 OPS = ("mean", "sum", "max", "min")
 
@@ -274,7 +275,7 @@ def _gather(ask: Collective, tensor: Tensor, shapes: list[list[int]]) -> list[Te
     """Gather a plain tensor of each rank; their shapes may differ. A collective."""
     tensor = local_part(tensor).detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = real.contiguous().view(-1).view(torch.uint8).to(_device(ask.group))
+    flat = flat_bytes(real.contiguous()).to(_device(ask.group))
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     mine = flat.new_zeros(max(sizes))  # all_gather needs one size, so all pad to the largest
     mine[: flat.numel()] = flat

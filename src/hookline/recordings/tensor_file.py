@@ -76,9 +76,19 @@ def write_tensors(path: Path, tensors: Sequence[Tensor]) -> list[str]:
     return sums
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as its bytes, in one dimension.
+
+    >>> flat_bytes(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
+    [1, 0, 0, 1]
+    """
+    # A dimension of one element may have any stride and counts as contiguous: `view` refuses it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     if tensor.dtype not in _IN_NUMPY:
-        tensor = tensor.reshape(-1).view(torch.uint8)
+        tensor = flat_bytes(tensor)
     return tensor.numpy().data
 
 

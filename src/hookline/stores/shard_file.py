@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from hookline.recordings.tensor_file import DTYPES
+from hookline.recordings.tensor_file import DTYPES, flat_bytes
 from hookline.statistics import Moments
 from hookline.stores.place import Place
 
@@ -285,7 +285,7 @@ def tensor_of(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    data: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    data: NDArray[np.uint8] = flat_bytes(tensor.contiguous()).numpy()
     return data
 
 

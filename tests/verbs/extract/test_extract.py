@@ -465,3 +465,17 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     assert len(used) == 50
     assert max(used) < 1.05 * used[0]
     assert len(hl.open(tmp_path / "s")) == 50_000
+
+
+def test_a_last_batch_of_one_number_is_stored(tmp_path):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Identity()
+
+        def forward(self, x):
+            return self.first(x[:, 0])
+
+    rows = torch.arange(6.0).view(3, 2)
+    store = hl.extract(First(), rows, "first", tmp_path / "store", batch_size=2)
+    assert store["first"][:].tolist() == [0, 2, 4]

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
+from hookline.recordings.tensor_file import flat_bytes
+
 # Up to here all bytes are read. A larger array or file is sampled.
 WHOLE_BYTES = 64 * 1024**2
 N_SAMPLES = 1024
@@ -65,9 +67,7 @@ def _parts(value: Any) -> Iterator[Any]:
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the bytes of a dense tensor, copied where they are not contiguous on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # A dimension of one element may have any stride and counts as contiguous: `view` refuses it.
-    flat = plain.as_strided((plain.numel(),), (1,))
-    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    data: NDArray[np.uint8] = flat_bytes(plain).numpy()
     return data
 
 
