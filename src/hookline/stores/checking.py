@@ -163,6 +163,8 @@ def _shards(place: Place, manifest: Mapping[str, Any] | None) -> tuple[list[Shar
                 raise ValueError(f"it must hold shard {number_of(name)}, got {shard.number}")
         except FileNotFoundError:
             damaged.append(Damage(name, "it is gone"))
+        except FolderError:  # the network: the shard may well be whole
+            raise
         except (*DAMAGE, OSError) as error:
             damaged.append(Damage(name, f"it is damaged: {first_line(error)}"))
         else:

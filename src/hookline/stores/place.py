@@ -243,11 +243,13 @@ class RemotePlace:
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
-        return int(self._fs.size(self._path(name)))
+        with self._reaching():
+            return int(self._fs.size(self._path(name)))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+        with self._reaching():
+            return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
 
     def write(self, name: str, chunks: Sequence[Any]) -> None:
         """Write an object in one request; an older one of that name is replaced."""
@@ -273,6 +275,16 @@ class RemotePlace:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Turn what the network raises into a FolderError; a missing object stays one."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> FolderError:
         return FolderError(

@@ -479,3 +479,19 @@ def test_a_last_batch_of_one_number_is_stored(tmp_path):
     rows = torch.arange(6.0).view(3, 2)
     store = hl.extract(First(), rows, "first", tmp_path / "store", batch_size=2)
     assert store["first"][:].tolist() == [0, 2, 4]
+
+
+def test_a_shard_that_cannot_be_read_for_now_is_not_removed(model, tmp_path, monkeypatch):
+    from hookline.stores.place import LocalPlace
+
+    hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    before = files(tmp_path / "s")
+
+    def view(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "view", view)
+        with pytest.raises(hl.FolderError, match=r"Too many open files(.|\n)*nothing is lost"):
+            hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    assert files(tmp_path / "s") == before

@@ -223,7 +223,12 @@ class Extraction:
                 shard = read_shard(self._place, name, verify=True)
                 if shard.number != number or not self._has_place(shard, is_finished):
                     raise ValueError("it must hold the batches of its number")
-            except (*DAMAGE, OSError):
+            except OSError as error:  # perhaps for a moment only: nothing is removed for that
+                raise FolderError(
+                    f"{self._place} cannot be read: {name}: {first_line(error)}."
+                    "\nStart again when it can be read; nothing is lost."
+                ) from error
+            except DAMAGE:
                 damaged.append(name)
                 self._place.remove(name)
                 continue
