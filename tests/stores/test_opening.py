@@ -50,3 +50,12 @@ def test_what_is_neither_is_refused_as_before(where):
 def test_a_protocol_that_is_unknown_is_named():
     with pytest.raises(hl.FolderError, match="nothing://x cannot be used"):
         hl.open("nothing://x")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000000.safetensors"])
+def test_a_pipe_in_the_folder_blocks_nobody(tmp_path, name):
+    folder = write_store(tmp_path / "s", {"fc": torch.zeros(3, 2)}).folder
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(hl.FolderError):
+        hl.open(folder)["fc"][:]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from hookline.recordings import Recording, open_recording
-from hookline.recordings.manifest import MANIFEST
+from hookline.recordings.manifest import MANIFEST, open_regular
 from hookline.stores.manifest import FORMAT
 from hookline.stores.shard_file import number_of
 from hookline.stores.store import Store, open_store
@@ -58,7 +58,7 @@ def _holds_a_store(folder: str | os.PathLike[str]) -> bool:
         return True
     try:
         path = Path(folder)
-        with (path / MANIFEST).open("rb") as file:
+        with os.fdopen(open_regular(path / MANIFEST), "rb") as file:
             return f'"{FORMAT}"'.encode() in file.read(_HEAD_BYTES)
     except FileNotFoundError:
         # The manifest of a store may be lost; what its shards are is in their names.

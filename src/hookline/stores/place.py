@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from hookline.errors import FolderError
-from hookline.recordings.manifest import first_line, sync
+from hookline.recordings.manifest import first_line, open_regular, sync
 
 try:
     import fcntl
@@ -129,7 +129,7 @@ class LocalPlace:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        handle = os.open(self.folder / name, os.O_RDONLY)
+        handle = open_regular(self.folder / name)
         try:
             if stop is None:
                 stop = os.fstat(handle).st_size
