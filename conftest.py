@@ -3,7 +3,7 @@
 import gc
 import io
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +12,6 @@ from torch import nn
 
 import hookline as hl
 from hookline.models import load_demo_digits, load_input, load_model
-from small_stores import write_store
 
 # The examples of inner functions are for reading: some want files, a network, or a minute.
 collect_ignore_glob = [
@@ -47,9 +46,10 @@ def _names_in_docstrings(request: pytest.FixtureRequest) -> None:
         "store" in example.source or '"features"' in example.source
         for example in request.node.dtest.examples
     ):
-        body = torch.arange(400.0).reshape(100, 4)
-        write_store(names["tmp_path"] / "features", {"body": body, "fc": body[:, :3] - 1})
-        names["store"] = hl.open(names["tmp_path"] / "features")
+        layers = OrderedDict(body=nn.Linear(2, 4), fc=nn.Linear(4, 3))
+        names["store"] = hl.extract(
+            nn.Sequential(layers), torch.rand(100, 2), list(layers), names["tmp_path"] / "features"
+        )
     if any("loaded" in example.source for example in request.node.dtest.examples):
         names["loaded"] = load_model("demo:digits")
 

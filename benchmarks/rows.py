@@ -15,6 +15,7 @@ from benchmarks.drawing import drawing_row
 from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
+from benchmarks.reading import opening_row, reading_row, shuffled_row
 from benchmarks.saving import look_up_row, saving_row, stack_row
 from benchmarks.scaling import select_row
 from benchmarks.timing import Plan, Result, Step, run_rounds
@@ -284,6 +285,28 @@ ROWS = (
         10,
         2,
         extracting_row(models.gpt2, ["h.*"], 40, "extract all 12 blocks of a GPT-2", 1.25),
+    ),
+    Row(
+        "store-slices",
+        30,
+        5,
+        reading_row("slice", "read a store of 403 MB in slices of 1,024 rows, a row", 1.43),
+    ),
+    Row("store-rows", 30, 5, reading_row("row", "random rows of it, a row", 2.22)),
+    Row("store-batches", 30, 5, reading_row("batch", "random batches of 64, a row", 1.67)),
+    Row("store-shuffled", 20, 4, shuffled_row(16, "an epoch of it, shuffled, a row", 5.0)),
+    Row(
+        "store-shuffled-one",
+        20,
+        4,
+        shuffled_row(1, "the same, one shard at a time, a row", 5.0),
+    ),
+    Row("store-shuffled-four", 20, 4, shuffled_row(4, "the same, four shards mixed, a row", 5.0)),
+    Row(
+        "store-open",
+        40,
+        10,
+        opening_row(10_000, 5, "open a store of 10,000 shards and 5 sites", 0.05),
     ),
     Row("import", 20, 4, import_row),
     Row("select", 15, 3, select_row),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 import torch
 from torch import nn
 
 import hookline as hl
+from small_stores import write_store
 
 # fmt: off
 NAMES = [
@@ -74,6 +76,10 @@ SIGNATURES = {
     "plots.statistics": "(recording, sites=None, *, what=('mean', 'std', 'min', 'max', 'zeros'))",
     "plots.tokens": "(recording, site, *, texts=None, n=None, order='index', sample=0,"
     " layout=None)",
+    "Store.cat": "(stores)",
+    "Store.dataset": "(self, *sites)",
+    "Store.shuffled": "(self, *sites, batch_size=256, seed=0, shards=16, drop_last=False)",
+    "Store.export": "(self, to, format, *sites)",
     "edits.scale": "(factor)",
     "edits.add": "(offset)",
     "edits.replace": "(new)",
@@ -128,6 +134,14 @@ def recorded():
     return run
 
 
+def stored():
+    columns = {"x": torch.ones(3, 2), "pooled": torch.ones(2, 2)}
+    return hl.open(str(write_store(
+        f"memory://public-names-{os.getpid()}", columns, lengths=[1, 2], per_token=["x"],
+        tokens=torch.arange(3),
+    )))  # fmt: skip
+
+
 # fmt: off
 LOOK_UPS = ["full", "get", "items", "keys", "leaves", "reduced", "tensor", "values"]
 LINE = ["name", "remove", "report"]
@@ -156,6 +170,14 @@ SURFACES = {
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
         "outside_root", "passes", "remarks", "removed", "silent", "warning", "why",
+    ]),
+    "Store": (stored, [
+        "cat", "dataset", "export", "items", "job", "n_items", "n_rows", "names", "nbytes", "parts",
+        "place", "release", "shuffled", "sites", "skipped", "statistics", "tokens", "verify",
+    ]),
+    "Column": (lambda: stored()["x"], [
+        "dtype", "is_ragged", "lengths", "name", "nbytes", "ndim", "numpy", "of_item", "of_items",
+        "padded", "shape",
     ]),
     "Selection": (lambda: hl.select(nn.Linear(2, 2)), ["sites"]),
     "Site": (lambda: hl.Site(""), [

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.processes
 
 EXTRAS = [
     "typer", "PIL", "jinja2.environment", "starlette", "uvicorn", "torchvision", "timm",
-    "transformers", "sklearn", "matplotlib", "torch._dynamo", "torch._inductor",
+    "transformers", "sklearn", "matplotlib", "torch._dynamo", "torch._inductor", "fsspec",
+    "pyarrow", "datasets", "zarr", "lance",
 ]  # fmt: skip
 
 CHECK = """

@@ -39,11 +39,19 @@ for site, value in run.items():
 loader: DataLoader[torch.Tensor] = DataLoader(torch.zeros(4, 2))  # type: ignore[arg-type]
 reveal_type(hl.features(model, loader, "", eval=False))
 reveal_type(hl.features(model, (batch for batch in loader), "", keep=torch.mean))
+opened = hl.open("folder")
+reveal_type(opened)
+if isinstance(opened, hl.Store):
+    reveal_type(opened["fc"])
+    reveal_type(opened["fc"][5:9, :3])
+else:
+    reveal_type(opened.stack(""))
 """
 
 REVEALED = [
     "Recording", "Any", "Tensor", "Tensor", "Tensor", "dict[str, Tensor]", "Tensor", "Tensor",
-    "Tensor", "list[Any]", "str", "Any", "Recording", "Recording",
+    "Tensor", "list[Any]", "str", "Any", "Recording", "Recording", "Recording | Store",
+    "Column", "Tensor", "Tensor",
 ]  # fmt: skip
 
 

@@ -102,8 +102,7 @@ class Column:
         return self._length
 
     def __iter__(self) -> Iterator[Tensor]:
-        for shard in range(len(self._shards)):
-            yield from self.tensor(self.array(shard).copy())
+        return map(self.__getitem__, range(self._length))
 
     def __getitem__(self, index: Any) -> Tensor:
         # A single row is asked for most often, and there a tenth of a microsecond counts.
@@ -130,6 +129,12 @@ class Column:
             StructureError: NumPy does not have the dtype.
             FolderError: a shard is gone or damaged.
         """
+        if type(index) is int and index >= 0:  # as in column[index]
+            shard = bisect_right(self._stops, index)
+            mapped = self._simple.get(shard)
+            if mapped is not None:
+                found: NDArray[Any] = mapped.array[index - self._starts[shard]].copy()
+                return found
         if not self._is_plain:
             raise StructureError(
                 f"{self.name} must have a dtype that NumPy has, got {self.dtype}."
