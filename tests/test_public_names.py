@@ -31,7 +31,8 @@ SIGNATURES = {
     " ports='grad', every_thread=False, **others)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",
     "edit": "(model, selector, change, *, ports='output', every_thread=False)",
-    "extract": "(model, data, selector, to, *, batch_size=None, resume=True, **options)",
+    "extract": "(model, data, selector, to, *, batch_size=None, resume=True, engine=None,"
+    " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
     "inventory": "(model)",
     "open": "(folder, *, verify=False)",

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol, final
 
+from hookline.errors import FolderError
+from hookline.recordings.manifest import DAMAGE, first_line
 from hookline.stores.job import Job
 from hookline.stores.place import Place
-from hookline.stores.shard_file import Shard
+from hookline.stores.shard_file import Shard, name_of, read_shard
 from hookline.stores.writer import Writer
 from hookline.verbs.extract.ranks import Pulse, Ranks
 from hookline.verbs.extract.worker import Worker, shards_of
@@ -68,3 +70,19 @@ def write_shards(
     with Writer(place, written) as writer:
         for number, chunks in shards_of(worker, job, numbers):
             writer.put(number, chunks, worker.offload.ready())
+
+
+def read_elsewhere(place: Place, number: int) -> Shard:
+    """Read the description of a shard that another process has written.
+
+    Raises:
+        FolderError: it is not there.
+    """
+    try:
+        return read_shard(place, name_of(number))
+    except (*DAMAGE, OSError) as error:
+        raise FolderError(
+            f"{place} must be a folder that all machines share, got no {name_of(number)} that can"
+            f" be read here: {first_line(error)}.\nGive a folder of a network file system, or a"
+            " URL such as 's3://bucket/features'."
+        ) from error

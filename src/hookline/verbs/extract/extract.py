@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import nn
 
@@ -12,10 +12,10 @@ from hookline.engine import Selector, sharding, unwrapped
 from hookline.errors import InputError
 from hookline.stores import Store, open_store
 from hookline.stores.place import Place, place_of
-from hookline.verbs.extract.batches import Source
 from hookline.verbs.extract.engines import Apart, Engine
 from hookline.verbs.extract.extraction import Extraction
 from hookline.verbs.extract.in_step import InStep
+from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.ranks import Ranks
 from hookline.verbs.extract.setup import Extracting, Setup
 from hookline.verbs.extract.sources import source_of
@@ -30,6 +30,7 @@ def extract(
     *,
     batch_size: int | None = None,
     resume: bool = True,
+    engine: Literal["ray"] | None = None,
     **options: Unpack[Extracting],
 ) -> Store:
     """Run a model over a data set, and store the values at the selected sites.
@@ -64,6 +65,10 @@ def extract(
         to: the folder, or a URL of fsspec such as `s3://bucket/features`.
         batch_size: the number of items in a batch; None takes the loader's, or 32.
         resume: False refuses a folder that holds a store.
+        engine: "ray" makes the shards on a Ray cluster, in as many actors as it has room for: the
+            one that `ray.init(...)` has connected this process to, else that of the environment
+            variable `RAY_ADDRESS`, else one that is started here and ended afterwards. Ray has its
+            own options for its address, so hookline repeats none. None makes them here.
         **options: `keep`, `dtype`, `mask`, `inputs`, `workers`, `on_error`, `preprocess`,
             `tokenize`, `eval`, `shard_bytes`, `progress`, as in `hookline.verbs.Extracting`.
 
@@ -90,7 +95,7 @@ def extract(
     place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:
 
-        def prepare() -> tuple[Setup, Worker]:
+        def prepare() -> tuple[Setup, Worker, Engine]:
             source = source_of(
                 data,
                 batch_size=batch_size,
@@ -100,37 +105,49 @@ def extract(
                 tokenize=options.get("tokenize"),
             )
             setup = Setup(unwrapped(model), selector, source, options)
+            _check_engine(engine, ranks, setup)
+            # Before this process attaches to the model: actors get a copy of it without hooks.
+            ray = stack.enter_context(OnRay(place, setup)) if engine == "ray" else None
             worker = stack.enter_context(setup.worker())
-            _check_ranks(ranks, setup.model, source)
             _ = worker.first  # loaded here, where an error is told to all ranks
-            return setup, worker
+            return setup, worker, ray or _engine_here(place, setup.model, worker, ranks)
 
-        setup, worker = ranks.together(prepare)
+        setup, worker, chosen = ranks.together(prepare)
         ranks.first(lambda: stack.enter_context(place.locked()))
-        engine = _engine(place, setup.model, worker, ranks)
-        Extraction(place, setup, worker, ranks).run(engine, resume=resume)
+        Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
 
 
-def _check_ranks(ranks: Ranks, model: nn.Module, source: Source) -> None:
-    """Refuse what several ranks cannot do together.
+def _check_engine(engine: Any, ranks: Ranks, setup: Setup) -> None:
+    """Refuse what an engine cannot do.
 
     Raises:
-        InputError: the data has no length, or FSDP1 shards the model.
+        InputError: there is no such engine, the data has no length for several ranks, or FSDP1
+            shards the model.
     """
-    if ranks.n > 1 and source.n_items is None:
+    if engine not in (None, "ray"):
+        raise InputError(
+            f"engine must be 'ray' or None, got {engine!r}."
+            "\nLeave it out to run in this process, or on the ranks of its process group."
+        )
+    if engine == "ray" and ranks.n > 1:
+        raise InputError(
+            f"engine must be None in a process group, got 'ray' on {ranks.n} ranks."
+            "\nLeave it out, or call it in one process without a process group."
+        )
+    if ranks.n > 1 and setup.source.n_items is None:
         raise InputError(
             f"data must have a length for {ranks.n} ranks, which share its batches by number, got"
             " an iterable.\nGive a Dataset, arrays or files."
         )
-    if sharding(model) == "FSDP1":
+    if sharding(setup.model) == "FSDP1":
         raise InputError(
             "model must be sharded by fully_shard, got a FullyShardedDataParallel."
             "\nWrite torch.distributed.fsdp.fully_shard(model)."
         )
 
 
-def _engine(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
+def _engine_here(place: Place, model: nn.Module, worker: Worker, ranks: Ranks) -> Engine:
     if ranks.n > 1 and sharding(model):
         return InStep(place, model, worker, ranks)
     return Apart(place, worker, ranks)

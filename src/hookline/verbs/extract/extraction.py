@@ -16,8 +16,8 @@ from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place
-from hookline.stores.shard_file import Shard, name_of, number_of, read_shard
-from hookline.verbs.extract.engines import Engine
+from hookline.stores.shard_file import Shard, number_of, read_shard
+from hookline.verbs.extract.engines import Engine, read_elsewhere
 from hookline.verbs.extract.progress import Progress
 from hookline.verbs.extract.ranks import Ranks
 from hookline.verbs.extract.setup import Setup
@@ -183,7 +183,7 @@ class Extraction:
         n_shards = len(self._shards) if self._job.n_shards is None else self._job.n_shards
         for number in range(n_shards):
             if number not in self._shards:
-                self._shards[number] = _made_elsewhere(self._place, number)
+                self._shards[number] = read_elsewhere(self._place, number)
         shards = [self._shards[number] for number in range(n_shards)]
         write_manifest(self._place, self._job.as_json(), environment(), shards)
         _say(shards)
@@ -272,22 +272,6 @@ def _check_space(place: Place, n_bytes: int) -> None:
                 f"the store will take about {size(n_bytes)}, and {place} has {size(free)} free."
                 "\nFree space, or store less: keep=lambda t: t.mean(1), dtype=torch.float16."
             )
-
-
-def _made_elsewhere(place: Place, number: int) -> Shard:
-    """Read the description of a shard that another process has written.
-
-    Raises:
-        FolderError: it is not there.
-    """
-    try:
-        return read_shard(place, name_of(number))
-    except (*DAMAGE, OSError) as error:
-        raise FolderError(
-            f"{place} must be a folder that all machines share, got no {name_of(number)} that can"
-            f" be read here: {first_line(error)}.\nGive a folder of a network file system, or a"
-            " URL such as 's3://bucket/features'."
-        ) from error
 
 
 def _compare_environments(

@@ -1,0 +1,325 @@
+"""Make shards on a Ray cluster, by Ray Data."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+from urllib.parse import urlsplit
+
+import torch
+
+from hookline.errors import HooklineError, InputError, RanksError, warn
+from hookline.recordings.manifest import first_line
+from hookline.stores.job import Job
+from hookline.stores.manifest import environment
+from hookline.stores.place import LocalPlace, Place
+from hookline.stores.shard_file import Shard
+from hookline.util.install import how_to_install
+from hookline.verbs.extract.engines import read_elsewhere, write_shards
+from hookline.verbs.extract.setup import Setup
+from hookline.verbs.extract.worker import Worker
+
+_CONNECT_S = 10.0
+# How often a task is tried again after its process has died. Without a bound, a batch that kills
+# its process would be tried for ever.
+_RETRIES = 10
+# A task is one shard, or some where there are many: what lies between two tasks costs 14 ms.
+_TASKS_AN_ACTOR = 16
+_MOST_SHARDS_A_TASK = 8
+
+
+@final
+class OnRay:
+    """Makes shards in actors of a Ray cluster, each with a copy of the model.
+
+    Args:
+        place: where the store is.
+        setup: model, data and options. No line may be attached to the model yet: it is copied.
+
+    Raises:
+        HooklineError: Ray is not installed.
+        InputError: the data has no length, or something cannot be sent to another process.
+        RanksError: the cluster cannot be reached.
+    """
+
+    def __init__(self, place: Place, setup: Setup) -> None:
+        self._ray = _import_ray()
+        if setup.source.n_items is None:
+            raise InputError(
+                "data must have a length for engine='ray', whose actors load batches by number, got"
+                " an iterable.\nGive a Dataset, arrays or files."
+            )
+        self._place = _absolute(place)
+        self._device = next((one.device.type for one in setup.model.parameters()), "cpu")
+        with ExitStack() as stack:
+            stack.enter_context(_cluster(self._ray))
+            _warn_of_other_nodes(self._ray, self._place)
+            self._setup = self._put(setup)
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> OnRay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
+        """Make shards in actors, and read the description of each one that is on disk."""
+        left = list(numbers)
+        n_actors = min(self._room(), len(left))
+        size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
+        here, others = environment(), set()
+        with _quiet(), _ray_errors(self._ray):
+            for row in self._dataset(left, size, n_actors, job).iter_rows():
+                if row["error"]:
+                    raise pickle.loads(row["error"])
+                written(read_elsewhere(self._place, row["number"]))
+                others.add(row["environment"])
+        for other in others:
+            _warn_of_another(here, json.loads(other))
+
+    def _dataset(self, numbers: list[int], size: int, n_actors: int, job: Job) -> Any:
+        import ray.data
+
+        n_threads = torch.get_num_threads()
+        # Items lie in memory already: reading them takes no CPU, which a full cluster lacks.
+        items = ray.data.from_items(
+            [{"number": number} for number in numbers], override_num_blocks=-(-len(numbers) // size)
+        )
+        items.context.enable_progress_bars = False
+        return items.map_batches(
+            _Replica,
+            fn_constructor_args=(self._place, [self._setup], job, n_threads, sys.path),
+            batch_size=None,
+            compute=ray.data.ActorPoolStrategy(size=n_actors, max_tasks_in_flight_per_actor=2),
+            num_cpus=n_threads,
+            num_gpus=1 if self._device == "cuda" else None,
+            ray_remote_args_fn=_bounded_retries,
+        )
+
+    def _put(self, setup: Setup) -> Any:
+        try:
+            return self._ray.put(setup)
+        except HooklineError:
+            raise
+        except Exception as error:
+            raise InputError(
+                "model, data and options must be picklable for engine='ray', got"
+                f" {type(error).__name__}: {first_line(error)}."
+                "\nRemove hooks and lines from the model, and give functions without open files."
+            ) from error
+
+    def _room(self) -> int:
+        """Return how many actors the cluster has room for, one CPU left free."""
+        found = self._ray.cluster_resources()
+        by_cpu = (found.get("CPU", 0.0) - 1) // torch.get_num_threads()
+        return max(int(found.get("GPU", 0.0) if self._device == "cuda" else by_cpu), 1)
+
+
+@final
+class _Replica:
+    """An actor: makes shards with its own copy of the model.
+
+    Args:
+        place: where the store is.
+        setup: a list of one reference to model, data and options.
+        job: the job, planned.
+        n_threads: the threads of torch, as many as the driver has, for equal bits.
+        path: where the driver finds modules, such as that of the model's class.
+    """
+
+    def __init__(
+        self, place: Place, setup: list[Any], job: Job, n_threads: int, path: list[str]
+    ) -> None:
+        sys.path += [one for one in path if one not in sys.path]
+        self._place = place
+        self._setup = setup
+        self._job = job
+        self._n_threads = n_threads
+        # A line and the grad mode belong to a thread, and Ray calls from any.
+        self._thread = ThreadPoolExecutor(1, "hookline-worker")
+        self._worker: Worker | None = None
+        self._open = ExitStack()
+
+    def __call__(self, rows: dict[str, Any]) -> dict[str, list[Any]]:
+        numbers, failure = rows["number"].tolist(), b""
+        try:
+            self._thread.submit(self._make, numbers).result()
+        except Exception as error:
+            failure = _pickled(error)  # Ray would give its text alone
+        n, about = len(numbers), json.dumps(environment())
+        return {"number": numbers, "environment": [about] * n, "error": [failure] * n}
+
+    def _make(self, numbers: list[int]) -> None:
+        if self._worker is None:
+            torch.set_num_threads(self._n_threads)
+            setup: Setup = _import_ray().get(self._setup[0])
+            self._worker = self._open.enter_context(setup.worker())
+            self._worker.forms = {form.name: form for form in self._job.columns}
+        write_shards(self._place, self._worker, self._job, numbers, _nothing)
+
+
+def _import_ray() -> Any:
+    """Import Ray, without its statistics of usage.
+
+    Raises:
+        HooklineError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise HooklineError(f"engine='ray' needs ray.\n{how_to_install('ray')}") from error
+    return ray
+
+
+@contextmanager
+def _cluster(ray: Any) -> Iterator[None]:
+    """Use the Ray that is initialised; else connect to RAY_ADDRESS, or start one on this machine.
+
+    Raises:
+        RanksError: the cluster cannot be reached.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address in (None, "", "local"):
+        # One CPU more than there are, since the driver needs one beside the actors.
+        n_cpus = max(len(os.sched_getaffinity(0)), torch.get_num_threads()) + 1
+        options |= {"address": "local", "num_cpus": n_cpus, "include_dashboard": False}
+    else:
+        _check_reachable(address)
+    with _left_as_found():
+        try:
+            with _quiet():
+                ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise _unreachable(address or "a local cluster", error) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Open a connection to a cluster's address: Ray itself would try for minutes.
+
+    Raises:
+        RanksError: nobody answers.
+    """
+    parts = urlsplit(address if "://" in address else f"ray://{address}")
+    if parts.hostname is None or parts.port is None:
+        return  # such as "auto"
+    try:
+        socket.create_connection((parts.hostname, parts.port), _CONNECT_S).close()
+    except OSError as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> RanksError:
+    return RanksError(
+        f"engine='ray' must reach {address}, got {type(error).__name__}: {first_line(error)}."
+        "\nStart it (ray start --head), set RAY_ADDRESS to it, or unset that to run here. Shards"
+        " that are written are kept."
+    )
+
+
+@contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Turn off statistics of usage, and put back the handler of SIGTERM that ray.init replaces."""
+    name, handler = "RAY_USAGE_STATS_ENABLED", signal.getsignal(signal.SIGTERM)
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Ray from telling of each execution, and of its own deprecations. Errors are raised."""
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _ray_errors(ray: Any) -> Iterator[None]:
+    """Tell what to do when Ray fails.
+
+    Raises:
+        RanksError: an actor's process has died too often, or the cluster is lost.
+    """
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise RanksError(
+            f"engine='ray' must keep its actors, got {type(error).__name__}: {first_line(error)}."
+            "\nLook at the logs of Ray for the reason, often memory. Then start again: shards that"
+            " are written are kept."
+        ) from error
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an error for the driver, with its traceback as a note."""
+    trace = "".join(traceback.format_exception(error))
+    error.add_note(f"hookline: in an actor of Ray:\n{trace}")
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return pickle.dumps(RanksError(f"an actor of Ray must make its shards, got:\n{trace}"))
+
+
+def _bounded_retries() -> dict[str, Any]:
+    return {"max_restarts": -1, "max_task_retries": _RETRIES}
+
+
+def _absolute(place: Place) -> Place:
+    return LocalPlace(place.folder.absolute()) if isinstance(place, LocalPlace) else place
+
+
+def _warn_of_other_nodes(ray: Any, place: Place) -> None:
+    n_nodes = sum(node["Alive"] for node in ray.nodes())
+    if n_nodes > 1 and isinstance(place, LocalPlace):
+        warn(
+            f"{place} must be a folder that the {n_nodes} machines of the cluster share."
+            "\nGive a folder of a network file system, or a URL such as 's3://bucket/features'."
+        )
+
+
+def _warn_of_another(here: dict[str, Any], there: dict[str, Any]) -> None:
+    found = [f"{key} is {there[key]}, here {here[key]}" for key in here if here[key] != there[key]]
+    if found:
+        warn(
+            f"an actor differs from this process: {'; '.join(found)}."
+            "\nIts shards may differ in their last bits from those that this process would make."
+        )
+
+
+def _nothing(shard: Shard) -> None:
+    """Do nothing: the driver reads what it needs from the shard's file."""

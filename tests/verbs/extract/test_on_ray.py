@@ -1,0 +1,232 @@
+"""extract on a real Ray cluster of this machine: the store is that of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.stores.place import place_of
+from hookline.verbs.extract import on_ray
+from parallel import conv_net
+
+pytestmark = pytest.mark.processes
+
+ROWS = torch.randn(60, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+SITES = ["stem", "block.1:input"]
+TINY = {"batch_size": 1, "shard_bytes": 1}  # 60 shards
+
+
+def files(folder):
+    """The bytes of each shard."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster with room for two actors, and its address."""
+    before = signal.getsignal(signal.SIGTERM)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with on_ray._quiet():
+        ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    signal.signal(signal.SIGTERM, before)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster, tmp_path_factory):
+    """The store of one process."""
+    folder = tmp_path_factory.mktemp("whole") / "store"
+    hl.extract(conv_net(), ROWS, SITES, folder, **TINY)
+    assert len(files(folder)) == 60
+    return folder
+
+
+def test_actors_make_the_store_of_one_process(cluster, tmp_path, whole, left_as_found):
+    model, folder = conv_net(), tmp_path / "s"
+    before = left_as_found(model)
+    store = hl.extract(model, ROWS, SITES, folder, engine="ray", **TINY)
+    assert files(folder) == files(whole)
+    assert store.statistics == hl.open(whole).statistics
+    assert left_as_found(model) == before
+    # Either engine goes on with what the other has begun.
+    (folder / "shard-00000003.safetensors").unlink()
+    hl.extract(model, ROWS, SITES, folder, **TINY)
+    assert files(folder) == files(whole)
+
+
+def actors():
+    """The processes of actors below this process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"ray::MapWorker" in (path / "cmdline").read_bytes() and is_below(int(path.name)):
+                found.append(int(path.name))
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return sorted(found)
+
+
+def is_below(process):
+    while process > 1:
+        if process == os.getpid():
+            return True
+        stat = Path(f"/proc/{process}/stat").read_text()
+        process = int(stat.rpartition(")")[2].split()[1])
+    return False
+
+
+def test_actors_that_are_killed_change_nothing(cluster, tmp_path, whole):
+    """Each time when some more shards are there."""
+    chance, folder, killed = random.Random(0), tmp_path / "s", []
+    is_over = threading.Event()
+
+    def kill():
+        while not is_over.is_set() and len(killed) < 10:
+            until = len(files(folder)) + chance.randrange(4)
+            while len(files(folder)) < until and not is_over.wait(0.002):
+                pass
+            running = [one for one in actors() if one not in killed]
+            if running:
+                killed.append(chance.choice(running))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        hl.extract(conv_net(), ROWS, SITES, folder, engine="ray", **TINY)
+    finally:
+        is_over.set()
+        killer.join()
+    assert len(killed) > 5
+    assert files(folder) == files(whole)
+    assert hl.open(folder, verify=True).items[:].tolist() == list(range(60))
+
+
+DRIVER = """
+import sys, torch, hookline as hl
+sys.path.append(sys.argv[1])
+from parallel import conv_net
+torch.set_num_threads(1)
+rows = torch.randn(60, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+hl.extract(conv_net(), rows, ["stem", "block.1:input"], sys.argv[2], engine="ray",
+           batch_size=1, shard_bytes=1)
+"""
+
+
+def test_a_driver_that_is_killed_goes_on_to_the_same_bytes(cluster, tmp_path, whole):
+    folder, n_killed = tmp_path / "s", 0
+    tests = str(Path(__file__).parents[2])
+    for until in (0, 7, 30):
+        driver = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, tests, str(folder)],
+            env={**os.environ, "RAY_ADDRESS": cluster, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.DEVNULL,
+        )
+        while driver.poll() is None and len(files(folder)) <= until:
+            time.sleep(0.002)
+        driver.kill()
+        n_killed += driver.wait() == -signal.SIGKILL
+    hl.extract(conv_net(), ROWS, SITES, folder, engine="ray", **TINY)
+    assert n_killed == 3
+    assert files(folder) == files(whole)
+
+
+def test_an_error_in_an_actor_is_raised_as_it_is(cluster, tmp_path):
+    items = [*ROWS[:50], torch.ones(5), *ROWS[51:]]
+    with pytest.raises(hl.InputError, match="items 48 to 51 must fit together") as caught:
+        hl.extract(conv_net(), items, "stem", tmp_path / "s", batch_size=4, engine="ray")
+    assert "in an actor of Ray" in caught.value.__notes__[-1]
+
+
+START = """
+import os, signal, sys, warnings
+warnings.simplefilter("error")
+import torch, hookline as hl
+torch.set_num_threads(1)
+before = signal.getsignal(signal.SIGTERM), dict(os.environ)
+store = hl.extract(torch.nn.ReLU(), torch.ones(10, 2), "", sys.argv[1], engine="ray")
+import ray
+print(store["(root)"].shape, ray.is_initialized())
+assert (signal.getsignal(signal.SIGTERM), dict(os.environ)) == before
+"""
+
+
+def test_without_a_cluster_one_is_started_and_ended(tmp_path):
+    environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+    found = subprocess.run(
+        [sys.executable, "-c", START, "s"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.stdout == "(10, 2) False\n", found.stderr
+
+
+# -- refused before anything starts ---------------------------------------------------------------
+
+
+class Unpicklable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "engine", "message"),
+    [
+        (nn.ReLU(), iter([ROWS]), "ray", "must have a length for engine='ray'"),
+        (nn.ReLU(), ROWS, "dask", "engine must be 'ray' or None, got 'dask'"),
+        (Unpicklable(), ROWS, "ray", "must be picklable for engine='ray', got TypeError"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused(cluster, tmp_path, model, data, engine, message):
+    with pytest.raises(hl.InputError, match=message):
+        hl.extract(model, data, "", tmp_path / "s", engine=engine)
+    assert not (tmp_path / "s").exists()
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(hl.HooklineError, match=r"engine='ray' needs ray\.\n.*pip install"):
+        hl.extract(nn.ReLU(), ROWS, "", tmp_path / "s", engine="ray")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9"])
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch, tmp_path, address):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(hl.RanksError, match=f"must reach {address}, got ConnectionRefusedError"):
+        hl.extract(nn.ReLU(), ROWS, "", tmp_path / "s", engine="ray")
+    assert not (tmp_path / "s").exists()
+
+
+def test_other_machines_must_share_the_folder(tmp_path):
+    two = SimpleNamespace(nodes=lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
+    with pytest.warns(hl.HooklineWarning, match="a folder that the 2 machines of the cluster"):
+        on_ray._warn_of_other_nodes(two, place_of(tmp_path))
+    on_ray._warn_of_other_nodes(two, place_of("memory://features"))  # a URL is the same anywhere
+
+
+def test_another_environment_of_an_actor_is_warned_of():
+    here = {"threads": 1, "torch": "2.13"}
+    on_ray._warn_of_another(here, dict(here))
+    with pytest.warns(hl.HooklineWarning, match="an actor differs.*threads is 2, here 1"):
+        on_ray._warn_of_another(here, {**here, "threads": 2})
