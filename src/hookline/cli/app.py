@@ -18,6 +18,7 @@ import hookline as hl
 from hookline.cli.diagnosing import diagnose
 from hookline.cli.extracting import extract_by_name, moved
 from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
+from hookline.cli.storing import store_app
 from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
 from hookline.cli.viewing import items_of, open_page, serve, serving_of
 from hookline.display.terminal import renderable
@@ -36,6 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(store_app)
 
 ModelName = Annotated[
     str,
