@@ -105,13 +105,13 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
             recorded loop is, so that they cannot be made again. Nothing is changed then.
     """
     place = _place(where)
+    if not place.names():  # the lock would make the folder
+        raise _nothing_whole(place)
     with place.locked():
         manifest, _ = _manifest(place)
         shards, damaged = _shards(place, manifest)
         if manifest is None and not shards:
-            raise FolderError(
-                f"{place} is not a store, or no shard of it is whole.\nExtract it again."
-            )
+            raise _nothing_whole(place)
         if manifest is None:
             _check_all_there(place, shards, damaged)
             write_manifest(place, _job_of(shards).as_json(), {}, shards)
@@ -126,6 +126,10 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                 place.remove(name)
             write_manifest(place, manifest["job"], manifest["environment"])
         return Repair(damaged, manifest=False)
+
+
+def _nothing_whole(place: Place) -> FolderError:
+    return FolderError(f"{place} is not a store, or no shard of it is whole.\nExtract it again.")
 
 
 def _place(where: str | os.PathLike[str] | Place) -> Place:
