@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import ExitStack
 from typing import Any, Literal, Unpack
@@ -103,6 +104,7 @@ def extract(
                 on_error=options.get("on_error", "raise"),
                 preprocess=options.get("preprocess"),
                 tokenize=options.get("tokenize"),
+                pin_memory=any(one.is_cuda for one in itertools.islice(model.parameters(), 1)),
             )
             setup = Setup(unwrapped(model), selector, source, options)
             _check_engine(engine, ranks, setup)
