@@ -200,3 +200,30 @@ def test_threads_read_the_same(folder, monkeypatch):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads_gather_from_what_others_drop(folder, monkeypatch):
+    monkeypatch.setattr(shards_module, "MOST_MAPPED", 2)
+    store = pickle.loads(pickle.dumps(hl.open(folder)))
+    wrong, done = [], threading.Event()
+
+    def drop():
+        while not done.is_set():
+            store.release()
+
+    def gather(seed):
+        numbers = torch.Generator().manual_seed(seed)
+        for _ in range(100):
+            rows = torch.randint(24, (16,), generator=numbers)
+            if not torch.equal(store["a"][rows], VALUES[rows]):
+                wrong.append(rows)
+
+    dropping = threading.Thread(target=drop)
+    threads = [threading.Thread(target=gather, args=(seed,)) for seed in range(3)]
+    for thread in (dropping, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    dropping.join()
+    assert not wrong

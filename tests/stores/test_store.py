@@ -226,7 +226,7 @@ def test_stores_of_ragged_rows_are_read_as_one(tmp_path):
 def test_what_each_part_has_for_itself_is_asked_of_the_part(tmp_path):
     store = open_store(write_store(tmp_path / "s", {"x": VALUES}))
     joined = hl.Store.cat([store, store])
-    for what in ("job", "names"):
+    for what in ("job", "names", "place"):
         with pytest.raises(hl.AmbiguousError, match=rf"own {what}.\nWrite store.parts\[0\].{what}"):
             getattr(joined, what)
     assert joined.parts[0].job == store.job

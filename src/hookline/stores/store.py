@@ -63,7 +63,7 @@ class Store:
     """
 
     def __init__(self, place: Place, manifest: Mapping[str, Any]) -> None:
-        self.place = place
+        self._place = place
         self._manifest = manifest
         self.parts: tuple[Store, ...] = ()
         if manifest.get("shards") is None:
@@ -84,6 +84,16 @@ class Store:
         self.sites = tuple(form.name for form in self._forms if form.name not in OWN)
         self._columns = {form.name: Column(shards, form) for form in self._forms}
         self._by_site = {parse_site(name): name for name in self.sites}
+
+    @property
+    def place(self) -> Place:
+        """The folder or URL of the store.
+
+        Raises:
+            AmbiguousError: the store joins several, and each has its own.
+        """
+        self._check_single("place")
+        return self._place
 
     @property
     def n_items(self) -> int:
@@ -153,13 +163,13 @@ class Store:
         """
         self._check_single("names")
         try:
-            found = json.loads(self.place.read(NAMES))
+            found = json.loads(self._place.read(NAMES))
             if not isinstance(found, list):
                 raise ValueError("it must be a list")
         except FileNotFoundError:
             return None
         except DAMAGE as error:
-            raise _damaged(self.place, f"its {NAMES}: {first_line(error)}") from error
+            raise _damaged(self._place, f"its {NAMES}: {first_line(error)}") from error
         return found
 
     def __getitem__(self, site: str | Site) -> Column:
@@ -208,7 +218,7 @@ class Store:
         for other in stores[1:]:
             _check_same(stores[0], other)
         joined = Store.__new__(Store)
-        joined.place, joined._manifest, joined.parts = stores[0].place, {}, stores
+        joined._place, joined._manifest, joined.parts = stores[0]._place, {}, stores
         joined._forms = stores[0]._forms
         joined.statistics = reduce(merged, (store.statistics for store in stores))
         joined.skipped = [one for store in stores for one in store.skipped]
@@ -382,12 +392,14 @@ class Store:
 
     # -- how it shows itself --------------------------------------------------------------------
 
+    def _where(self) -> str:
+        return f"{len(self.parts)} stores" if self.parts else str(self._place)
+
     def _head(self) -> str:
-        where = f"{len(self.parts)} stores" if self.parts else str(self.place)
         rows = "" if self.n_rows == self.n_items else f", {plural(self.n_rows, 'token')}"
         return (
             f"{plural(len(self.sites), 'site')}, {plural(self.n_items, 'item')}{rows}"
-            f" in {plural(len(self._shards), 'shard')}, {size(self.nbytes)}: {where}"
+            f" in {plural(len(self._shards), 'shard')}, {size(self.nbytes)}: {self._where()}"
         )
 
     def _rows(self) -> list[list[str]]:
@@ -479,7 +491,9 @@ def _check_same(one: Store, other: Store) -> None:
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             texts = [
-                f"none in {store.place}" if form is None else f"{store[name]!r} in {store.place}"
+                f"none in {store._where()}"
+                if form is None
+                else f"{store[name]!r} in {store._where()}"
                 for store, form in ((one, ours.get(name)), (other, theirs.get(name)))
             ]
             raise StructureError(
