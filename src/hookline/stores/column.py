@@ -154,6 +154,13 @@ class Column:
     def lengths(self) -> Column:
         """The number of tokens of each item, as a column.
 
+            >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
+            >>> tokens = hl.extract(
+            ...     nn.Embedding(9, 4), ids, "", tmp_path / "tokens", mask=lambda ids: ids != 0
+            ... )
+            >>> tokens[""].lengths[:]
+            tensor([2, 1])
+
         Raises:
             StructureError: each item has one row.
         """
@@ -162,6 +169,13 @@ class Column:
 
     def of_item(self, item: int) -> Tensor:
         """Return the rows of one item, of shape `(tokens, ...)`.
+
+            >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
+            >>> tokens = hl.extract(
+            ...     nn.Embedding(9, 4), ids, "", tmp_path / "tokens", mask=lambda ids: ids != 0
+            ... )
+            >>> tokens[""].of_item(0).shape
+            torch.Size([2, 4])
 
         Args:
             item: the position of the item in the store.
@@ -176,6 +190,13 @@ class Column:
     def of_items(self, items: Any) -> list[Tensor]:
         """Return the rows of several items, a tensor each.
 
+            >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
+            >>> tokens = hl.extract(
+            ...     nn.Embedding(9, 4), ids, "", tmp_path / "tokens", mask=lambda ids: ids != 0
+            ... )
+            >>> [len(rows) for rows in tokens[""].of_items([1, 0])]
+            [1, 2]
+
         Args:
             items: which items: as in `column[index]`.
 
@@ -188,6 +209,14 @@ class Column:
 
     def padded(self, items: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of several items in one tensor, with zeros behind the shorter ones.
+
+            >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
+            >>> tokens = hl.extract(
+            ...     nn.Embedding(9, 4), ids, "", tmp_path / "tokens", mask=lambda ids: ids != 0
+            ... )
+            >>> values, mask = tokens[""].padded([1, 0])
+            >>> values.shape, mask.tolist()
+            (torch.Size([2, 2, 4]), [[True, False], [True, True]])
 
         Args:
             items: which items: as in `column[index]`.

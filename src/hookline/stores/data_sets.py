@@ -143,6 +143,12 @@ class ShuffledRows(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; those after it count on.
 
+            >>> rows = store.shuffled("@item")
+            >>> first = torch.cat(list(rows))
+            >>> rows.set_epoch(0)
+            >>> torch.equal(torch.cat(list(rows)), first)
+            True
+
         Args:
             epoch: the number of the epoch, from 0.
         """

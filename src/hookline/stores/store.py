@@ -112,12 +112,23 @@ class Store:
 
     @property
     def items(self) -> Column:
-        """The index of each item in its data set, as a column."""
+        """The index of each item in its data set, as a column.
+
+        >>> store.items[[0, -1]]
+        tensor([ 0, 99])
+        """
         return self._columns[ITEM]
 
     @property
     def tokens(self) -> Column:
         """The id of each token, as a column.
+
+            >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
+            >>> tokens = hl.extract(
+            ...     nn.Embedding(9, 4), ids, "", tmp_path / "tokens", mask=lambda ids: ids != 0
+            ... )
+            >>> tokens.tokens[:]
+            tensor([1, 2, 3])
 
         Raises:
             NotRecordedError: the data had no token ids, or rows are items.
@@ -146,6 +157,9 @@ class Store:
     def job(self) -> Mapping[str, Any]:
         """What was extracted: model, sites, options, data, sizes.
 
+            >>> store.job["sites"], store.job["batch_size"]
+            (['body', 'fc'], 32)
+
         Raises:
             AmbiguousError: the store joins several, and each has its own.
         """
@@ -156,6 +170,9 @@ class Store:
     @cached_property
     def names(self) -> Sequence[str] | None:
         """The name of each item of the data set, such as its file; None if the data had none.
+
+            >>> store.names is None
+            True
 
         Raises:
             AmbiguousError: the store joins several, and each has its own.
@@ -331,6 +348,8 @@ class Store:
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.
 
+            >>> store.verify()
+
         Raises:
             FolderError: a shard is gone or damaged.
         """
@@ -342,6 +361,8 @@ class Store:
 
     def release(self) -> None:
         """Unmap the files.
+
+            >>> store.release()
 
         A file that was read stays mapped and counts as memory of this process until it is released.
         The next look-up maps it again.
