@@ -267,6 +267,10 @@ TASKS = {
     "register raw hooks of every kind": "hl.attach(",
     "save a recording to a folder and open it": "hl.open(",
     "run batches of a DataLoader up to a layer for features": "hl.features(",
+    "extract the activations of a data set to disk": "hl.extract(",
+    "resume an extraction that was killed": "hl.extract(",
+    "run an extraction on a Ray cluster": "hl.extract(",
+    "shuffle stored rows to train a probe": "store.shuffled(",
 }
 
 
