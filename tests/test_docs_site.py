@@ -206,7 +206,7 @@ def test_features_of_a_folder_come_from_the_recipes_command(tmp_path):
     with chdir(tmp_path):
         result = CliRunner().invoke(app, [*shlex.split(command)[1:], "--weights", "none"])
         assert result.exit_code == 0, result.output
-    store = hl.open(tmp_path / "runs/photos")
+    store = hl.open(tmp_path / "features")
     assert store["avgpool"].shape == (2, 2048, 1, 1)
     assert store.names == ["0.png", "1.png"]
 

@@ -129,8 +129,10 @@ class ShuffledRows(IterableDataset[Any]):
         for name in ("batch_size", "shards"):
             number = getattr(how, name)
             if not (type(number) is int and number > 0) and (name, number) != ("batch_size", None):
+                wanted = "a positive integer" + " or None" * (name == "batch_size")
+                example = 256 if name == "batch_size" else 16
                 raise InputError(
-                    f"{name} must be a positive integer, got {number!r}.\nGive {name}=256."
+                    f"{name} must be {wanted}, got {number!r}.\nGive {name}={example}."
                 )
         self._columns, self._how = tuple(columns), how
         self._dataset = StoreDataset(store_shards, columns, is_single=is_single)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
-from hookline.stores.rows import ColumnForm
+from hookline.stores.batch_columns import ColumnForm
 from hookline.stores.shard_file import Chunk
 
 SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small enough to redo

@@ -121,7 +121,9 @@ class LocalPlace:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise FolderError(f"{self} cannot be read: {first_line(error)}.") from error
+            raise FolderError(
+                f"{self} cannot be read: {first_line(error)}.\nGive a folder that you may read."
+            ) from error
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""

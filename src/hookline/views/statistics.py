@@ -91,7 +91,7 @@ def site_statistics(value: Any) -> Statistics | None:
     tensor = main_tensor(value)
     if tensor is None:
         return None
-    moments = _Moments()
+    moments = _RunningMoments()
     for piece in pieces(tensor):
         moments.add(piece)
     return Statistics(
@@ -119,7 +119,7 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @final
-class _Moments:
+class _RunningMoments:
     """The running mean, standard deviation and range of chunks of float64."""
 
     def __init__(self) -> None:

@@ -256,7 +256,8 @@ def clip(
             port.
         every_thread: True clips in every thread and async task. False clips in the calling thread
             or task, and in code that runs in a copy of its context.
-        **others: none are allowed. An error names hookline's argument for torch's name.
+        **others: none are allowed. For one of torch's names (`max_norm`, `clip_value`), the error
+            says what it is called here.
 
     Returns:
         A line: a context manager, or ended by `remove()`. `line.report()` says how often and how

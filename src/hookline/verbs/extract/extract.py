@@ -68,8 +68,9 @@ def extract(
         resume: False refuses a folder that holds a store.
         engine: "ray" makes the shards on a Ray cluster, in as many actors as it has room for: the
             one that `ray.init(...)` has connected this process to, else that of the environment
-            variable `RAY_ADDRESS`, else one that is started here and ended afterwards. Ray has its
-            own options for its address, so hookline repeats none. None makes them here.
+            variable `RAY_ADDRESS`, else one that is started here and ended afterwards. There is no
+            argument for the address of a cluster: give it to `ray.init` or in `RAY_ADDRESS`. None
+            makes the shards in this process, or on the ranks of its process group.
         **options: `keep`, `dtype`, `mask`, `inputs`, `workers`, `on_error`, `preprocess`,
             `tokenize`, `eval`, `shard_bytes`, `progress`, as in `hookline.verbs.Extracting`.
 

@@ -134,9 +134,10 @@ class Extraction:
         chunk = self._worker.first_chunk()
         forms = self._worker.forms
         if not forms:
+            item, why = chunk.skipped[0]
             raise InputError(
-                "the first batch must have an item that can be loaded, got none."
-                f"\nLook at the errors: {chunk.skipped[:_MOST_NAMED]}"
+                f"the first batch must have an item that can be loaded, got none: {why} (item"
+                f" {item}).\nMend the data, or leave out its first {len(chunk.skipped)} items."
             )
         n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
         self._job = self._job.planned(n_batches, tuple(forms.values()))

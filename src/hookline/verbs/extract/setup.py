@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
 from hookline.engine.pytree import tree
-from hookline.stores.rows import Mask
+from hookline.stores.batch_columns import Mask
 from hookline.verbs.extract.batches import Source
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32 import measured

@@ -140,7 +140,7 @@ class HuggingFaceItems:
             datasets = _import("datasets", str(self._path))
             if not _arrow_files(self._path):
                 raise InputError(
-                    f"{self._path} must have at least one row, got a data set without files."
+                    f"{self._path} must hold an Arrow file with at least one row, got none."
                     "\nSave one that has rows: dataset.save_to_disk(FOLDER)."
                 )
             try:

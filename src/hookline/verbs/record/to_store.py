@@ -14,12 +14,12 @@ from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, FolderError, StructureError
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
+from hookline.stores.batch_columns import ColumnForm, columns_of
 from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, write_manifest
 from hookline.stores.offload import Offload
 from hookline.stores.place import Place, place_of
-from hookline.stores.rows import ColumnForm, columns_of
 from hookline.stores.shard_file import Chunk, Shard
 from hookline.stores.writer import Writer
 from hookline.verbs.record.keep import Keep

@@ -9,11 +9,11 @@ import threading
 from typing import Any, final
 
 from hookline.errors import InputError
+from hookline.views.page.connection_limits import Waiting, protocol
 from hookline.views.page.guard import Rules, is_loopback
 from hookline.views.page.optional_imports import load
 from hookline.views.page.server import make_app
 from hookline.views.page.sources import OpenRecordings
-from hookline.views.page.waiting import Waiting, protocol
 
 _PORTS = 20  # the number of consecutive ports to try
 

@@ -7,8 +7,8 @@ from threading import Event
 
 import pytest
 
+from hookline.views.page.connection_limits import SECONDS, Waiting
 from hookline.views.page.server import Pages
-from hookline.views.page.waiting import SECONDS, Waiting
 
 SOON = 0.2
 NEVER = 10_000.0

@@ -1,4 +1,4 @@
-"""Rows: what a model gave for a batch, as columns with a row an item or a row a token."""
+"""The values of one batch as columns: one row for each item, or one for each token."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""What identifies a model and a function: equal for equal ones, in another process, too."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.stores.identity import function_identity, model_identity
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def test_a_copy_is_the_same_model_and_a_changed_number_is_not():
+    model = net()
+    found = model_identity(model)
+    assert found == model_identity(copy.deepcopy(model)) == model_identity(net())
+    with torch.no_grad():
+        model[0].bias[1] += 1e-6
+    assert model_identity(model)["weights"] != found["weights"]
+    assert model_identity(model)["structure"] == found["structure"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda model: model.add_module("2", nn.ReLU()), "structure"),
+        (lambda model: model[1].running_mean.add_(1), "weights"),
+        (lambda model: model.half(), "weights"),
+    ],
+)
+def test_structure_buffers_and_dtypes_count(change, key):
+    model = net()
+    before = model_identity(model)
+    change(model)
+    assert model_identity(model)[key] != before[key]
+
+
+def test_hooks_and_modes_do_not_count():
+    model = net()
+    before = model_identity(model)
+    model.eval()
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].weight.requires_grad_(False)
+    assert model_identity(model) == before
+
+
+def mean(value):
+    return value.mean(1)
+
+
+FUNCTIONS = {
+    "none": None,
+    "mean": mean,
+    "lambda": lambda t: t.mean(1),
+    "other dim": lambda t: t.mean(2),
+    "default": lambda t, dim=1: t.mean(dim),
+    "other default": lambda t, dim=2: t.mean(dim),
+    "partial": functools.partial(torch.mean, dim=1),
+    "other partial": functools.partial(torch.mean, dim=2),
+    "torch": torch.relu,
+    "module": nn.Linear(2, 2),
+}
+
+
+def closing_over(n):
+    return lambda t: t[:n]
+
+
+def test_functions_that_do_something_else_are_told_apart():
+    found = [function_identity(function) for function in FUNCTIONS.values()]
+    found += [function_identity(closing_over(n)) for n in (1, 2)]
+    found += [function_identity(closing_over(torch.ones(n))) for n in (1, 2)]
+    assert len(set(found)) == len(found)
+    assert function_identity(closing_over(2)) == function_identity(closing_over(2))
+
+
+@pytest.mark.processes
+def test_another_process_finds_the_same():
+    code = (
+        "from test_identity import *; print([function_identity(f) for k, f in FUNCTIONS.items()"
+        " if k != 'module'], model_identity(net()))"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            cwd=__file__.rpartition("/")[0],
+        ).stdout
+        for _ in range(2)
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert " at 0x" not in found[0]
