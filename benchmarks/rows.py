@@ -12,6 +12,7 @@ from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
 from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
+from benchmarks.engines import ray_row
 from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
 from benchmarks.models import Case
@@ -250,6 +251,18 @@ ROWS = (
             8,
             "extract four stages of ResNet-34",
             1.087,
+        ),
+    ),
+    Row(
+        "extract-ray",
+        3,
+        1,
+        ray_row(
+            models.gpt2,
+            "h.11",
+            (40, 20),
+            "extract a block of a GPT-2 by two actors of Ray, against two processes",
+            1 / 0.85,
         ),
     ),
     Row(

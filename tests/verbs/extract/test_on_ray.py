@@ -20,6 +20,7 @@ from torch import nn
 import hookline as hl
 from hookline.stores.place import place_of
 from hookline.verbs.extract import on_ray
+from hookline.verbs.extract.extraction import Extraction
 from parallel import conv_net
 
 pytestmark = pytest.mark.processes
@@ -154,6 +155,15 @@ def test_an_error_in_an_actor_is_raised_as_it_is(cluster, tmp_path):
     assert "in an actor of Ray" in caught.value.__notes__[-1]
 
 
+def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Extraction, "_finish", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", **TINY)
+    store = hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", engine="ray", **TINY)
+    assert len(store) == 60
+
+
 START = """
 import os, signal, sys, warnings
 warnings.simplefilter("error")
@@ -168,7 +178,7 @@ assert (signal.getsignal(signal.SIGTERM), dict(os.environ)) == before
 
 
 def test_without_a_cluster_one_is_started_and_ended(tmp_path):
-    environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
     found = subprocess.run(
         [sys.executable, "-c", START, "s"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
@@ -223,6 +233,22 @@ def test_other_machines_must_share_the_folder(tmp_path):
     with pytest.warns(hl.HooklineWarning, match="a folder that the 2 machines of the cluster"):
         on_ray._warn_of_other_nodes(two, place_of(tmp_path))
     on_ray._warn_of_other_nodes(two, place_of("memory://features"))  # a URL is the same anywhere
+
+
+def nodes(*resources):
+    return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": one} for one in resources])
+
+
+def test_each_machine_has_as_many_actors_as_it_has_room_for():
+    assert on_ray._room(nodes({"CPU": 3.0}), 1, "cpu") == 2  # one CPU stays free
+    assert on_ray._room(nodes({"CPU": 1.0}), 1, "cpu") == 1
+    assert on_ray._room(nodes({"CPU": 6.0}, {"CPU": 7.0}), 4, "cpu") == 2
+    assert on_ray._room(nodes({"CPU": 8.0}, {"CPU": 8.0}), 4, "cpu") == 3
+    assert on_ray._room(nodes({"CPU": 9.0, "GPU": 2.0}, {"CPU": 2.0}), 4, "cuda") == 2
+    with pytest.raises(hl.RanksError, match=r"4 CPUs for an actor, got at most 2(.|\n)*threads\(2"):
+        on_ray._room(nodes({"CPU": 2.0}, {"CPU": 2.0}), 4, "cpu")
+    with pytest.raises(hl.RanksError, match="must have a GPU for a model on one"):
+        on_ray._room(nodes({"CPU": 8.0}), 4, "cuda")
 
 
 def test_another_environment_of_an_actor_is_warned_of():

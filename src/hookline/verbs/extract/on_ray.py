@@ -14,13 +14,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, final
 from urllib.parse import urlsplit
 
 import torch
 
 from hookline.errors import HooklineError, InputError, RanksError, warn
+from hookline.models._torchvision_import import import_torchvision
 from hookline.recordings.manifest import first_line
 from hookline.stores.job import Job
 from hookline.stores.manifest import environment
@@ -66,6 +68,7 @@ class OnRay:
         with ExitStack() as stack:
             stack.enter_context(_cluster(self._ray))
             _warn_of_other_nodes(self._ray, self._place)
+            _room(self._ray, torch.get_num_threads(), self._device)
             self._setup = self._put(setup)
             self._open = stack.pop_all()
 
@@ -78,15 +81,21 @@ class OnRay:
     def run(self, job: Job, numbers: Iterable[int], written: Callable[[Shard], None]) -> None:
         """Make shards in actors, and read the description of each one that is on disk."""
         left = list(numbers)
-        n_actors = min(self._room(), len(left))
+        if not left:
+            return  # the manifest alone was not written
+        n_actors = min(_room(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
         here, others = environment(), set()
+        failure: Exception | None = None
         with _quiet(), _ray_errors(self._ray):
             for row in self._dataset(left, size, n_actors, job).iter_rows():
                 if row["error"]:
-                    raise pickle.loads(row["error"])
+                    failure = pickle.loads(row["error"])
+                    break
                 written(read_elsewhere(self._place, row["number"]))
                 others.add(row["environment"])
+        if failure is not None:
+            raise failure
         for other in others:
             _warn_of_another(here, json.loads(other))
 
@@ -101,7 +110,7 @@ class OnRay:
         items.context.enable_progress_bars = False
         return items.map_batches(
             _Replica,
-            fn_constructor_args=(self._place, [self._setup], job, n_threads, sys.path),
+            fn_constructor_args=(self._place, [self._setup], job, _Process.here()),
             batch_size=None,
             compute=ray.data.ActorPoolStrategy(size=n_actors, max_tasks_in_flight_per_actor=2),
             num_cpus=n_threads,
@@ -121,12 +130,6 @@ class OnRay:
                 "\nRemove hooks and lines from the model, and give functions without open files."
             ) from error
 
-    def _room(self) -> int:
-        """Return how many actors the cluster has room for, one CPU left free."""
-        found = self._ray.cluster_resources()
-        by_cpu = (found.get("CPU", 0.0) - 1) // torch.get_num_threads()
-        return max(int(found.get("GPU", 0.0) if self._device == "cuda" else by_cpu), 1)
-
 
 @final
 class _Replica:
@@ -136,18 +139,14 @@ class _Replica:
         place: where the store is.
         setup: a list of one reference to model, data and options.
         job: the job, planned.
-        n_threads: the threads of torch, as many as the driver has, for equal bits.
-        path: where the driver finds modules, such as that of the model's class.
+        process: what to take over from the driver.
     """
 
-    def __init__(
-        self, place: Place, setup: list[Any], job: Job, n_threads: int, path: list[str]
-    ) -> None:
-        sys.path += [one for one in path if one not in sys.path]
+    def __init__(self, place: Place, setup: list[Any], job: Job, process: _Process) -> None:
         self._place = place
         self._setup = setup
         self._job = job
-        self._n_threads = n_threads
+        self._process = process
         # A line and the grad mode belong to a thread, and Ray calls from any.
         self._thread = ThreadPoolExecutor(1, "hookline-worker")
         self._worker: Worker | None = None
@@ -164,11 +163,55 @@ class _Replica:
 
     def _make(self, numbers: list[int]) -> None:
         if self._worker is None:
-            torch.set_num_threads(self._n_threads)
-            setup: Setup = _import_ray().get(self._setup[0])
-            self._worker = self._open.enter_context(setup.worker())
+            self._process.take_over()
+            self._worker = self._open.enter_context(_received(self._setup[0]).worker())
             self._worker.forms = {form.name: form for form in self._job.columns}
         write_shards(self._place, self._worker, self._job, numbers, _nothing)
+
+
+@final
+@dataclass(frozen=True)
+class _Process:
+    """What an actor takes over from the driver.
+
+    Args:
+        n_threads: the threads of torch: as many, for equal bits.
+        path: where modules are found, such as that of the model's class.
+        has_torchvision: whether torchvision is loaded. Models of other packages import it.
+    """
+
+    n_threads: int
+    path: list[str]
+    has_torchvision: bool
+
+    @staticmethod
+    def here() -> _Process:
+        """Return what this process has."""
+        return _Process(torch.get_num_threads(), list(sys.path), "torchvision" in sys.modules)
+
+    def take_over(self) -> None:
+        """Have it in this process, too."""
+        torch.set_num_threads(self.n_threads)
+        sys.path += [one for one in self.path if one not in sys.path]
+        if self.has_torchvision:
+            with suppress(ImportError):
+                import_torchvision()
+
+
+def _received(setup: Any) -> Setup:
+    """Return what the driver has sent.
+
+    Raises:
+        InputError: a class or function of it cannot be imported here.
+    """
+    try:
+        found: Setup = _import_ray().get(setup)
+    except Exception as error:
+        raise InputError(
+            "model, data and options must be importable on each machine of the cluster, got"
+            f" {first_line(error)}.\nInstall their packages there, or define them in the script."
+        ) from error
+    return found
 
 
 def _import_ray() -> Any:
@@ -240,16 +283,15 @@ def _unreachable(address: str, error: Exception) -> RanksError:
 
 @contextmanager
 def _left_as_found() -> Iterator[None]:
-    """Turn off statistics of usage, and put back the handler of SIGTERM that ray.init replaces."""
-    name, handler = "RAY_USAGE_STATS_ENABLED", signal.getsignal(signal.SIGTERM)
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    """Turn off statistics of usage. Put back what ray.init changes: a signal handler, variables."""
+    handler, variables = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         yield
     finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
 
@@ -293,6 +335,34 @@ def _pickled(error: Exception) -> bytes:
         return pickle.dumps(error)
     except Exception:
         return pickle.dumps(RanksError(f"an actor of Ray must make its shards, got:\n{trace}"))
+
+
+def _room(ray: Any, n_threads: int, device: str) -> int:
+    """Return how many actors the cluster has room for, with a CPU left for Ray's own tasks.
+
+    Raises:
+        RanksError: it has room for none: Ray would wait for ever.
+    """
+    machines = [{"CPU": 0, **node["Resources"]} for node in ray.nodes() if node["Alive"]]
+    n_cpus = [int(one["CPU"]) for one in machines]
+    if max(n_cpus) < n_threads:
+        raise RanksError(
+            f"a machine of the cluster must have {n_threads} CPUs for an actor, got at most"
+            f" {max(n_cpus)}.\nUse as many threads here, too: torch.set_num_threads({max(n_cpus)})."
+        )
+    if device != "cuda":
+        n_actors = sum(n // n_threads for n in n_cpus)
+        has_spare = sum(n_cpus) > n_actors * n_threads
+        return n_actors if has_spare or n_actors == 1 else n_actors - 1
+    n_actors = sum(
+        min(int(one.get("GPU", 0)), n // n_threads) for one, n in zip(machines, n_cpus, strict=True)
+    )
+    if not n_actors:
+        raise RanksError(
+            "the cluster must have a GPU for a model on one, got none."
+            "\nMove the model to the CPU: model.cpu()."
+        )
+    return int(n_actors)
 
 
 def _bounded_retries() -> dict[str, Any]:
