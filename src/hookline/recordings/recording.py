@@ -17,7 +17,16 @@ from torch import Tensor
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import plural
-from hookline.engine import TIMEOUT_S, Pass, Report, Site, Unversioned, hides, is_transformed
+from hookline.engine import (
+    TIMEOUT_S,
+    Pass,
+    Report,
+    Site,
+    Unversioned,
+    hides,
+    is_grouped,
+    is_transformed,
+)
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.entries import Contents, Entry
@@ -87,7 +96,8 @@ class Recording(Lookups):
         if current.is_transformed:
             current.note = partial(note_transformed, current.log, self._log.keeps_graph)
             self._is_transformed = True
-        if self._log.unversioned is not None and self._log.unversioned.begin_pass(current):
+        unversioned = self._log.unversioned
+        if unversioned is not None and is_grouped() and unversioned.begin_pass(current):
             current.note = partial(note_copied, current.note)
 
     def finish(self, report: Report) -> None:

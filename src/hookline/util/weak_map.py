@@ -6,6 +6,7 @@ Identity is needed because a module may define `==` and so become unhashable.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar, final
 
@@ -48,6 +49,14 @@ class WeakIdentityMap(Generic[V]):
         """Return the value of a key, or None if the key is absent."""
         entry = self._entries.get(id(thing))
         return None if entry is None else entry[1]
+
+    def get_or_add(self, thing: Any, make: Callable[[], V]) -> V:
+        """Return the value of a key; if the key is absent, add the value that `make` returns."""
+        entry = self._entries.get(id(thing))
+        if entry is None:
+            self[thing] = value = make()
+            return value
+        return entry[1]
 
     def pop(self, thing: Any) -> V | None:
         """Remove a key and return its value, or None if the key is absent."""

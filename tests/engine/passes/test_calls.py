@@ -19,7 +19,7 @@ def test_calls_cleared_at_any_moment_of_an_end_raise_nothing():
             nonlocal n_instructions
             n_instructions += event == "opcode"
             if n_instructions == moment:
-                calls._calls.clear()
+                calls.clear()
             return at_instruction
 
         def at_call(called, *_, trace=at_instruction):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable
+from functools import partial
 from types import FrameType, FunctionType
 from typing import final
 
@@ -41,9 +42,6 @@ from hookline.engine.torch_private.dynamo import (
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
-
-# The key in `Pass.opened` of a compiled run without a border.
-_NO_BOUNDARY = object()
 
 # Models that contain compiled code without a border.
 _with_gaps: WeakIdentityMap[bool] = WeakIdentityMap()
@@ -121,9 +119,11 @@ class _Border:
 
     def covers(self, module: nn.Module) -> bool:
         """Tell whether a compiled module concerns the line."""
+        if self._holds_root(module):
+            return True
         if self._members is None and self._root is not None:
             self._members, _ = compiled_within(self._root)
-        return self._holds_root(module) or id(module) in (self._members or ())
+        return id(module) in (self._members or ())
 
     def _holds_root(self, module: nn.Module) -> bool:
         """Tell whether a compiled module is the model or contains it, so that its run is a pass."""
@@ -143,7 +143,7 @@ class _Border:
         call.is_locked = True
         is_whole = self._holds_root(module)
         if is_whole:
-            self._passes.begin(frame=frame)
+            self._passes.begin(frame)
         call.before = self._line.switch_on(None if is_whole else module)
         call.is_on = True
         call.settings.begin()
@@ -300,16 +300,16 @@ class Compiled(Attachment):
             self._open_gap(current)
 
     def _open_gap(self, current: Pass) -> None:
+        """Let compiled code without a border use the taps, until the pass ends."""
         settings = Settings()
-        current.opened[_NO_BOUNDARY] = [(settings, self._run.turn(self._taps, current))]
+        gap = settings, self._run.turn(self._taps, current)
+        current.at_end.insert(0, partial(self._close_gap, *gap))  # called last
         settings.begin()
 
-    def end_pass(self, current: Pass) -> None:
-        """Finish a pass: collect the values left by compiled code without a border."""
-        for settings, before in current.opened.pop(_NO_BOUNDARY, ()):
-            settings.end()
-            is_inside = self.border is not None and self.border.is_crossed
-            self._run.turn(*(before if is_inside else ([], None)))
+    def _close_gap(self, settings: Settings, before: ActiveTaps) -> None:
+        settings.end()
+        is_inside = self.border is not None and self.border.is_crossed
+        self._run.turn(*(before if is_inside else ([], None)))
 
     def is_traced(self, tap: Tap | None) -> None:
         """Prepare for code being compiled that calls the line's tap, or with None its root.

@@ -105,21 +105,22 @@ def _copy(tensor: Tensor) -> Tensor:
 class _Before:
     """The state of a tensor before the call of a function that might write to it."""
 
-    __slots__ = ("_copy", "_node", "_tensor", "_version")
+    __slots__ = ("_copy", "_inner", "_node", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._version = _version(tensor)
+        self._inner = innermost(tensor)
+        self._version = None if tensor.is_inference() else self._inner._version
         self._node = tensor.grad_fn
         self._copy: Tensor | None = None
-        if not is_freed(innermost(tensor)):
+        if not is_freed(self._inner):
             # Some kinds of tensors cannot be copied. A write to them is refused all the same.
             with contextlib.suppress(RuntimeError, TypeError), torch.no_grad():
                 self._copy = tensor.clone()
 
     def is_written(self) -> bool:
         """Tell whether the tensor has been written to since."""
-        return self._version != _version(self._tensor)
+        return self._version is not None and self._version != self._inner._version
 
     def put_back(self, refusal: Callable[[], StructureError]) -> None:
         """Restore the tensor's numbers, since the caller may hold the tensor."""
@@ -149,7 +150,3 @@ def _undo(before: list[_Before], refusal: Callable[[], StructureError]) -> bool:
 
 def _refuse_gradient(refusal: Callable[[], StructureError], grad: Tensor) -> Tensor:
     raise refusal()
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else innermost(tensor)._version

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine.passes.modes import has_numbers, innermost
-from hookline.engine.torch_private.distributed import is_dtensor, is_grouped, is_shared_job
+from hookline.engine.torch_private.distributed import is_dtensor, is_shared_job
 from hookline.engine.torch_private.modules import parameters, tensor_tables
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -74,8 +74,8 @@ class Unversioned:
         self._seen: tuple[int, Container[int]] = -1, ()
 
     def begin_pass(self, current: Any) -> bool:
-        """Note in a pass that all memory is unversioned; tell whether it is."""
-        if not is_grouped() or not is_shared_job(self._model()):
+        """Note in a pass of a process group that all memory is unversioned; tell whether it is."""
+        if not is_shared_job(self._model()):
             return False
         current.unversioned = _EVERYTHING
         return True
@@ -98,11 +98,9 @@ class Unversioned:
         `has_now` finds it.
         """
         model = self._model()
-        known = None if model is None else _memories.get(model)
-        if known is None or known.n_modules != self._n_modules or known.has_moved():
-            known = _Memory(model, self._n_modules)
-            if model is not None:
-                _memories[model] = known
+        known = _Memory() if model is None else _memories.get_or_add(model, _Memory)
+        if known.n_modules != self._n_modules or known.has_moved():
+            known.look(model, self._n_modules)
         current.unversioned = known.lines
         return known.lines
 
@@ -116,7 +114,9 @@ class Unversioned:
             n_passes: the number of passes begun; the memory is looked up again when it changes.
         """
         if self._seen[0] != n_passes:
-            self._seen = n_passes, _Memory(self._model(), self._n_modules).lines
+            now = _Memory()
+            now.look(self._model(), self._n_modules)
+            self._seen = n_passes, now.lines
         known = self._seen[1]
         return any(map(_is_within, tensors, repeat(known)))
 
@@ -173,29 +173,25 @@ def is_freed(tensor: Tensor) -> bool:
 
 @final
 class _Memory:
-    """The memory of a model's parameters and buffers, at the time of the look-up.
-
-    Args:
-        root: the model, which is not held.
-        n_modules: the number of the model's modules.
+    """The memory of a model's parameters and buffers, at the time of the last look-up.
 
     Attributes:
         lines: the cache lines where parameters and buffers begin.
+        n_modules: the number of the model's modules; -1 before the first look-up.
     """
 
-    __slots__ = ("_witnesses", "lines", "n_modules")
+    lines: Container[int] = ()
+    n_modules = -1
+    # A sample of the parameters: the module, the parameter's name, and its address.
+    _witnesses: Sequence[tuple[weakref.ref[nn.Module], str, int]] = ()
 
-    def __init__(self, root: nn.Module | None, n_modules: int) -> None:
-        self.n_modules = n_modules
-        self.lines: set[int] = set()
-        # A sample of the parameters: the module, the parameter's name, and its address.
-        self._witnesses: list[tuple[weakref.ref[nn.Module], str, int]] = []
-        if root is None:
-            return
-        tables = tensor_tables(root)
+    def look(self, root: nn.Module | None, n_modules: int) -> None:
+        """Look up the memory of a model, which is not held, with this number of modules."""
+        tables = [] if root is None else tensor_tables(root)
+        lines: set[int] = set()
         for _, own, its_buffers in tables:
-            self.lines.update(_lines_of(own), _lines_of(its_buffers))
-        self.lines.discard(0)  # 0 stands for tensors without memory
+            lines.update(_lines_of(own), _lines_of(its_buffers))
+        lines.discard(0)  # 0 stands for tensors without memory
         named = [
             (module, name, tensor)
             for module, own, _ in tables
@@ -203,9 +199,13 @@ class _Memory:
             for name, tensor in own.items()
         ]
         last = len(named) - 1  # the first parameter, the last one, and two between
-        for place in sorted({0, last // 3, 2 * last // 3, last}) if named else ():
-            module, name, tensor = named[place]
-            self._witnesses.append((weakref.ref(module), name, _place_of(tensor)))
+        witnesses = [
+            (weakref.ref(module), name, _place_of(tensor))
+            for place in (sorted({0, last // 3, 2 * last // 3, last}) if named else ())
+            for module, name, tensor in [named[place]]
+        ]
+        # In this order, so that a thread that finds one of these up to date finds the lines so.
+        self.lines, self._witnesses, self.n_modules = lines, witnesses, n_modules
 
     def has_moved(self) -> bool:
         """Tell whether a sampled parameter has moved or is gone."""

@@ -7,20 +7,14 @@ from typing import final
 
 
 @final
-class Calls:
+class Calls(list[tuple[int, CodeType, int | None]]):
     """The running calls of one module in a thread, outermost first.
 
     A call is identified by the id of its frame. The frame itself would keep its callers' locals
     alive, the line included, when Ctrl-C has ended the call and torch has called no hook.
     """
 
-    __slots__ = ("_calls",)
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[int, CodeType, int | None]] = []
-
-    def __len__(self) -> int:
-        return len(self._calls)
+    __slots__ = ()
 
     def begin(self, frame: FrameType, module: object = None) -> None:
         """Add a call that begins.
@@ -29,7 +23,7 @@ class Calls:
             frame: the frame of the call.
             module: the `self` of the frame, if the frame has one.
         """
-        self._calls.append((id(frame), frame.f_code, None if module is None else id(module)))
+        self.append((id(frame), frame.f_code, None if module is None else id(module)))
 
     def end(self, frame: FrameType) -> int:
         """Remove a call that has ended, and the calls inside it.
@@ -37,14 +31,14 @@ class Calls:
         Returns:
             The number of calls removed; 0 if the call was never added.
         """
-        calls = self._calls[:]  # another thread that ends the line may clear the list meanwhile
+        calls = self[:]  # another thread that ends the line may clear the list meanwhile
         # The common case: the root seldom calls itself.
         if len(calls) == 1 and calls[0][0] == id(frame):
-            self._calls.clear()
+            self.clear()
             return 1
         keys = [key for key, _, _ in calls]
         n_ended = len(keys) - keys.index(id(frame)) if id(frame) in keys else 0
-        del self._calls[len(keys) - n_ended :]
+        del self[len(keys) - n_ended :]
         return n_ended
 
     def drop_dead(self, frame: FrameType | None) -> int:
@@ -58,20 +52,16 @@ class Calls:
         Returns:
             The number of calls removed.
         """
-        if not self._calls:
+        if not self:
             return 0
         stack: dict[int, FrameType] = {}
         while frame is not None:
             stack[id(frame)] = frame
             frame = frame.f_back
-        before = len(self._calls)
-        while self._calls and not _is_under_way(self._calls[-1], stack):
-            self._calls.pop()
-        return before - len(self._calls)
-
-    def clear(self) -> None:
-        """Remove all calls."""
-        self._calls.clear()
+        before = len(self)
+        while self and not _is_under_way(self[-1], stack):
+            self.pop()
+        return before - len(self)
 
 
 def _is_under_way(call: tuple[int, CodeType, int | None], stack: dict[int, FrameType]) -> bool:
@@ -80,13 +70,3 @@ def _is_under_way(call: tuple[int, CodeType, int | None], stack: dict[int, Frame
     if frame is None or frame.f_code is not code:
         return False  # a later frame may have the id of a freed frame
     return owner is None or id(frame.f_locals.get("self")) == owner
-
-
-def call_frame(frame: FrameType) -> FrameType:
-    """Return the frame of a module's call, given the frame that calls the module's hooks.
-
-    torch calls hooks from an inner function. After an exception, torch calls the always-called
-    hooks from the outer function.
-    """
-    outer = frame.f_back
-    return outer if outer is not None and frame.f_code.co_name == "inner" else frame

@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Protocol, final
 
-from hookline.engine.passes.calls import Calls, call_frame
+from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.modes import Mode, is_transformed, mode_now
 from hookline.util.locks import fork_safe_lock
 
@@ -108,9 +108,6 @@ class Compiler(Protocol):
 
     def begin_pass(self, current: Pass) -> None:
         """Prepare for a pass, in which compiled code may run."""
-
-    def end_pass(self, current: Pass) -> None:
-        """Finish a pass: collect the values that compiled code has left on the taps."""
 
     def owner_of(self, tap: Any) -> int:
         """Return the id of the module that a tap is on; 0 if the tap is on no module."""
@@ -229,16 +226,17 @@ class Passes:
             return False
         return True
 
-    def begin(self, root: object = None, frame: FrameType | None = None) -> None:
+    def begin(self, frame: FrameType, root: object = None) -> None:
         """Begin a pass before the root runs.
 
         Only two callers may use this method: the tap on the root, and the border of a compiled
-        root, which gives the frame of the root's call.
+        root.
+
+        Args:
+            frame: the frame of the root's call.
+            root: the `self` of the frame, if the frame has one.
         """
         lane = self.lane
-        # Above this frame are the tap's frame, torch's function that calls the hooks, and the
-        # call's frame.
-        frame = call_frame(sys._getframe(2)) if frame is None else frame
         if lane.outside is not None and lane.outside.recomputation is not None:
             again = lane.outside.recomputation.root_begins()
             again.roots.begin(frame, root)
@@ -274,14 +272,13 @@ class Passes:
         else:
             current.roots.begin(frame, root)
 
-    def end(self, frame: FrameType | None = None) -> None:
-        """End the pass after the root has returned or raised.
+    def end(self, frame: FrameType) -> None:
+        """End the pass after the root's call with this frame has returned or raised.
 
         Only the callers of `begin` may use this method.
         """
         lane = self.lane
         current = lane.current
-        frame = call_frame(sys._getframe(2)) if frame is None else frame
         if current is None:
             again = lane.outside
             if again is not None and again.recomputation is not None:
@@ -360,8 +357,6 @@ class Passes:
         self._open.pop(id(current), None)
         if current.at_end:
             current.close()
-        if self.compiler is not None:
-            self.compiler.end_pass(current)
         current.failed = failed
         self.failed += failed
         current.roots.clear()

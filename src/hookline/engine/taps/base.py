@@ -8,8 +8,10 @@ original's recording.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from enum import IntEnum
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -310,7 +312,7 @@ class RootTap:
         if self.passes is _INERT:
             _discard(module, self)
             return
-        self.passes.begin(module)
+        self.passes.begin(call_frame(sys._getframe(1)), module)
 
     @while_tracing
     def is_traced(self) -> None:
@@ -326,7 +328,17 @@ class RootTap:
         if self.passes is _INERT:
             _discard(module, self)
             return
-        self.passes.end()
+        self.passes.end(call_frame(sys._getframe(1)))
+
+
+def call_frame(frame: FrameType) -> FrameType:
+    """Return the frame of a module's call, given the frame that calls the module's hooks.
+
+    torch calls hooks from an inner function. After an exception, torch calls the always-called
+    hooks from the outer function.
+    """
+    outer = frame.f_back
+    return outer if outer is not None and frame.f_code.co_name == "inner" else frame
 
 
 def _inert_root(rank: int) -> RootTap:

@@ -21,16 +21,11 @@ from hookline.engine.torch_private.modules import PYTHON_NODE, _Last
 _keys = itertools.count()
 
 
-_current_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
-
-
-def backward_number() -> int:
-    """Return the number of the run of autograd that calls this hook; -1 outside autograd.
-
-    Each run has another number. Without torch's counter all runs have the same number, so several
-    runs over one forward are ambiguous.
-    """
-    return _current_task()
+# Returns the number of the run of autograd that calls a hook; -1 outside autograd. Each run has
+# another number. Without torch's counter all runs have the same number, so several runs over one
+# forward are ambiguous. This is torch's own function, because it is called in each pass and for
+# each gradient.
+backward_number: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: 0)
 
 
 class _Outer(threading.local):
@@ -44,7 +39,7 @@ OUTER = _Outer()
 
 def outer_backward() -> int:
     """Return the `backward_number` of the user's run; a reentrant checkpoint has runs inside."""
-    return _current_task() if OUTER.number is None else OUTER.number
+    return backward_number() if OUTER.number is None else OUTER.number
 
 
 def hook_gradient(

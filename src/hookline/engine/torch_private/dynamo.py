@@ -73,10 +73,7 @@ class Settings:
     not at all. Lines may end in any order: the last line restores the values from before the first.
     """
 
-    __slots__ = ("_by",)
-
-    def __init__(self) -> None:
-        self._by: set[Settings] | None = None
+    _by: set[Settings] | None = None
 
     def begin(self) -> None:
         """Apply the settings."""

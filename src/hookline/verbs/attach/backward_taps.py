@@ -31,11 +31,10 @@ from hookline.engine.autograd.module_backward import (
 )
 from hookline.engine.autograd.written_views import GradHook, hook_value
 from hookline.engine.gradients.tap import GradientCallback, GradientTap, guarded
-from hookline.engine.passes.calls import call_frame
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import outlines, tree
 from hookline.engine.selection.site import Site, path_text
-from hookline.engine.taps.base import HookSpec, Order, no_callback
+from hookline.engine.taps.base import HookSpec, Order, call_frame, no_callback
 from hookline.engine.torch_private.autograd import at_end_of_backward, backward_number
 from hookline.engine.torch_private.checkpoint import aside
 from hookline.engine.torch_private.dynamo import while_tracing

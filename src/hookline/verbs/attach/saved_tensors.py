@@ -15,11 +15,11 @@ from typing import Any, ClassVar, cast, final
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.passes.calls import Calls, call_frame
+from hookline.engine.passes.calls import Calls
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree.describe import in_full, in_words
 from hookline.engine.selection.site import Site
-from hookline.engine.taps.base import HookSpec, Order, Tap, no_callback
+from hookline.engine.taps.base import HookSpec, Order, Tap, call_frame, no_callback
 from hookline.engine.torch_private.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks
 from hookline.engine.torch_private.dynamo import while_tracing
 from hookline.errors import AttachError, StructureError
