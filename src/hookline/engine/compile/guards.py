@@ -54,9 +54,8 @@ def mark(module: nn.Module, owner: object) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         return  # its class has no forward, and torch calls no hook on it
     with _lock:
-        owners = _owners.get(module)
-        if owners is None:
-            owners = _owners[module] = set()
+        owners = _owners.get_or_add(module, set)
+        if not owners:
             note = _note_of(module.__dict__.get("forward"))
             if note is not None:
                 _retire(note.source)
@@ -148,15 +147,14 @@ def unmark(module: nn.Module, owner: object) -> None:
     """Remove an owner's mark; without owners the module is restored. Idempotent."""
     with _lock:
         owners = _owners.get(module)
-        if owners is None:
-            return
-        owners.discard(id(owner))
-        if not owners:
+        if owners is not None:
+            owners.discard(id(owner))
+        if not owners:  # None, where an interrupt has left the mark without owners
+            _owners.pop(module)
             # A user has replaced the mark and may still hold it.
             if _note_of(module.__dict__.get("forward")) is None:
                 _retire(_through, inspect.getattr_static(type(module), "forward"))
             _put_back(module)
-            _owners.pop(module)
 
 
 def unmark_copy(module: nn.Module) -> None:

@@ -129,11 +129,9 @@ class _Border:
         """Tell whether a compiled module is the model or contains it, so that its run is a pass."""
         if module is self._root:
             return True
-        is_around = self._around_root.get(module)
-        if is_around is None:
-            is_around = id(self._root) in compiled_within(module)[0]
-            self._around_root[module] = is_around
-        return is_around
+        return self._around_root.get_or_add(
+            module, lambda: id(self._root) in compiled_within(module)[0]
+        )
 
     def enter(self, module: nn.Module, frame: FrameType) -> None:
         """Switch the line on before a compiled module runs."""

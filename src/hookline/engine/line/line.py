@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine.compile.in_graph import Callback, SplitCallback
 from hookline.engine.gradients.ports import BorderTap, GradInputTap, GradOutputTap, ParameterTap
 from hookline.engine.gradients.tap import GradientCallback
-from hookline.engine.line.attachment import Attachment, dropped, remove_all, surely
+from hookline.engine.line.attachment import Attachment, surely
 from hookline.engine.line.compiled import Compiled, refuse_inside
 from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Registrations
@@ -36,7 +36,7 @@ from hookline.engine.taps.base import GRADIENT_ORDERS, Order, RootTap, Tap
 from hookline.engine.taps.fast_path import FusedTap, fast_path_warning, layer_above
 from hookline.engine.taps.forward import InputTap, OutputTap
 from hookline.engine.torch_private.modules import is_scripted
-from hookline.errors import AttachError, caller, warn
+from hookline.errors import AttachError, Place, caller, warn, warn_at
 from hookline.util.hidden import hides
 from hookline.util.locks import fork_safe_lock
 
@@ -114,12 +114,12 @@ class Line:
         self._handles: weakref.WeakKeyDictionary[HookHandle, CallHooks] = (
             weakref.WeakKeyDictionary()
         )
-        self._beside: str | None = None  # the note that the warning may repeat
+        self._note_in_warning: str | None = None  # the note that the warning may repeat
         # The final report; the line no longer changes once it has ended.
         self._last: Report | None = None
         # Nobody could end a line that is no longer referenced, so its finalizer ends it.
-        parts = self.attached, self.taps, self.passes
-        self._drop = weakref.finalize(self, dropped, name, caller(), *parts)
+        parts = self.attached, self.passes
+        self._drop = weakref.finalize(self, _dropped, name, caller(), *parts)
         self._drop.atexit = False
         self.passes.belong_here()  # last: after this the line must be ended
 
@@ -157,7 +157,7 @@ class Line:
                 a hand-written hook may return a tap of its own.
             rank: the order of the taps among the hooks of a module.
         """
-        places = selection.places()
+        places = selection.places
         sites, nodes = [site for site, _ in places], [node for _, node in places]
         with self.all_or_nothing():
             if self.root is not None and any(site.port == "grad_input" for site in sites):
@@ -333,7 +333,7 @@ class Line:
         self._warn()
 
     def _end(self) -> None:
-        remove_all(self.attached, self.taps, self.passes)
+        _remove_all(self.attached, self.passes)
         try:
             # The report outlives the line and must not keep the model alive.
             if self._last is None:
@@ -397,9 +397,9 @@ class Line:
     def _notes(self) -> tuple[str, ...]:
         fused, remark = list(self._fused.values()), self.options.remark
         notes = [fast_path_warning(self.name, fused) if fused else None]
-        notes += [attachment.note() for attachment in self.attached]
-        self._beside = self._gathered()
-        notes += [self._beside, remark and remark()]
+        notes += [attachment.note for attachment in self.attached]
+        self._note_in_warning = self._gathered()
+        notes += [self._note_in_warning, remark and remark()]
         return tuple([note for note in notes if note is not None])
 
     def _warn(self) -> None:
@@ -412,7 +412,27 @@ class Line:
         # With hl.EVERYWHERE, no module is known that should have run.
         message = None if excused or self.is_everywhere else report.warning()
         for note in report.notes:
-            if note != self._beside or message is None:  # else the warning repeats the note
+            if note != self._note_in_warning or message is None:
                 warn(note)
         if message:
             warn(message)
+
+
+def _remove_all(attached: list[Attachment], passes: Passes) -> None:
+    """Remove all hooks of a line. Idempotent."""
+    for attachment in attached:
+        attachment.end()
+    forget_checkpoints(passes)
+
+
+def _dropped(name: str, made_at: Place, attached: list[Attachment], passes: Passes) -> None:
+    """End a line that nobody references; warn at the place that made the line, if it had hooks."""
+    had_hooks = any(attachment.has_hooks for attachment in attached)
+    _remove_all(attached, passes)
+    passes.leave()
+    if had_hooks:
+        warn_at(
+            made_at,
+            f"an hl.{name} line was dropped while its hooks were on; they are off now."
+            f"\nUse it in a block, with hl.{name}(...): ..., or keep it and call its remove().",
+        )

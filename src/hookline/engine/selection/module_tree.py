@@ -7,7 +7,7 @@ their aliases, and ends for a module that contains itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from torch import Tensor, nn
@@ -64,24 +64,22 @@ class ParameterNode:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class ModuleTree:
-    """The modules of a model, and its parameters when asked for, from which a line selects."""
+    """The modules of a model, and its parameters when asked for, from which a line selects.
 
-    __slots__ = ("_tensors", "compiled", "kinds", "name", "nodes")
+    Args:
+        name: the class of the model.
+        nodes: the modules, in registration order.
+        kinds: the types of the modules.
+        compiled: the modules that hold their compiled call.
+    """
 
-    def __init__(
-        self,
-        name: str,
-        nodes: list[ModuleNode],
-        tensors: list[ParameterNode] | None = None,
-        kinds: frozenset[type] = frozenset(),
-        compiled: list[nn.Module] | None = None,
-    ) -> None:
-        self.name = name
-        self.nodes = nodes
-        self.kinds = kinds  # the types of the modules
-        self.compiled = compiled or []  # the modules that hold their compiled call
-        self._tensors = tensors
+    name: str
+    nodes: list[ModuleNode]
+    _tensors: list[ParameterNode] | None = None
+    kinds: frozenset[type] = frozenset()
+    compiled: list[nn.Module] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[ParameterNode]:

@@ -63,21 +63,17 @@ class Selection:
     selector.
     """
 
-    __slots__ = ("_layout", "_places", "_sites")
+    __slots__ = ("_layout", "_sites", "places")
 
     def __init__(self, layout: ModuleTree, found: Iterable[Place]) -> None:
         self._layout = layout
-        self._places = _in_order(found)
-        self._sites = tuple([site for site, _ in self._places])
+        self.places = _in_order(found)  # each site with its module or parameter
+        self._sites = tuple([site for site, _ in self.places])
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Return the sites, in registration order."""
         return self._sites
-
-    def places(self) -> Sequence[Place]:
-        """Return each site with its module or parameter."""
-        return self._places
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites)
@@ -91,17 +87,17 @@ class Selection:
         return site in self._sites
 
     def __or__(self, other: Selector) -> Selection:
-        return Selection(self._layout, [*self.places(), *self._coerce(other).places()])
+        return Selection(self._layout, [*self.places, *self._coerce(other).places])
 
     def __and__(self, other: Selector) -> Selection:
         mine, theirs = _Cover(self), _Cover(self._coerce(other))
-        both = [pair for pair in self.places() if theirs.covers(pair[0])]
-        finer = [pair for pair in theirs.selection.places() if mine.covers(pair[0])]
+        both = [pair for pair in self.places if theirs.covers(pair[0])]
+        finer = [pair for pair in theirs.selection.places if mine.covers(pair[0])]
         return Selection(self._layout, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
         drop = _Cover(self._coerce(other))
-        return Selection(self._layout, [pair for pair in self.places() if not drop.covers(pair[0])])
+        return Selection(self._layout, [pair for pair in self.places if not drop.covers(pair[0])])
 
     def _coerce(self, other: Selector) -> Selection:
         ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
@@ -299,7 +295,7 @@ def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
             " hl.select(model, ...)."
         )
     tensors: set[tuple[str, int]] = set()
-    for site, node in selection.places():
+    for site, node in selection.places:
         if isinstance(node, ModuleNode):
             there = (node.path, id(node.module)) in here
         else:
@@ -310,7 +306,7 @@ def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
                 f"{site} is no longer there: the model changed since it was selected."
                 "\nSelect again: hl.select(model, ...)."
             )
-    return selection.places()
+    return selection.places
 
 
 def _callable(nodes: list[ModuleNode]) -> list[ModuleNode]:

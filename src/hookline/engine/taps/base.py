@@ -231,9 +231,6 @@ class Tap:
         """Tell whether this tap need not fire, because no value was due."""
         return False
 
-    def release(self) -> None:
-        """Clean up, at the line's end, after a call that was interrupted."""
-
     def closer(self) -> str | None:
         """Return the hook that must stay until a running call ends, by name; None without one."""
         return None

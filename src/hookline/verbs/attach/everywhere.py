@@ -51,12 +51,12 @@ class GlobalHooks(Attachment):
         is_all: whether the line has no model, so that these are all its hooks.
     """
 
-    __slots__ = ("groups", "hidden", "is_all", "passes", "taps")
+    __slots__ = ("groups", "is_all", "note", "passes", "taps")
 
     def __init__(self, passes: Passes, *, is_all: bool) -> None:
         self.passes = passes
         self.is_all = is_all
-        self.hidden = False  # whether torch ran a matching module inside a fused operation
+        self.note: str | None = None  # a warning, if torch ran matching modules as one operation
         self.taps: list[_GlobalHook] = []
         self.groups: set[str] = set()
 
@@ -91,10 +91,6 @@ class GlobalHooks(Attachment):
         self.taps[:] = [one for one in self.taps if id(one.tap) not in gone]
         self.groups = {group for one in self.taps for group in _groups(one.kind)}
         DISPATCHER.shrink(self)
-
-    def note(self) -> str | None:
-        """Return a warning if torch ran layers as one operation and so hid modules from hooks."""
-        return _HIDDEN if self.hidden else None
 
     def why_silent(self) -> str | None:
         """Name the compiled code that no process-wide hook reaches, if there may be any."""
@@ -292,7 +288,7 @@ def _note_hidden(layer: nn.Module, args: Any, kwargs: Any) -> None:
     for line in DISPATCHER.here():
         caught = [one.matches for one in line.taps if one.kind in ("forward_pre", *_AFTER)]
         if any(matches(module) for matches in caught for module in inner):
-            line.hidden = True
+            line.note = _HIDDEN
 
 
 _AFTER = ("forward", "backward_pre", "backward")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hookline.engine.compile.in_graph import defaults_by_name
+from hookline.engine.line.attachment import AtEnd
 from hookline.engine.line.handle import HookHandle
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.selectors import Selector
@@ -240,9 +241,13 @@ class ModuleHooks(EverywhereHooks):
                 "\nOutside of modules, use"
                 " torch.autograd.graph.saved_tensors_hooks(pack, unpack)."
             )
-        return self._hook_all(
-            "saved", selector, lambda site: SavedTap(site, self.passes, pack, unpack)
-        )
+
+        def make(site: Site) -> SavedTap:
+            tap = SavedTap(site, self.passes, pack, unpack)
+            self.attached.append(AtEnd(tap.pop_all))
+            return tap
+
+        return self._hook_all("saved", selector, make)
 
     def _each_module(
         self, kind: str, selector: Selector, *, calls: bool = False, port: str = "output"
@@ -252,7 +257,7 @@ class ModuleHooks(EverywhereHooks):
         Raises:
             SelectionError: the selector names a port, a leaf, or a call where that is not allowed.
         """
-        for site, node in self.select(selector, (port,)).places():
+        for site, node in self.select(selector, (port,)).places:
             is_port = site.port not in (port, "output")
             is_part = is_port or site.leaf or (site.call is not None and not calls)
             if is_part or not isinstance(node, ModuleNode):

@@ -125,7 +125,7 @@ class TensorHooks(Line):
                 f"line.{kind} must be given a tensor with hl.EVERYWHERE, where parameters have no"
                 f" paths.\nUse hl.attach(model), or line.{kind}(model.fc.weight, fn)."
             )
-        places = list(self.select(selector, ("grad",)).places())
+        places = list(self.select(selector, ("grad",)).places)
         trained = [node for _, node in places if _is_trained(node)]
         if places and not trained and all(site.port == "grad" for site, _ in places):
             raise AttachError(

@@ -31,7 +31,9 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
-class _Lane(threading.local):
+class _Pushed(threading.local):
+    """The calls of a module in a thread that have pushed saved-tensor hooks."""
+
     def __init__(self) -> None:
         self.calls = Calls()
 
@@ -50,7 +52,7 @@ class SavedTap(Tap):
         super().__init__(site, passes, no_callback, Order.HOOK)
         self._pack = pack
         self._unpack = unpack
-        self._pushed = _Lane()
+        self._pushed = _Pushed()
         self._n_open = 0  # calls under way, in all threads
         self._closed: Callable[[], None] | None = None
 
@@ -106,7 +108,7 @@ class SavedTap(Tap):
         # If torch packs the tensors saved in the recomputation, it needs the same hooks as before.
         return current
 
-    def release(self) -> None:
+    def pop_all(self) -> None:
         """Pop the hooks that are still pushed in this thread, at the end of the line."""
         self._pop(len(self._pushed.calls))
         self._pushed.calls.clear()

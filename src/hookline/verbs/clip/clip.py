@@ -76,7 +76,7 @@ class ClipLine(VerbLine[RawLine]):
 
     def start(self, selection: Selection) -> None:
         """Register the hooks at the selected sites."""
-        places = list(selection.places())
+        places = list(selection.places)
         ours = [place for place in places if place[0].port == "grad"]
         between = [place for place in places if place[0].port != "grad"]
         is_total = self._limit.kind == "total_norm"
@@ -110,7 +110,7 @@ class ClipLine(VerbLine[RawLine]):
         return self._tallies[-1]
 
     def _clip_parameters(self, selection: Selection) -> None:
-        tallies = {id(node.tensor): self._tally(site) for site, node in selection.places()}  # type: ignore[union-attr]
+        tallies = {id(node.tensor): self._tally(site) for site, node in selection.places}  # type: ignore[union-attr]
         limit = self._limit
 
         def clip_one(parameter: Tensor) -> None:
@@ -141,7 +141,7 @@ class ClipLine(VerbLine[RawLine]):
         self._line.accumulated(selection, accumulated)
 
     def _clip_total(self, selection: Selection) -> None:
-        parameters = [node.tensor for _, node in selection.places()]  # type: ignore[union-attr]
+        parameters = [node.tensor for _, node in selection.places]  # type: ignore[union-attr]
         limit, tally = self._limit, self._tallies[0]
 
         def clip_all(_: list[Tensor]) -> None:

@@ -82,9 +82,7 @@ def doctor(
     places, holders = _places(line, selector, check_ports(ports))
     facts = Facts(line.nodes, is_training=model.training)
     _gather(model, inputs, Selection(line.layout, places), facts)
-    findings = [
-        finding(site, node, facts) for site, node in Selection(line.layout, places).places()
-    ]
+    findings = [finding(site, node, facts) for site, node in Selection(line.layout, places).places]
     ran = "nothing"
     if facts.run is not None:
         ran = "forward and backward" if facts.run.backward else "forward"
@@ -108,7 +106,7 @@ def _places(
     for part in parts:
         holder = _holder(line.nodes, part)
         if holder is None:
-            places += line.select(part, ports).places()
+            places += line.select(part, ports).places
             continue
         kind = holder.type_name
         holds_modules = any(True for _ in holder.module.children())
@@ -152,7 +150,7 @@ def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Fac
     """Find out whether modules that were not called are used by weight, or in the other mode."""
     ran = facts.look.called | facts.look.direct.keys()
     idle = {
-        id(node.module) for _, node in selection.places()
+        id(node.module) for _, node in selection.places
         if isinstance(node, ModuleNode) and id(node.module) not in ran
     }  # fmt: skip
     if not idle:

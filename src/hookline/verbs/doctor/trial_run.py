@@ -184,7 +184,7 @@ def hooked_run(model: nn.Module, selection: Selection, inputs: Any) -> Run:
     """
     refused: dict[Site, HooklineError] = {}
     while True:
-        left = [place for place in selection.places() if place[0] not in refused]
+        left = [place for place in selection.places if place[0] not in refused]
         run = Run(refused=refused)
         if not left:
             return run

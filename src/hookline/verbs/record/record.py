@@ -246,7 +246,7 @@ class _Recorder:
         options: Keep,
         after: Callable[[Site], None] | None,
     ) -> None:
-        sites, places, nodes = selection.sites, selection.places(), line.layout.nodes
+        sites, places, nodes = selection.sites, selection.places, line.layout.nodes
         unversioned = Unversioned(line.root, len(nodes)) if options.get("copy") is None else None
         self._unversioned = unversioned
         self._computing = frozenset(filter(makes_new_memory, line.layout.kinds))

@@ -83,7 +83,7 @@ class Watch(VerbLine[Line]):
             optional: whether a gradient that never arrives is left out of the report.
         """
         self._optional = optional
-        places = list(selection.places())
+        places = list(selection.places)
         starts = [
             (replace(site, port="input", leaf=()), node)
             for site, node in places
