@@ -108,11 +108,11 @@ class Index:
         Raises:
             SelectionError: the key is malformed.
         """
-        asked, runs = self._apart(key)
+        asked, runs = self._split(key)
         found = asked if isinstance(asked, int) else self._covering(asked, runs)
         return None if found is None else self._lookup(found, asked, runs)
 
-    def _apart(self, key: Key) -> tuple[int | Site, dict[str, int]]:
+    def _split(self, key: Key) -> tuple[int | Site, dict[str, int]]:
         """Split a key into the index of a recorded site, or a site, and its run suffixes."""
         if isinstance(key, Site):
             return key, {}
@@ -171,7 +171,7 @@ class Index:
         )
 
     def _not_selected(self, key: Key) -> str:
-        text, (asked, runs) = str(key), self._apart(key)
+        text, (asked, runs) = str(key), self._split(key)
         path = asked.path if isinstance(asked, Site) else ""
         part = self._part(asked, runs) if isinstance(asked, Site) else None
         if part is not None:

@@ -36,7 +36,7 @@ class Lookups(Mapping[str, Any]):
     def _name(self) -> str:
         """The code that names these values in messages: `run`, `run.passes[0]`."""
 
-    def _apart(self, key: Key) -> Lookup:
+    def _resolve(self, key: Key) -> Lookup:
         return self._log.index.find(key)
 
     def _of_ranks(self) -> tuple[Lookups, ...]:
@@ -66,7 +66,7 @@ class Lookups(Mapping[str, Any]):
         value = self[key]
         if isinstance(value, Tensor):
             return value
-        asked = self._apart(key)
+        asked = self._resolve(key)
         leaves = [asked.at(leaf) for leaf, _ in tree.tensors(value)]
         shown = ", ".join(f"{self._name}.tensor({leaf!r})" for leaf in leaves[:_N_LEAVES_SHOWN])
         more = f" or {len(leaves) - _N_LEAVES_SHOWN} more" * (len(leaves) > _N_LEAVES_SHOWN)
@@ -95,7 +95,7 @@ class Lookups(Mapping[str, Any]):
             NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
         """
         value = self[key]
-        asked = self._apart(key)
+        asked = self._resolve(key)
         return {asked.at(leaf): tensor for leaf, tensor in tree.tensors(value)}
 
     def full(

@@ -78,7 +78,7 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        asked = self._apart(key)
+        asked = self._resolve(key)
         return "", str(self._log.one_of_several(asked, *self._found(asked)))
 
     def calls(self, key: Key) -> list[Any]:
@@ -87,7 +87,7 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        asked = self._apart(key)
+        asked = self._resolve(key)
         return self._log.values(asked, *self._found(asked))
 
     def calls_as_placed(self, key: Key) -> list[Any]:
@@ -110,7 +110,7 @@ class PassRecord(Lookups):
         return pass_text(self._log, self._pass, self._backward)
 
     def _only(self, key: Key, read: Read | None = None) -> Any:
-        asked = self._apart(key)
+        asked = self._resolve(key)
         return self._log.single(asked, *self._found(asked), read)
 
     @property

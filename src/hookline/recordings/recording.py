@@ -387,7 +387,7 @@ class Recording(Lookups):
     def _of_ranks(self) -> tuple[Recording, ...]:
         return self.ranks
 
-    def _apart(self, key: Key) -> Lookup:
+    def _resolve(self, key: Key) -> Lookup:
         return self._log_with(key).index.find(key)
 
     def _log_with(self, key: Key) -> Log:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hookline.engine.selection.module_tree import layout, layout_of_tensors, walk
+from hookline.engine.selection.module_tree import module_tree, tree_of_tensors, walk
 
 
 def test_every_module_once_in_registration_order(net):
@@ -55,7 +55,7 @@ def test_modules_without_a_hash_are_walked():
 
 
 def test_every_parameter_once_in_registration_order(net):
-    nodes = layout(net).tensors
+    nodes = module_tree(net).tensors
     assert [node.path for node in nodes] == [name for name, _ in net.named_parameters()]
     assert all(node.tensor is p for node, p in zip(nodes, net.parameters(), strict=True))
     assert nodes[0].type_name == "Conv2d.weight"
@@ -65,25 +65,25 @@ def test_shared_modules_and_tied_parameters_carry_all_paths():
     shared, head = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     head.weight = shared.weight
     model = nn.ModuleDict({"a": shared, "b": shared, "head": head})
-    by_path = {node.path: node.aliases for node in layout(model).tensors}
+    by_path = {node.path: node.aliases for node in module_tree(model).tensors}
     assert by_path == {"a.weight": ("b.weight", "head.weight"), "a.bias": ("b.bias",)}
     torchs = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found = [path for node in layout(model).tensors for path in node.paths]
+    found = [path for node in module_tree(model).tensors for path in node.paths]
     assert sorted(found) == sorted(torchs)
 
 
 def test_tensors_that_are_given_by_name_are_found_by_it():
     a, b = torch.ones(1), torch.ones(2)
-    nodes = layout_of_tensors({"a": a, "b": b, "again": a}).tensors
+    nodes = tree_of_tensors({"a": a, "b": b, "again": a}).tensors
     assert [(node.path, node.aliases) for node in nodes] == [("a", ("again",)), ("b", ())]
 
 
 def test_the_layout_knows_what_holds_compiled_call_wrappers_too():
     leaf, inner = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     model = nn.Sequential(leaf, inner, nn.Tanh())
-    assert layout(model).compiled == []
+    assert module_tree(model).compiled == []
     leaf.compile(backend="eager")
     inner.compile(backend="eager")
     wrapper = nn.DataParallel(model)
     wrapper.compile(backend="eager")
-    assert layout(wrapper).compiled == [wrapper, leaf, inner]
+    assert module_tree(wrapper).compiled == [wrapper, leaf, inner]

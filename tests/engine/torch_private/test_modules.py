@@ -268,8 +268,8 @@ def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
     hook = inner.register_forward_hook(
         lambda *_: told.append(("runs", checkpoint.is_recomputing()))
     )
-    telling = checkpoint.Telling(begin)
-    telling.start()
+    patch = checkpoint.CheckpointPatch(begin)
+    patch.start()
     try:
         y = checkpointing.checkpoint(
             nn.Sequential(inner, nn.Tanh()), torch.ones(1, requires_grad=True),
@@ -279,7 +279,7 @@ def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
         y.register_hook(lambda _: numbers.append(autograd.backward_number()))
         y.sum().backward()
     finally:
-        telling.stop()
+        patch.stop()
         hook.remove()
     second = ("again", True, numbers[0] if reentrant else None)
     if not reentrant:  # seen from the frame in which torch unpacks, it has not begun
@@ -290,8 +290,8 @@ def test_checkpoints_are_told_of_and_their_second_run_is_ours(reentrant):
 
 def test_the_end_of_a_backward_is_that_of_the_users_own():
     """If it were that of one inside a checkpoint, clipping would come before the sum is there."""
-    telling = checkpoint.Telling(lambda run, _: (run, lambda: None))
-    telling.start()
+    patch = checkpoint.CheckpointPatch(lambda run, _: (run, lambda: None))
+    patch.start()
     weight, seen = torch.ones(1, requires_grad=True), []
 
     def at_end():
@@ -308,7 +308,7 @@ def test_the_end_of_a_backward_is_that_of_the_users_own():
             x = checkpointing.checkpoint(lambda t: t * weight, x, use_reentrant=True)
         x.sum().backward()
     finally:
-        telling.stop()
+        patch.stop()
     assert [grad.item() for grad, _ in seen] == [2.0, 2.0]
 
 

@@ -78,7 +78,7 @@ def _define() -> None:
 
     keep_in_graphs("hookline::gradient")
     keep_call_in_graphs(_put_hook)
-    keep_call_in_graphs(_apart)
+    keep_call_in_graphs(_leaf_like)
 
 
 def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None:
@@ -99,7 +99,7 @@ def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None
         _put_hook(tensor, tap, of_run, call, slot, owner, True, None)
         return
     is_handed_out = on.before_inside is not None
-    given = _apart(tensor)
+    given = _leaf_like(tensor)
     changed = _Change.apply(given, on.inside)  # type: ignore[no-untyped-call]
     _put_hook(tensor, tap, of_run, call, slot, owner, is_handed_out, (given, changed))
 
@@ -125,7 +125,7 @@ class _Change(torch.autograd.Function):
         return (grads[0] if new is None else new), None
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _leaf_like(tensor: Tensor) -> Tensor:
     """Make a leaf like a tensor, for computations that the tensor's hooks may hold.
 
     Results computed from the tensor itself hold the tensor, and with it the hooks. Hooks that held
@@ -170,7 +170,7 @@ def _put_hook(
         if view is None or at_end_of_graph(partial(_settle, view, base)):
             return tensor
         if not is_of_trace(tensor):
-            _lane.untraced.append((view, base))
+            _views.untraced.append((view, base))
     return tensor
 
 
@@ -178,19 +178,19 @@ def _settle(view: HookedView, base: Tensor | None) -> None:
     view.settle(is_over=False)
 
 
-class _Lane(threading.local):
+class _ThreadViews(threading.local):
     """Hooked views, with their bases, in graphs that a backend runs as they are."""
 
     def __init__(self) -> None:
         self.untraced: list[tuple[HookedView, Tensor | None]] = []
 
 
-_lane = _Lane()
+_views = _ThreadViews()
 
 
 def untraced_views() -> list[tuple[HookedView, Tensor | None]]:
     """Return, once, the views whose writes are not known yet, with their bases."""
-    found, _lane.untraced = _lane.untraced, []
+    found, _views.untraced = _views.untraced, []
     return found
 
 

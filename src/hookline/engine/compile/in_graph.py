@@ -104,20 +104,20 @@ class GraphEdit(GraphCapture):
     """A capture that changes values, and keeps for each call whether the call was to be changed.
 
     Args:
-        alter: the function that changes a value.
+        change: the function that changes a value.
     """
 
-    __slots__ = ("alter",)
+    __slots__ = ("change",)
 
-    def __init__(self, call: int | None, alter: Callback) -> None:
+    def __init__(self, call: int | None, change: Callback) -> None:
         super().__init__(call)
-        self.alter = alter
+        self.change = change
 
     def capture(self, value: Any) -> Any:
         """Change a value, if this call should be changed."""
         is_meant = self.is_meant()
         self.add(is_meant)
-        return self.alter(NO_PASS, value) if is_meant else None
+        return self.change(NO_PASS, value) if is_meant else None
 
 
 @final

@@ -166,7 +166,7 @@ class BorderTap(Tap):
         """Settle the views of the root's inputs: the always-called forward hook on the root."""
         if is_dynamo_compiling():
             return
-        current = self.lane.running
+        current = self.in_thread.running
         borders = [] if current is None else current.opened.pop(ROOT_INPUTS, [])
         returned = [base_of_view(tensor) for _, tensor in tree.tensors(output)]
         for base, views in borders:

@@ -140,11 +140,11 @@ class GradientTap(Tap):
         off: the number of values that flowed while gradients were disabled.
     """
 
-    __slots__ = ("lost", "n_lost", "needless", "off", "on", "placed", "told")
+    __slots__ = ("lost", "n_lost", "needless", "off", "on", "part", "placed", "told")
 
     def __init__(self, site: Site, passes: Passes, on: GradientCallback, rank: Order) -> None:
         super().__init__(site, passes, no_callback, rank)
-        self.alter = _part(site)
+        self.part = _part(site)
         self.on = on
         self.placed = self.needless = self.off = self.n_lost = 0
         self.told, self.lost = False, ""
@@ -172,7 +172,7 @@ class GradientTap(Tap):
         if not traced.is_meant():
             traced.add(None)
             return
-        value = self.alter(NO_PASS, value)
+        value = self.part(NO_PASS, value)
         is_on = torch.is_grad_enabled()
         found: list[Tensor] = []
         slots: list[int] = []
@@ -387,7 +387,7 @@ class GradientTap(Tap):
         is_on = torch.is_grad_enabled()
         if not is_on and not self._comes_later(current):
             return
-        value = self.alter(current, value)
+        value = self.part(current, value)
         if not is_on:
             found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
             if not self._is_from_outside(current, call.number, found):

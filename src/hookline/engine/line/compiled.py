@@ -324,7 +324,7 @@ class Compiled(Attachment):
         is_inside = self.border is not None and self.border.is_crossed
         if passes.switch.is_on or is_inside or not passes.is_here():
             return
-        current = passes.lane.current
+        current = passes.in_thread.current
         if current is None:
             raise TracingAttachError(
                 "the model runs inside a compiled function, where no pass can be told from another."
@@ -367,7 +367,7 @@ class Compiled(Attachment):
         self._make_ready()
         self._marks.renew()
         taps = self._taps if module is None else self._taps_in(module)
-        current = passes.lane.current or passes.outside() if taps else None
+        current = passes.in_thread.current or passes.outside() if taps else None
         return self._run.turn([] if current is None else taps, current)
 
     def switch_back(self, before: ActiveTaps) -> None:

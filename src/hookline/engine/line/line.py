@@ -28,7 +28,7 @@ from hookline.engine.passes.passes import Passes, Sink
 from hookline.engine.pytree import describe
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
-from hookline.engine.selection.ground import Everywhere, Ground, layout_of
+from hookline.engine.selection.ground import Everywhere, Ground, tree_of
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode
 from hookline.engine.selection.selectors import Selection, Selector, select_in
 from hookline.engine.selection.site import Site
@@ -60,8 +60,8 @@ class LineOptions:
 
 
 @hides(
-    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "layout", "nodes", "options",
-    "passes", "root", "select", "tap", "taps",
+    "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "module_tree", "nodes",
+    "options", "passes", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
     """Taps attached together for a while: a context manager, or ended by `remove()`.
@@ -98,7 +98,7 @@ class Line:
         self.passes = Passes(sink, every_thread=every_thread)
         self._registering = fork_safe_lock()
         self.taps: list[Tap] = []
-        self.layout = layout_of(model, name)
+        self.module_tree = tree_of(model, name)
         self._nodes: dict[int, ModuleNode | ParameterNode] = {}
         # Whether the model has layers with a fast path; None until first asked.
         self._may_fuse: bool | None = None
@@ -128,7 +128,7 @@ class Line:
     @property
     def nodes(self) -> list[ModuleNode]:
         """Return the modules of the line's model, in registration order."""
-        return self.layout.nodes
+        return self.module_tree.nodes
 
     def select(self, selector: Selector, ports: tuple[str, ...] = ("output",)) -> Selection:
         """Return the sites that a selector matches in the line's model.
@@ -140,12 +140,12 @@ class Line:
             raise AttachError(
                 f"hl.{self.name} needs a model; hl.EVERYWHERE goes with hl.attach and raw hooks."
             )
-        if self.root is None and not self.layout.tensors:
+        if self.root is None and not self.module_tree.tensors:
             raise AttachError(
                 "this line has no model to select from.\nGive it one, hl.attach(model), or give the"
                 " tensor itself: line.grad(tensor, fn)."
             )
-        return select_in(self.layout, selector, ports)
+        return select_in(self.module_tree, selector, ports)
 
     def tap(self, selection: Selection, bind: Callable[[Site], Bound], rank: Order) -> None:
         """Attach a tap to each site, all or none.
@@ -230,7 +230,7 @@ class Line:
         self.taps += taps
         self._nodes.update(zip(map(id, taps), nodes, strict=False))
         if self._may_fuse is None:
-            kinds = self.layout.kinds
+            kinds = self.module_tree.kinds
             self._may_fuse = any(issubclass(kind, nn.TransformerEncoderLayer) for kind in kinds)
         if self._may_fuse:
             for tap, node in zip(taps, nodes, strict=False):
@@ -289,7 +289,7 @@ class Line:
             self._registrations.register(self.root, "forward_pre", begin.begin, Order.BEGIN)
             self._registrations.register(self.root, "forward", end.end, Order.END, always_call=True)
             self.passes.compiler = self._compiled
-            self._compiled.enable_if_dynamo_loaded(self.layout.compiled)
+            self._compiled.enable_if_dynamo_loaded(self.module_tree.compiled)
 
     def _refuse_elsewhere(self) -> None:
         if not self.passes.is_here():
@@ -345,7 +345,7 @@ class Line:
             self._last = self._make_report(ended=True)
         self._handles.clear()
         self._nodes, self.root = {}, None
-        self.layout = ModuleTree(self.layout.name, [], [])
+        self.module_tree = ModuleTree(self.module_tree.name, [], [])
 
     def __repr__(self) -> str:
         return str(self.report()).partition("\n")[0]
@@ -361,7 +361,7 @@ class Line:
         removed = [k for k, tap in enumerate(taps) if tap.is_removed] if self._had_handles else []
         return Report(
             name=self.name,
-            model_type=self.layout.name,
+            model_type=self.module_tree.name,
             passes=passes.started,
             other_contexts=passes.other_contexts,
             outside_root=passes.outside_root,
@@ -391,7 +391,7 @@ class Line:
             return None
         nodes = [self._nodes.get(id(tap)) for tap in self.taps if max(tap.fired, tap.ran) > 1]
         return gathered(
-            self.name, self.layout.name, [n for n in nodes if isinstance(n, ModuleNode)]
+            self.name, self.module_tree.name, [n for n in nodes if isinstance(n, ModuleNode)]
         )
 
     def _notes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookline.engine.passes.passes import THREAD, Pass, Passes
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.checkpoint import Telling, aside
+from hookline.engine.torch_private.checkpoint import CheckpointPatch, aside
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -113,14 +113,7 @@ class Recomputation:
     """
 
     __slots__ = (
-        "_changes",
-        "_ran",
-        "_runs",
-        "current",
-        "has_gradients",
-        "region",
-        "rest",
-        "roots",
+        "_changes", "_ran", "_runs", "current", "has_gradients", "region", "rest", "roots",
     )  # fmt: skip
 
     def __init__(self, region: CheckpointedRegion, rest: list[Pass]) -> None:
@@ -264,7 +257,7 @@ class _Checkpoint:
         self._running: list[tuple[Pass, CheckpointedRegion, Callable[..., None]]] = []
         self._draws: list[Tensor] = []
         for passes in _WATCH.lines():
-            current = passes.lane.running
+            current = passes.in_thread.running
             if current is not None:
                 self._add(passes, current, None)
         THREAD.checkpoints = (*THREAD.checkpoints, self)
@@ -295,25 +288,25 @@ class _Checkpoint:
         self._draws.append(generator.get_state())
 
     def __call__(self, *args: Any) -> Any:
-        lanes: dict[Any, Pass] = {}
+        passes_now: dict[Any, Pass] = {}
         made: list[Recomputation] = []
         for passes in dict.fromkeys(region.passes for region in self._regions):
             mine = [region for region in self._regions if region.passes is passes]
             if passes.closed:
                 _refuse_late(mine)
             else:
-                lanes[passes.lane] = _replay(mine, made)
-        before = [(lane, lane.current, lane.outside) for lane in lanes]
+                passes_now[passes.in_thread] = _replay(mine, made)
+        before = [(local, local.current, local.outside) for local in passes_now]
         checkpoints, THREAD.checkpoints = THREAD.checkpoints, ()
         draws, THREAD.draws = THREAD.draws, iter(self._draws)
         try:
-            for lane, current in lanes.items():
-                lane.current, lane.outside = None, current
+            for local, current in passes_now.items():
+                local.current, local.outside = None, current
             return self._recompute(*args)
         finally:
             THREAD.checkpoints, THREAD.draws = checkpoints, draws
-            for lane, inside, outside in before:
-                lane.current, lane.outside = inside, outside
+            for local, inside, outside in before:
+                local.current, local.outside = inside, outside
             for one in made:
                 one.close()
 
@@ -380,7 +373,7 @@ class _Watch:
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._lines: tuple[Passes, ...] = ()
-        self._telling: Telling | None = None
+        self._patch: CheckpointPatch | None = None
 
     def lines(self) -> tuple[Passes, ...]:
         """Return the passes of all lines that are on."""
@@ -392,17 +385,17 @@ class _Watch:
             if passes in self._lines:
                 return
             self._lines = (*self._lines, passes)
-            if self._telling is None:
-                self._telling = Telling(_begin)
-                self._telling.start()
+            if self._patch is None:
+                self._patch = CheckpointPatch(_begin)
+                self._patch.start()
 
     def release(self, passes: Passes) -> None:
         """Turn the notifications off for a line that ends. Idempotent."""
         with self._lock:
             self._lines = tuple(one for one in self._lines if one is not passes)
-            if not self._lines and self._telling is not None:
-                self._telling.stop()
-                self._telling = None
+            if not self._lines and self._patch is not None:
+                self._patch.stop()
+                self._patch = None
 
 
 def _begin(

@@ -129,7 +129,7 @@ class Sink(Protocol):
         """Prepare for a pass that begins."""
 
 
-class _Lane(threading.local):
+class _ThreadPasses(threading.local):
     """The running pass of each thread, and the thread's pass for calls outside the root."""
 
     current: Pass | None = None
@@ -162,11 +162,11 @@ class Passes:
 
     __slots__ = (
         "_latest", "_lock", "_numbers", "_open", "closed", "compiler", "every_thread", "failed",
-        "lane", "other_contexts", "outside_root", "sink", "started", "switch", "transformed",
+        "in_thread", "other_contexts", "outside_root", "sink", "started", "switch", "transformed",
     )  # fmt: skip
 
     def __init__(self, sink: Sink | None = None, *, every_thread: bool = False) -> None:
-        self.lane = _Lane()
+        self.in_thread = _ThreadPasses()
         self.sink = sink
         self.switch = Switch()
         self.compiler: Compiler | None = None
@@ -197,7 +197,7 @@ class Passes:
             self.closed = True
         # Not ContextVar.reset: a line may end in another context than the one that made it.
         _made_here.set(_still_open())
-        mine = self.lane.current
+        mine = self.in_thread.current
         if mine is not None:
             # A line that ends inside the forward has not failed. A root call that is no longer on
             # the stack was interrupted.
@@ -205,7 +205,7 @@ class Passes:
             self._finish(mine, failed=not mine.roots)
         for current in list(self._open.values()):  # other threads' passes too
             self._finish(current, failed=False)
-        self.lane, self.sink, self._latest = _Lane(), None, None
+        self.in_thread, self.sink, self._latest = _ThreadPasses(), None, None
         self.compiler = None
         self.switch.is_on = False
 
@@ -236,17 +236,17 @@ class Passes:
             frame: the frame of the root's call.
             root: the `self` of the frame, if the frame has one.
         """
-        lane = self.lane
-        if lane.outside is not None and lane.outside.recomputation is not None:
-            again = lane.outside.recomputation.root_begins()
+        local = self.in_thread
+        if local.outside is not None and local.outside.recomputation is not None:
+            again = local.outside.recomputation.root_begins()
             again.roots.begin(frame, root)
-            lane.outside = again
+            local.outside = again
             return
-        current = lane.current
+        current = local.current
         if current is not None:  # an interrupted pass is over, whoever runs the root now
             current.roots.drop_dead(frame.f_back)
             if not current.roots:
-                lane.current = None
+                local.current = None
                 self._finish(current, failed=True)
                 current = None
         if not self.is_here():
@@ -255,14 +255,14 @@ class Passes:
         mode = mode_now() if current is None else None
         if mode is not None and mode is Mode.RECOMPUTED:
             return  # the forward ran before the line was attached
-        if lane.outside is not None:
-            outside, lane.outside = lane.outside, None
+        if local.outside is not None:
+            outside, local.outside = local.outside, None
             self._finish(outside, failed=False)
         if current is None:
             with self._lock:
                 if self.closed:  # another thread has closed the line since is_here()
                     return
-                current = lane.current = self._start(is_transformed=mode is not None)
+                current = local.current = self._start(is_transformed=mode is not None)
             # First, so that `end` ends the pass if the lines below raise.
             current.roots.begin(frame, root)
             for one in THREAD.checkpoints:
@@ -277,15 +277,15 @@ class Passes:
 
         Only the callers of `begin` may use this method.
         """
-        lane = self.lane
-        current = lane.current
+        local = self.in_thread
+        current = local.current
         if current is None:
-            again = lane.outside
+            again = local.outside
             if again is not None and again.recomputation is not None:
                 again.roots.end(frame)
             return
         if current.roots.end(frame) and not current.roots:
-            lane.current = None
+            local.current = None
             error = sys.exception()
             has_failed = error is not None and id(error) != current.exception_at_start
             if error is not None and has_failed and self.compiler is not None:
@@ -294,11 +294,11 @@ class Passes:
 
     def stop(self) -> None:
         """End the pass of this thread after a deliberate early exit; the pass has not failed."""
-        current = self.lane.current
+        current = self.in_thread.current
         if current is not None:
             current.roots.drop_dead(sys._getframe(1))
             if not current.roots:
-                self.lane.current = None
+                self.in_thread.current = None
                 self._finish(current, failed=False)
 
     def outside(self) -> Pass | None:
@@ -307,7 +307,7 @@ class Passes:
         Returns:
             The pass; None if the line does not see this hook.
         """
-        known = self.lane.outside
+        known = self.in_thread.outside
         if known is not None and known.recomputation is not None:
             return known
         if not self.is_here():
@@ -317,15 +317,15 @@ class Passes:
         mode = mode_now()
         if mode is Mode.RECOMPUTED:
             return None  # the forward ran before the line was attached
-        lane = self.lane
-        if lane.outside is None:
+        local = self.in_thread
+        if local.outside is None:
             with self._lock:
                 if not self.closed:
-                    lane.outside = self._start(is_transformed=mode is not None)
+                    local.outside = self._start(is_transformed=mode is not None)
                     self.outside_root += 1
-            for one in THREAD.checkpoints if lane.outside is not None else ():
-                one.pass_begins(self, lane.outside, by_root=False)
-        return lane.outside
+            for one in THREAD.checkpoints if local.outside is not None else ():
+                one.pass_begins(self, local.outside, by_root=False)
+        return local.outside
 
     def at_parameter(self, backward: int) -> Pass | None:
         """Return the pass for a parameter's gradient in a run of autograd.

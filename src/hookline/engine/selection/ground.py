@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from hookline.engine.selection.module_tree import ModuleTree, layout, layout_of_tensors
+from hookline.engine.selection.module_tree import ModuleTree, module_tree, tree_of_tensors
 from hookline.errors import AttachError
 
 
@@ -24,7 +24,7 @@ EVERYWHERE = Everywhere()
 Ground = nn.Module | Mapping[str, Tensor]
 
 
-def layout_of(ground: Any, name: str) -> ModuleTree:
+def tree_of(ground: Any, name: str) -> ModuleTree:
     """Return the module tree of the object that a line is attached to.
 
     Args:
@@ -36,13 +36,13 @@ def layout_of(ground: Any, name: str) -> ModuleTree:
         AttachError: `ground` is none of these.
     """
     if isinstance(ground, nn.Module):
-        return layout(ground)
+        return module_tree(ground)
     if isinstance(ground, Everywhere):
         return ModuleTree("everywhere", [], [])
     if ground is None and name == "attach":
         return ModuleTree("tensors", [], [])
     if isinstance(ground, Mapping) and all(isinstance(t, Tensor) for t in ground.values()):
-        return layout_of_tensors(ground)
+        return tree_of_tensors(ground)
     raise AttachError(
         f"{name} needs a model (an nn.Module), or tensors by name, got {type(ground).__name__}."
         "\nGive the model itself; for tensors: hl.attach({'a': a})."

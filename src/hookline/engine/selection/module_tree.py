@@ -89,14 +89,14 @@ class ModuleTree:
         return self._tensors
 
 
-def layout(model: nn.Module) -> ModuleTree:
+def module_tree(model: nn.Module) -> ModuleTree:
     """Return the module tree of a model, looking at every module once."""
     met = _Met()
     nodes = walk(model, met)
     return ModuleTree(type(model).__name__, nodes, None, frozenset(met.kinds), met.compiled)
 
 
-def layout_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
+def tree_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
     """Return the module tree of tensors that were given by name."""
     nodes: dict[int, ParameterNode] = {}
     for number, (name, tensor) in enumerate(named.items()):

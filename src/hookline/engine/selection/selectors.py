@@ -20,7 +20,7 @@ from hookline.display.html import MOST_ROWS, table
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.globs import glob
-from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode, layout
+from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode, module_tree
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, parse
 from hookline.engine.selection.suggestions import Asked, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
@@ -63,10 +63,10 @@ class Selection:
     selector.
     """
 
-    __slots__ = ("_layout", "_sites", "places")
+    __slots__ = ("_sites", "_tree", "places")
 
-    def __init__(self, layout: ModuleTree, found: Iterable[Place]) -> None:
-        self._layout = layout
+    def __init__(self, tree: ModuleTree, found: Iterable[Place]) -> None:
+        self._tree = tree
         self.places = _in_order(found)  # each site with its module or parameter
         self._sites = tuple([site for site, _ in self.places])
 
@@ -87,21 +87,21 @@ class Selection:
         return site in self._sites
 
     def __or__(self, other: Selector) -> Selection:
-        return Selection(self._layout, [*self.places, *self._coerce(other).places])
+        return Selection(self._tree, [*self.places, *self._coerce(other).places])
 
     def __and__(self, other: Selector) -> Selection:
         mine, theirs = _Cover(self), _Cover(self._coerce(other))
         both = [pair for pair in self.places if theirs.covers(pair[0])]
         finer = [pair for pair in theirs.selection.places if mine.covers(pair[0])]
-        return Selection(self._layout, [*both, *finer])
+        return Selection(self._tree, [*both, *finer])
 
     def __sub__(self, other: Selector) -> Selection:
         drop = _Cover(self._coerce(other))
-        return Selection(self._layout, [pair for pair in self.places if not drop.covers(pair[0])])
+        return Selection(self._tree, [pair for pair in self.places if not drop.covers(pair[0])])
 
     def _coerce(self, other: Selector) -> Selection:
         ports = tuple(dict.fromkeys(site.port for site in self)) or ("output",)
-        return select_in(self._layout, other, ports)
+        return select_in(self._tree, other, ports)
 
     def __repr__(self) -> str:
         lines = [f"{site}  ({site.module_type})" for site in itertools.islice(self, 60)]
@@ -163,7 +163,7 @@ def select(
         SelectionError: the selector is malformed, or it (or one of a list) matches nothing; the
             message shows close matches and the model's first paths.
     """
-    return select_in(layout(model), selector, check_ports(ports))
+    return select_in(module_tree(model), selector, check_ports(ports))
 
 
 def check_ports(ports: str | Sequence[str]) -> tuple[str, ...]:
@@ -197,13 +197,13 @@ def ports_for(model: object, ports: str | Sequence[str]) -> tuple[str, ...]:
     return names if isinstance(model, nn.Module) or names != ("output",) else ("grad",)
 
 
-def select_in(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Selection:
+def select_in(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Selection:
     """Find the sites that a selector matches in a module tree.
 
     An event such as "state_dict" may stand for a port. Such a site belongs to the module itself,
     which then needs no forward.
     """
-    return Selection(layout, _match(layout, selector, ports))
+    return Selection(tree, _match(tree, selector, ports))
 
 
 def parse_site(text: str, paths: Container[str] = ()) -> Site:
@@ -228,24 +228,24 @@ def as_written(text: str) -> str:
     return (text if site.path else str(site)) + sign + run
 
 
-def _match(layout: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[Place]:
+def _match(tree: ModuleTree, selector: Selector, ports: tuple[str, ...]) -> Iterable[Place]:
     if isinstance(selector, Selection):
-        return _revalidate(layout, selector)
+        return _revalidate(tree, selector)
     if isinstance(selector, list | tuple | set | frozenset):
         if not selector:
             raise SelectionError(
                 "a list of selectors must name at least one site, got an empty one."
                 "\nGive None for every module."
             )
-        return [pair for part in selector for pair in _match(layout, part, ports)]
-    found, asked = _find(layout, selector, ports)
+        return [pair for part in selector for pair in _match(tree, part, ports)]
+    found, asked = _find(tree, selector, ports)
     if not found:
-        raise SelectionError(explain_no_match(layout, asked))
+        raise SelectionError(explain_no_match(tree, asked))
     return found
 
 
 def _find(
-    layout: ModuleTree, selector: Selector, ports: tuple[str, ...]
+    tree: ModuleTree, selector: Selector, ports: tuple[str, ...]
 ) -> tuple[list[Place], Asked]:
     """Find the sites that one selector matches, if any, and describe the selector for messages."""
     text = SiteText("", None, (), None)
@@ -253,9 +253,9 @@ def _find(
         matched: list[ModuleNode] = []
         text = SiteText("", "grad", (), None)
     elif isinstance(selector, str):
-        text, matched = _match_text(layout, selector)
+        text, matched = _match_text(tree, selector)
     else:
-        matched = list(filter(_matcher(selector), layout.nodes))
+        matched = list(filter(_matcher(selector), tree.nodes))
     wanted = ports if text.port is None else (text.port,)
     found: list[Place] = []
     module_ports = [port for port in wanted if port != "grad"]
@@ -270,26 +270,26 @@ def _find(
             for port in module_ports
         ]
     if "grad" in wanted:
-        tensors = _match_tensors(layout, selector, text, matched)
+        tensors = _match_tensors(tree, selector, text, matched)
         found += [(_gradient_site(node, text), node) for node in tensors]
-    return found, Asked(selector, text, matched, wanted, functools.partial(_works, layout, ports))
+    return found, Asked(selector, text, matched, wanted, functools.partial(_works, tree, ports))
 
 
-def _works(layout: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bool:
+def _works(tree: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bool:
     """Tell whether a selector matches anything; a selector with a syntax error matches nothing."""
     try:
-        return bool(_find(layout, selector, ports)[0])
+        return bool(_find(tree, selector, ports)[0])
     except SelectionError:
         return False
 
 
-def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
+def _revalidate(tree: ModuleTree, selection: Selection) -> Iterable[Place]:
     """Return the places of an earlier selection, if they still exist in this model."""
     if not len(selection):
         raise SelectionError("the selection is empty; print it, and its parts, before use.")
-    theirs = selection._layout
-    here = {(node.path, id(node.module)) for node in layout.nodes}
-    if not theirs.nodes or not here or theirs.nodes[0].module is not layout.nodes[0].module:
+    theirs = selection._tree
+    here = {(node.path, id(node.module)) for node in tree.nodes}
+    if not theirs.nodes or not here or theirs.nodes[0].module is not tree.nodes[0].module:
         raise SelectionError(
             "this selection was made in another model; select again in this one:"
             " hl.select(model, ...)."
@@ -299,7 +299,7 @@ def _revalidate(layout: ModuleTree, selection: Selection) -> Iterable[Place]:
         if isinstance(node, ModuleNode):
             there = (node.path, id(node.module)) in here
         else:
-            tensors = tensors or {(one.path, id(one.tensor)) for one in layout.tensors}
+            tensors = tensors or {(one.path, id(one.tensor)) for one in tree.tensors}
             there = (node.path, id(node.tensor)) in tensors
         if not there:
             raise SelectionError(
@@ -332,17 +332,17 @@ _same_site = functools.lru_cache(maxsize=1 << 14)(Site)
 
 
 def _match_tensors(
-    layout: ModuleTree, selector: Selector, text: SiteText, matched: list[ModuleNode]
+    tree: ModuleTree, selector: Selector, text: SiteText, matched: list[ModuleNode]
 ) -> list[ParameterNode]:
     """Return the parameters that a selector matches, and those in the modules that it matched."""
     above = {path for node in matched for path in node.paths}
     if isinstance(selector, Tensor):
-        return [node for node in layout.tensors if node.tensor is selector]
+        return [node for node in tree.tensors if node.tensor is selector]
     if selector is None or "" in above:
-        return list(layout.tensors)
+        return list(tree.tensors)
     matches: Callable[[str], Any] = lambda path: False  # noqa: E731
     if isinstance(selector, str):
-        exact = [node for node in layout.tensors if text.path in node.paths]
+        exact = [node for node in tree.tensors if text.path in node.paths]
         if exact:
             return exact
         matches = glob(text.path).fullmatch
@@ -350,7 +350,7 @@ def _match_tensors(
         matches = selector.search
     return [
         node
-        for node in layout.tensors
+        for node in tree.tensors
         if any(matches(path) or _is_below(path, above) for path in node.paths)
     ]
 
@@ -362,15 +362,15 @@ def _is_below(path: str, above: set[str]) -> bool:
     return any(".".join(parts[:end]) in above for end in range(1, len(parts)))
 
 
-def _match_text(layout: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
+def _match_text(tree: ModuleTree, selector: str) -> tuple[SiteText, list[ModuleNode]]:
     # A ModuleDict may hold names such as "a:b", so a text that is a path as it stands is that path.
-    nodes = layout.nodes
+    nodes = tree.nodes
     exact = [node for node in nodes if node.path == selector or selector in node.aliases]
     if exact:
         return SiteText(selector, None, (), None), exact
     paths: set[str] = set()
     if selector.startswith(ROOT):
-        paths = {path for node in nodes or layout.tensors for path in node.paths}
+        paths = {path for node in nodes or tree.tensors for path in node.paths}
     text = parse(selector, paths)
     if text.path not in ("", selector):  # else it was searched for above
         exact = [node for node in nodes if text.path in node.paths]

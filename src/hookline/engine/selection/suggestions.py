@@ -46,27 +46,27 @@ class Asked:
         return [candidate for candidate in candidates if self.works(candidate)]
 
 
-def explain_no_match(layout: ModuleTree, asked: Asked) -> str:
+def explain_no_match(tree: ModuleTree, asked: Asked) -> str:
     """Return the message for a selector that matches nothing, or nothing with a wanted port."""
     selector = asked.selector
     if asked.matched:
         return _without_port(asked)
     if isinstance(selector, Tensor):
         return (
-            f"a tensor as a selector must be a parameter of {layout.name}, got {in_words(selector)}"
+            f"a tensor as a selector must be a parameter of {tree.name}, got {in_words(selector)}"
             f"{' (it was computed, as a parametrized weight is)' if selector.grad_fn else ''}."
             "\nFor any tensor: hl.attach(), line.grad(tensor, fn); for a module's values, name the"
             " module."
         )
     shown = repr(selector) if isinstance(selector, str | re.Pattern) else _name(selector)
     is_grad = asked.wanted == ("grad",)
-    nodes: list[Any] = list(layout.tensors if is_grad else layout.nodes)
-    what = "parameter" if is_grad and layout.nodes else "module" if layout.nodes else "tensor"
-    message = f"{shown} matches no {what} of {layout.name}."
+    nodes: list[Any] = list(tree.tensors if is_grad else tree.nodes)
+    what = "parameter" if is_grad and tree.nodes else "module" if tree.nodes else "tensor"
+    message = f"{shown} matches no {what} of {tree.name}."
     if isinstance(selector, str):
-        message += _suggestion(layout, asked, nodes)
+        message += _suggestion(tree, asked, nodes)
     elif isinstance(selector, type):
-        types = {type(node.module) for node in layout.nodes}
+        types = {type(node.module) for node in tree.nodes}
         kinds = sorted(_full_name(k) if k.__name__ == shown else k.__name__ for k in types)
         message += f" Its types: {', '.join(kinds[:12])}{', …' if len(kinds) > 12 else ''}."
     return f"{message}\n{_inventory(asked, nodes, what)}"
@@ -113,31 +113,31 @@ def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
     return f"Its {plural(n_named, what)} begin{'s' if n_named == 1 else ''}: {first}."
 
 
-def _suggestion(layout: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
+def _suggestion(tree: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
     name, rest = asked.text.path, asked.rest
     paths = [path for node in nodes for path in node.paths if path]
     if deeper := asked.working(f"**.{name}{rest}"):
         return f" Did you mean {deeper[0]!r}, at any depth?"
-    kind = next((type(node.module) for node in layout.nodes if node.type_name == name), None)
+    kind = next((type(node.module) for node in tree.nodes if node.type_name == name), None)
     if kind is not None and asked.works(kind):
         there = f"nn.{name}" if getattr(nn, name, None) is kind else name
         port = f", ports={asked.text.port!r}" if asked.text.port else ""
         return f" For every {name}, give the type itself: {there}{port}, not its name."
-    if any(name in node.paths for node in layout.tensors):
+    if any(name in node.paths for node in tree.tensors):
         return f" It is a parameter; its gradient is {name + ':grad'!r}."
-    computed = _computed(layout, name)
+    computed = _computed(tree, name)
     if computed:
         return computed
-    return _below(layout, asked) or _close(asked, paths)
+    return _below(tree, asked) or _close(asked, paths)
 
 
-def _below(layout: ModuleTree, asked: Asked) -> str | None:
+def _below(tree: ModuleTree, asked: Asked) -> str | None:
     """Propose a selector for a name that follows the path of a module."""
     above, _, last = asked.text.path.rpartition(".")
     deeper = asked.working(f"{above}.**.{last}{asked.rest}") if above else []
     if deeper:
         return f" Did you mean {deeper[0]!r}, at any depth?"
-    part = _part_of_output(layout, asked)
+    part = _part_of_output(tree, asked)
     return None if part is None else f" Part of an output is written {part!r}."
 
 
@@ -148,38 +148,38 @@ def _close(asked: Asked, paths: list[str]) -> str:
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
-def _part_of_output(layout: ModuleTree, asked: Asked) -> str | None:
+def _part_of_output(tree: ModuleTree, asked: Asked) -> str | None:
     """Propose a part of the output of `block` for a path such as `block.logits`."""
     above, dot, name = asked.text.path.rpartition(".")
     holder = "" if above == ROOT else above
-    node = next((node for node in layout.nodes if holder in node.paths), None)
+    node = next((node for node in tree.nodes if holder in node.paths), None)
     if not dot or node is None or "output" not in asked.wanted or not name.isidentifier():
         return None
     tensors = (node.module.named_parameters, node.module.named_buffers)
-    known = {path.rpartition(".")[2] for node in layout.nodes for path in node.paths}
+    known = {path.rpartition(".")[2] for node in tree.nodes for path in node.paths}
     known |= {one for named in tensors for one, _ in named(recurse=False)}
     if asked.rest or difflib.get_close_matches(name, known, cutoff=0.5):
         return None
     return next(iter(asked.working(f"{path_text(holder)}:output.{name}")), None)
 
 
-def _computed(layout: ModuleTree, asked: str) -> str | None:
+def _computed(tree: ModuleTree, asked: str) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
     above, _, name = asked.rpartition(".")
-    node = next((node for node in layout.nodes if above in node.paths), None)
+    node = next((node for node in tree.nodes if above in node.paths), None)
     if node is None or not name:
         return None
     prefix = f"{above}." if above else ""
     if is_parametrized(node.module, name):
         value = f"{prefix}parametrizations.{name}"
-        own = [one.path for one in layout.tensors if one.path.startswith(f"{value}.")]
+        own = [one.path for one in tree.tensors if one.path.startswith(f"{value}.")]
         return (
             f" It is computed by a parametrization: select {value!r} for the computed value,"
             f" {f'{value}:grad_output'!r} for its gradient, or the parameters:"
             f" {', '.join(map(repr, own))}."
         )
     if isinstance(node.module.__dict__.get(name), Tensor):  # computed by a hook, as in pruning
-        own = [one.path for one in layout.tensors if one.path.startswith(f"{asked}_")]
+        own = [one.path for one in tree.tensors if one.path.startswith(f"{asked}_")]
         if own:
             return f" It is computed before each call, from {', '.join(map(repr, own))}."
     return None

@@ -95,8 +95,8 @@ class Tap:
     """
 
     __slots__ = (
-        "__weakref__", "active", "alter", "callback", "fired", "halves", "lane", "passes", "ran",
-        "rank", "site", "traced",
+        "__weakref__", "active", "callback", "change", "fired", "halves", "in_thread", "passes",
+        "ran", "rank", "site", "traced",
     )  # fmt: skip
     is_on_calls: ClassVar[bool] = True  # whether the call of a module fires the tap
     # All hooks of a tap that has several hooks on its module.
@@ -105,11 +105,12 @@ class Tap:
     def __init__(self, site: Site, passes: Passes, callback: Callback, rank: Order) -> None:
         self.site = site
         self.passes = passes
-        self.lane = passes.lane
+        self.in_thread = passes.in_thread
         self.rank = rank
         self.fired = 0
         self.ran = 0
-        self.alter = self.callback = callback
+        # In compiled code the capture counts the calls, so `change` does not.
+        self.change = self.callback = callback
         if (site.leaf or site.call is not None) and not site.is_gradient:
             self._narrow(callback, site)  # gradients already arrive by leaf and by call
         self.halves: SplitCallback | None = None
@@ -121,7 +122,7 @@ class Tap:
     def _narrow(self, callback: Callback, site: Site) -> None:
         """Restrict the callback to one leaf of the value, or to one call of the module."""
         if site.leaf:
-            self.alter = self.callback = callback = _at_leaf(callback, site)
+            self.change = self.callback = callback = _at_leaf(callback, site)
         if site.call is not None:
             self.callback = _at_call(callback, site.call, self)
 
@@ -133,7 +134,7 @@ class Tap:
 
     def _as_traced(self) -> GraphCapture:
         if self.rank in (Order.EDIT, Order.HOOK):
-            return GraphEdit(self.site.call, self.alter)
+            return GraphEdit(self.site.call, self.change)
         if self.halves is not None:
             return GraphReduce(self.site.call, self.halves.inside)
         return GraphCapture(self.site.call)
@@ -186,7 +187,7 @@ class Tap:
 
     def _pass_of(self, module: nn.Module) -> Pass | None:
         """Return the pass that a call of this module belongs to; None if the line sees none."""
-        return self.lane.current or self._slow_path(module)
+        return self.in_thread.current or self._slow_path(module)
 
     def _slow_path(self, module: nn.Module) -> Pass | None:
         """Return the pass for a call outside this thread's pass; None if the line sees none.
@@ -215,7 +216,7 @@ class Tap:
 
     def retire(self) -> None:
         """Stop firing as at the line's end, while the line goes on without this tap."""
-        self.passes, self.lane = _REMOVED, _REMOVED.lane
+        self.passes, self.in_thread = _REMOVED, _REMOVED.in_thread
         self.traced = self.active = None
 
     def leave_walk(self) -> None:
@@ -276,7 +277,7 @@ def _at_call(callback: Callback, call: int, tap: Tap) -> Callback:
 
 def _inert(kind: type[Tap]) -> Tap:
     tap = kind.__new__(kind)
-    tap.site, tap.passes, tap.lane = Site(""), _INERT, _INERT.lane
+    tap.site, tap.passes, tap.in_thread = Site(""), _INERT, _INERT.in_thread
     tap.fired, tap.ran, tap.rank = 0, 0, Order.HOOK
     tap.traced = tap.active = None
     return tap

@@ -26,7 +26,7 @@ class OutputTap(Tap):
         """
         if is_dynamo_compiling():
             return self.trace(output)
-        current = self.lane.current
+        current = self.in_thread.current
         if current is None:
             current = self._slow_path(module)
             if current is None:

@@ -28,18 +28,18 @@ checkpointing: Any = checkpoint  # untyped, and written to
 Begin = Callable[[Callable[..., Any], bool], tuple[Callable[..., Any], Callable[[], None]]]
 
 
-class Telling:
+class CheckpointPatch:
     """A patch of torch that calls `begin` at each checkpoint, from `start` to `stop`."""
 
     def __init__(self, begin: Begin) -> None:
         function = checkpointing.CheckpointFunction
         self._before = checkpointing._checkpoint_hook, function.__dict__["backward"]
-        self._told = _told(begin)
+        self._patched = _patched(begin)
 
     def start(self) -> None:
         """Start the calls. `stop` undoes this also after an interrupt."""
         function = checkpointing.CheckpointFunction
-        checkpointing._checkpoint_hook, function.apply, function.backward = self._told
+        checkpointing._checkpoint_hook, function.apply, function.backward = self._patched
 
     def stop(self) -> None:
         """Restore torch's names."""
@@ -50,12 +50,12 @@ class Telling:
 
 
 @functools.cache
-def _told(begin: Begin) -> tuple[Any, Any, Any]:
+def _patched(begin: Begin) -> tuple[Any, Any, Any]:
     # Cached, because making a class takes longer than attaching a line.
     function, hooks = checkpointing.CheckpointFunction, checkpointing._checkpoint_hook
     original_apply, original_backward = function.apply, function.backward
 
-    class Told(hooks):  # type: ignore[misc, valid-type]
+    class Patched(hooks):  # type: ignore[misc, valid-type]
         def __init__(self, frame: Any) -> None:
             super().__init__(frame)
             frame.recompute_fn, self._end = begin(frame.recompute_fn, False)
@@ -85,7 +85,7 @@ def _told(begin: Begin) -> tuple[Any, Any, Any]:
             for one in at_end:
                 at_end_of_backward(one)
 
-    return Told, apply, staticmethod(backward)
+    return Patched, apply, staticmethod(backward)
 
 
 def is_recomputing() -> bool:

@@ -299,7 +299,7 @@ class BackwardTap(_RawBackwardTap):
     def read_at(self, module: nn.Module, output: Any, key: int) -> Any:
         """Do the work of `read` for the call with this key."""
         call = self._open_call()
-        current = self.lane.running
+        current = self.in_thread.running
         if call is None or current is None or not torch.is_grad_enabled():
             return None
         with aside(current.region):
@@ -345,7 +345,7 @@ class BackwardTap(_RawBackwardTap):
 
     def close_at(self, output: Any, frame: FrameType) -> None:
         """Do the work of `close`; `frame` is the frame that calls the hooks."""
-        current = self.lane.running
+        current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         ours = id(call_frame(frame))
         # A call whose pre-hooks failed was never opened. A call that Ctrl-C ended was never closed.
@@ -360,7 +360,7 @@ class BackwardTap(_RawBackwardTap):
             current.close()
 
     def _open_call(self) -> _Call | None:
-        current = self.lane.running
+        current = self.in_thread.running
         opened = None if current is None else current.opened.get(self)
         return opened[-1] if opened else None
 

@@ -54,7 +54,7 @@ class EventHooks(ModuleHooks):
                 "line.registered must have a model to watch, got none.\nUse hl.attach(model), or"
                 " hl.attach(hl.EVERYWHERE) while a model is being built."
             )
-        site = Site("any module", f"registered {kind}", module_type=self.layout.name)
+        site = Site("any module", f"registered {kind}", module_type=self.module_tree.name)
         tap = EventTap(site, self.passes, hook, returns.check_registered(kind, kinds[kind]))
 
         def matches(module: nn.Module) -> bool:
@@ -173,11 +173,11 @@ class EventHooks(ModuleHooks):
             return handle
 
     def _check_owns(self, optimizer: Optimizer) -> None:
-        mine = {id(node.tensor) for node in self.layout.tensors}
+        mine = {id(node.tensor) for node in self.module_tree.tensors}
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if mine and not any(id(tensor) in mine for tensor in held):
             raise AttachError(
-                f"the optimizer must hold parameters of {self.layout.name}, got"
+                f"the optimizer must hold parameters of {self.module_tree.name}, got"
                 f" {type(optimizer).__name__} with none of its {len(mine)}. Perhaps it was made"
                 " before the model was built or copied."
                 "\nMake it from model.parameters(), or use hl.attach() for an optimizer alone."

@@ -114,7 +114,7 @@ class TensorHooks(Line):
             SelectionError: the selector names a gradient of a module.
         """
         if isinstance(selector, Tensor) and not any(
-            node.tensor is selector for node in self.layout.tensors
+            node.tensor is selector for node in self.module_tree.tensors
         ):
             name = f"tensor{list(selector.shape)}"
             node = ParameterNode(name, selector, (0, 0), "Tensor")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selection, Selector, Site, path_text, select
 from hookline.engine.pytree import describe, leaves, tree
-from hookline.engine.selection.module_tree import layout
+from hookline.engine.selection.module_tree import module_tree
 from hookline.errors import InputError, NotRecordedError, SelectionError
 from hookline.recordings import Recording
 from hookline.verbs.record.record import RecordLine, start_recording
@@ -133,7 +133,7 @@ def recorder(
     keep: Callable[[Any], Any] | None = None,
 ) -> RecordLine:
     """Return a line that records these sites at these ports, and that warns of nothing."""
-    whole = layout(model)
+    whole = module_tree(model)
     nodes = {node.path: node for node in whole.nodes}
     places = [(replace(site, port=port), nodes[site.path]) for site in sites for port in ports]
     recorder, line = start_recording(

@@ -97,10 +97,10 @@ class ClipLine(VerbLine[RawLine]):
                 self._tallies.append(Tally("total"))
                 self._clip_total(selection)
             elif ours:
-                self._clip_parameters(Selection(self._line.layout, ours))
+                self._clip_parameters(Selection(self._line.module_tree, ours))
             if between:
                 self._line.tap(
-                    Selection(self._line.layout, between),
+                    Selection(self._line.module_tree, between),
                     lambda site: _ClipGradient(site, self._tally(site), self._limit),
                     Order.EDIT,
                 )

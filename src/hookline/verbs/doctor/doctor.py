@@ -81,13 +81,14 @@ def doctor(
     line = Line(model, name="doctor")
     places, holders = _places(line, selector, check_ports(ports))
     facts = Facts(line.nodes, is_training=model.training)
-    _gather(model, inputs, Selection(line.layout, places), facts)
-    findings = [finding(site, node, facts) for site, node in Selection(line.layout, places).places]
+    selection = Selection(line.module_tree, places)
+    _gather(model, inputs, selection, facts)
+    findings = [finding(site, node, facts) for site, node in selection.places]
     ran = "nothing"
     if facts.run is not None:
         ran = "forward and backward" if facts.run.backward else "forward"
     return Diagnosis(
-        model_type=line.layout.name,
+        model_type=line.module_tree.name,
         ran=ran,
         sites=(*findings, *holders),
         notes=tuple(notes(model, findings, facts)),

@@ -219,12 +219,12 @@ def halves(error: HooklineError) -> tuple[str, str]:
 def _run(model: nn.Module, places: list[Place], inputs: Any, run: Run) -> HooklineError | None:
     line = Line(model, name="doctor")
     line.options.quiet = line.options.lenient = True
-    selection = Selection(line.layout, places)
+    selection = Selection(line.module_tree, places)
     wants_gradients = any(site.is_gradient for site in selection)
     try:
         with untouched(model), line:
             line.tap(selection, _count, Order.RECORD)
-            watched = Selection(line.layout, _forward_places(places))
+            watched = Selection(line.module_tree, _forward_places(places))
             if len(watched):
                 line.tap(watched, lambda site: _watch(site, run), Order.RECORD)
             try:

@@ -109,7 +109,7 @@ class PlainGradTap(GradOutputTap):
         """Register a hook on the output's gradient: the forward hook."""
         if is_dynamo_compiling():
             return super().fire(module, args, output)
-        current = self.lane.current
+        current = self.in_thread.current
         node = output.grad_fn if type(output) is Tensor else None
         # The node of a Python function may stand for compiled code with several outputs. `look`
         # handles these.

@@ -246,10 +246,10 @@ class _Recorder:
         options: Keep,
         after: Callable[[Site], None] | None,
     ) -> None:
-        sites, places, nodes = selection.sites, selection.places, line.layout.nodes
+        sites, places, nodes = selection.sites, selection.places, line.module_tree.nodes
         unversioned = Unversioned(line.root, len(nodes)) if options.get("copy") is None else None
         self._unversioned = unversioned
-        self._computing = frozenset(filter(makes_new_memory, line.layout.kinds))
+        self._computing = frozenset(filter(makes_new_memory, line.module_tree.kinds))
         self._passes = line.passes
         self._after = after
         self._places = enumerate(places)  # `bind` is called once for each site, in this order
@@ -312,7 +312,7 @@ def _report_of(line: Line, sites: tuple[Site, ...]) -> Callable[[], Report]:
 
     The line's hooks hold the recording. A dropped line must be free to end.
     """
-    name, model_type = line.name, line.layout.name
+    name, model_type = line.name, line.module_tree.name
     held = weakref.WeakMethod(line.report)
 
     def report() -> Report:
@@ -381,7 +381,7 @@ class _PlainTap(OutputTap):
         if is_dynamo_compiling():
             self.trace(output)
             return
-        current = self.lane.current
+        current = self.in_thread.current
         if current is None or type(output) is not Tensor:
             self.fire_slowly(module, args, output)
             return

@@ -106,7 +106,7 @@ class Watch(VerbLine[Line]):
 
         line = self._line
         with line.all_or_nothing() as placements:
-            line.tap(Selection(line.layout, [*places, *starts]), bind, Order.RECORD)
+            line.tap(Selection(line.module_tree, [*places, *starts]), bind, Order.RECORD)
             for module in {id(node): node.module for _, node in starts}.values():
                 if not is_scripted(module):
                     time_calls(module, placements, line.passes, printer.running)
