@@ -78,10 +78,9 @@ class Log:
 
         return Index(self.sites, has)
 
-    def take(self, but_last: bool) -> list[Pass]:
-        """Remove the passes, or all but the last, and return them."""
-        end = len(self.passes) - but_last
-        taken, self.passes[:end] = self.passes[:end], []
+    def take(self) -> list[Pass]:
+        """Remove all passes and return them."""
+        taken, self.passes[:] = self.passes[:], []
         for current in taken:
             self._sorted.pop(id(current), None)  # another pass may get this id
         return taken

@@ -96,7 +96,7 @@ class PassRecord(Lookups):
         Raises:
             NotRecordedError: the site did not fire in this pass.
         """
-        asked = self._apart(key)
+        asked = self._resolve(key)
         return self._log.values(asked, *self._found(asked), self._log.whole)
 
     def __iter__(self) -> Iterator[str]:

@@ -106,13 +106,9 @@ class Recording(Lookups):
         if self._is_transformed and not is_transformed():
             self._log.settle()
 
-    def take(self, *, but_last: bool = False) -> list[PassRecord]:
-        """Remove passes from the recording, and return them.
-
-        Args:
-            but_last: leave the last pass, which may still run or wait for its gradients.
-        """
-        return [PassRecord(self._log, current) for current in self._log.take(but_last)]
+    def take(self) -> list[PassRecord]:
+        """Remove all passes from the recording, and return them."""
+        return [PassRecord(self._log, current) for current in self._log.take()]
 
     # -- look-ups -------------------------------------------------------------------------------
 

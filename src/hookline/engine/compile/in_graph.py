@@ -124,6 +124,9 @@ class GraphEdit(GraphCapture):
 class GraphGradient(GraphCapture):
     """A capture of values whose gradients are pending.
 
+    All sites share the switch. So each site after the first has one more guard, which compares two
+    sites' switches. A copy of the run's number for each site would have more guards.
+
     Args:
         number: the site's number, as a tensor.
         switch: the line's switch, which holds the number of the run.

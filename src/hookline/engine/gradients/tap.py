@@ -59,18 +59,18 @@ class PendingGradient:
 
     Args:
         call: the number of the call within its pass.
-        form: the value's structure, each tensor that has a gradient as a numbered `Slot`; None for
-            a lone tensor.
 
     Attributes:
+        form: the value's structure, each tensor that has a gradient as a numbered `Slot`; None for
+            a lone tensor.
         gathered: the state that a verb keeps for a value of several tensors, by run of autograd.
     """
 
     __slots__ = ("call", "form", "gathered")
 
-    def __init__(self, call: int, form: Any = None) -> None:
+    def __init__(self, call: int) -> None:
         self.call = call
-        self.form = form
+        self.form: Any = None
         self.gathered: dict[Any, Any] = {}
 
 

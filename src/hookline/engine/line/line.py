@@ -24,7 +24,7 @@ from hookline.engine.line.compiled import Compiled, refuse_inside
 from hookline.engine.line.handle import CallHooks, HookHandle
 from hookline.engine.line.registration import Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
-from hookline.engine.passes.passes import Passes, Sink
+from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
@@ -72,7 +72,6 @@ class Line:
         model: the model; tensors by name, of which only gradients can be seen; `hl.EVERYWHERE` for
             the modules of any model that run in this context; or None.
         name: the line's name in the report and the inventory.
-        sink: an object to tell when passes begin.
         every_thread: whether the line sees every thread and task.
         lenient: whether everything was selected; see `LineOptions`.
     """
@@ -82,7 +81,6 @@ class Line:
         model: Ground | Everywhere | None,
         *,
         name: str = "attach",
-        sink: Sink | None = None,
         every_thread: bool = False,
         lenient: bool = False,
     ) -> None:
@@ -95,7 +93,7 @@ class Line:
             )
         self.name = name
         self.options = LineOptions(lenient=lenient)
-        self.passes = Passes(sink, every_thread=every_thread)
+        self.passes = Passes(every_thread=every_thread)
         self._registering = fork_safe_lock()
         self.taps: list[Tap] = []
         self.module_tree = tree_of(model, name)

@@ -156,8 +156,10 @@ class Passes:
     """The passes of one line; a tap on the root calls `begin` and `end`.
 
     Args:
-        sink: an object to tell when passes begin.
         every_thread: whether the line sees every thread and task, or only its own.
+
+    Attributes:
+        sink: an object to tell when passes begin.
     """
 
     __slots__ = (
@@ -165,9 +167,9 @@ class Passes:
         "in_thread", "other_contexts", "outside_root", "sink", "started", "switch", "transformed",
     )  # fmt: skip
 
-    def __init__(self, sink: Sink | None = None, *, every_thread: bool = False) -> None:
+    def __init__(self, *, every_thread: bool = False) -> None:
         self.in_thread = _ThreadPasses()
-        self.sink = sink
+        self.sink: Sink | None = None
         self.switch = Switch()
         self.compiler: Compiler | None = None
         self.every_thread = every_thread
