@@ -32,6 +32,13 @@ def test_equal_things_are_told_apart():
     assert len(known) == 1
 
 
+def test_a_value_is_made_where_there_is_none():
+    a, known = Thing(), WeakIdentityMap()
+    assert known.get_or_add(a, lambda: None) is None
+    assert known.get_or_add(a, pytest.fail) is None
+    assert a in known
+
+
 @pytest.mark.parametrize("is_in_cycle", [False, True])
 def test_what_is_gone_is_forgotten_and_its_id_is_anothers(is_in_cycle):
     known = WeakIdentityMap()

@@ -11,6 +11,7 @@ import pickle
 import random
 import types
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.compile import guards as marks
+from hookline.engine.line.attachment import surely
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -177,6 +179,19 @@ def test_a_marked_module_does_what_it_did_and_is_restored(own):
     marks.unmark(module, OTHER)
     assert vars(module).get("forward") is before
     assert ("forward" in vars(module)) == (own is not None)
+
+
+def test_an_interrupt_at_any_line_of_unmarking_leaves_no_mark(interrupted):
+    module, step, is_interrupted = nn.Linear(2, 2), 0, True
+    while is_interrupted:
+        step += 1
+        of_line = marks.Marks()
+        of_line.add([module])
+        assert "forward" in vars(module)
+        is_interrupted = interrupted(step, (marks.__name__,), partial(surely, of_line.clear))
+        assert "forward" not in vars(module), step
+        assert module not in marks._owners, step
+    assert step > 8
 
 
 def test_a_mark_is_the_same_for_the_same_kinds_of_hooks_only():
