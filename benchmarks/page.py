@@ -32,7 +32,7 @@ def main() -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as place:
         folder = write(Path(place) / "large", _SITES, _BYTES)
-        command = [sys.executable, "-m", "hookline.cli", "view", str(folder), "--no-open"]
+        command = [sys.executable, "-m", "hookline", "view", str(folder), "--no-open"]
         server = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

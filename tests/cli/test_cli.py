@@ -31,7 +31,7 @@ def run(*args: object, cwd: Path) -> SimpleNamespace:
 
 def run_process(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hookline.cli", *map(str, args)],
+        [sys.executable, "-m", "hookline", *map(str, args)],
         capture_output=True,
         text=True,
         cwd=cwd,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import chdir
 from types import SimpleNamespace
 
@@ -82,3 +85,29 @@ def test_another_job_in_the_folder_is_refused(tmp_path):
     done = run("demo:digits", "demo", "--at", "block1", "--to", "s", cwd=tmp_path)
     assert done.code == 2
     assert "sites: ['stem'] in the store, now ['block1']" in done.err
+
+
+@pytest.mark.processes
+def test_ranks_of_torchrun_make_one_store_and_one_speaks(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    arguments = ["hookline", "extract", "demo:digits", "demo", "--at", "stem", "--to", "ranks"]
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(
+        [*command, *arguments, "--batch-size", "2"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Store of 1 site, 8 items") == 1
+    assert run(
+        "demo:digits", "demo", "--at", "stem", "--to", "one", "--batch-size", 2, cwd=tmp_path
+    ).code == 0  # fmt: skip
+    for path in (tmp_path / "one").glob("shard-*"):
+        assert path.read_bytes() == (tmp_path / "ranks" / path.name).read_bytes()
+
+
+def test_an_unknown_engine_is_refused(tmp_path):
+    done = run(
+        "demo:digits", "demo", "--at", "stem", "--to", "s", "--engine", "spark", cwd=tmp_path
+    )
+    assert done.code == 2
+    assert "engine must be 'ray' or None, got 'spark'" in done.err

@@ -55,7 +55,7 @@ def at_once(monkeypatch):
 
 @pytest.mark.processes
 def test_it_serves_until_ctrl_c_and_says_where(folder):
-    command = [sys.executable, "-m", "hookline.cli", "view", folder, "--port", "0", "--no-open"]
+    command = [sys.executable, "-m", "hookline", "view", folder, "--port", "0", "--no-open"]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [done.stdout.readline() for _ in range(3)]
     (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", "".join(lines))

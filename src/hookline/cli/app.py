@@ -16,7 +16,7 @@ import typer
 
 import hookline as hl
 from hookline.cli.diagnosing import diagnose
-from hookline.cli.extracting import extract_by_name, moved
+from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
@@ -180,18 +180,22 @@ def extract_command(
     device: Annotated[
         str | None, typer.Option(help="where the model runs; default: cuda if there is one")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="ray: on a Ray cluster; default: here, or under torchrun")
+    ] = None,
 ) -> None:
     """Run a model over a data set, and store the values at some sites; goes on where it stopped."""
     options = {
         "batch_size": batch_size, "dtype": dtype, "workers": workers,
-        "on_error": "skip" if skip_errors else "raise",
+        "on_error": "skip" if skip_errors else "raise", "engine": engine,
     }  # fmt: skip
-    with complaints(), said_warnings():
+    with complaints(), said_warnings(), process_group() as is_heard:
         with Busy(f"loading {model}"):
             loaded = moved(load_model(model, weights=weights), device)
         store = extract_by_name(loaded, data, at, to, options)
-    out.print(str(store), markup=False)
-    out.print(f"\nRead it in Python: hl.open({to!r})", markup=False, soft_wrap=True)
+        if is_heard:
+            out.print(str(store), markup=False)
+            out.print(f"\nRead it in Python: hl.open({to!r})", markup=False, soft_wrap=True)
 
 
 @app.command()

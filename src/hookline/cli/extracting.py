@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hookline as hl
 from hookline.errors import InputError
@@ -43,6 +47,24 @@ def extract_by_name(
         tokenize=loaded.tokenize,
         **options,
     )
+
+
+@contextmanager
+def process_group() -> Iterator[bool]:
+    """Join the process group of `torchrun` for a while; yield whether this rank may print.
+
+    A process that torchrun did not start has no group, and prints.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        yield True
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def moved(loaded: LoadedModel, device: str | None) -> LoadedModel:

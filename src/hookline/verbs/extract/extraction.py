@@ -73,7 +73,10 @@ class Extraction:
             return
         self._job = Job.from_json(job)
         self._worker.forms = {form.name: form for form in self._job.columns}
-        with Progress(self._job, self._shards, self._ranks.n, shown=self._is_shown()) as progress:
+        n_bytes = self._batch_bytes * (self._job.n_batches or 0)
+        with Progress(
+            self._job, self._shards, self._ranks.n, n_bytes, shown=self._is_shown()
+        ) as progress:
             engine.run(self._job, self._left(frozenset(done)), progress.written)
         self._ranks.first(self._finish)
 

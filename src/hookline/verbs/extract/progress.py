@@ -19,11 +19,12 @@ class Progress:
         job: the job.
         shards: the shards that are there. New ones are added.
         n_ranks: how many processes make shards; those of the others are estimated.
+        forecast: the bytes of the store, as the first batch has shown them; 0 if it is not known.
         shown: whether to show a bar, where stderr is a terminal.
     """
 
     def __init__(
-        self, job: Job, shards: dict[int, Shard], n_ranks: int = 1, *, shown: bool
+        self, job: Job, shards: dict[int, Shard], n_ranks: int, forecast: int, *, shown: bool
     ) -> None:
         # Imported on use: rich takes a fiftieth of the time of torch.
         from rich.console import Console
@@ -32,16 +33,17 @@ class Progress:
 
         self._shards = shards
         self._n_ranks = n_ranks
+        self._n_items = job.n_items
+        self._n_there = sum(shard.items for shard in shards.values())
         console = Console(file=sys.stderr)
         self._bar = Bar(
             TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
             TextColumn("{task.fields[rows]}"), TimeRemainingColumn(),
             console=console, disable=not (shown and console.is_terminal), transient=True,
         )  # fmt: skip
-        n_there = sum(shard.items for shard in shards.values())
         self._n_bytes = sum(shard.size for shard in shards.values())
         self._task = self._bar.add_task(
-            "extract", total=job.n_items, completed=n_there, rows=f"{count(n_there)} items"
+            "extract", total=job.n_items, completed=self._n_there, rows=self._amount(forecast)
         )
 
     def __enter__(self) -> Progress:
@@ -60,7 +62,14 @@ class Progress:
         """Note a shard that is on disk. Another thread may call this."""
         self._shards[shard.number] = shard
         self._n_bytes += shard.size * self._n_ranks
+        self._n_there += shard.items * self._n_ranks
         self._bar.advance(self._task, shard.items * self._n_ranks)
         task = self._bar.tasks[0]
         speed = "" if task.speed is None else f", {count(task.speed)} items/s"
-        self._bar.update(self._task, rows=f"{size(self._n_bytes)}{speed}")
+        self._bar.update(self._task, rows=f"{self._amount(0)}{speed}")
+
+    def _amount(self, forecast: int) -> str:
+        """Say how many bytes there are, and about how many there will be."""
+        if self._n_items is not None and self._n_there:
+            forecast = round(self._n_bytes * self._n_items / self._n_there)
+        return size(self._n_bytes) + (f" of about {size(forecast)}" if forecast else "")
