@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,3 +101,83 @@ def test_another_process_finds_the_same():
     ]  # fmt: skip
     assert found[0] == found[1]
     assert " at 0x" not in found[0]
+
+
+_WITH_SETS = """
+from hookline.stores.identity import function_identity
+names = {"alpha", "beta", "gamma", "delta"}
+print(function_identity(lambda t: t if t in {"one", "two", "three", "four"} else t.sum()))
+def closed(names):
+    return lambda t: t in names
+print(function_identity(closed(names)))
+"""
+
+
+def between(start, stop):
+    return lambda t: t[:, start:stop]
+
+
+def scaled(weight):
+    return lambda t: t * weight
+
+
+class Scaled:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, t):
+        return t * self.weight
+
+    def method(self, t):
+        return t * self.weight
+
+
+def long_array(at):
+    return np.eye(1, 5000, at)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (between(1, 23), between(12, 3)),
+        (lambda t: t[:, 1:12], lambda t: t[:, 11:2]),
+        (lambda t: t[:, 1:2], lambda t: t[:, 1.0:2]),
+        (scaled(long_array(2500)), scaled(long_array(2501))),
+        (scaled({"w": torch.zeros(5000)}), scaled({"w": torch.from_numpy(long_array(2500))})),
+        (scaled(torch.zeros(2, dtype=torch.int32)), scaled(torch.zeros(2))),
+        (Scaled(1).method, Scaled(2).method),
+        (Scaled(1), Scaled(2)),
+    ],
+)
+def test_functions_that_differ_have_different_identities(one, other):
+    assert function_identity(one) != function_identity(other)
+
+
+def test_objects_with_equal_attributes_are_the_same():
+    assert function_identity(Scaled(1).method) == function_identity(Scaled(1).method)
+    assert function_identity(Scaled(torch.ones(2))) == function_identity(Scaled(torch.ones(2)))
+
+
+@pytest.mark.processes
+def test_the_order_of_a_set_is_not_part_of_a_function():
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", _WITH_SETS],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in range(3)
+    }  # fmt: skip
+    assert len(said) == 1
+
+
+def test_a_function_may_close_over_itself_and_over_nothing_yet():
+    def again(t):
+        return again(t[0]) if t.ndim > 3 else later(t)
+
+    assert function_identity(again) == function_identity(again)
+    later = torch.relu
+    assert isinstance(function_identity(again), str)
+    itself = Scaled(None)
+    itself.weight = types.SimpleNamespace(of=itself)
+    assert isinstance(function_identity(itself), str)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator
-from types import CodeType
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,40 +72,73 @@ def function_identity(function: Callable[..., Any] | None) -> str | None:
     """Return a fingerprint of a function: its name, code, constants, defaults and closure.
 
     The same source gives the same fingerprint in another process. Functions that it calls by name
-    are not part of it. An object that is called counts by its type and its repr.
+    are not part of it. The object of a method, and an object that is called, count by their
+    attributes; by their repr where they have one of their own.
     """
     if function is None:
         return None
-    digest = hashlib.sha256()
-    _describe(function, digest.update)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} {digest.hexdigest()[:_N_DIGITS]}"
+    return f"{name} {_short(_described(function, frozenset()))}"
 
 
-def _describe(thing: Any, note: Callable[[bytes], None]) -> None:
-    """Note what a function does: of code what is executed, of other objects their repr."""
+def _described(thing: Any, within: frozenset[int]) -> bytes:
+    """Return bytes that tell what a function does: of code what is executed, of data its values.
+
+    Args:
+        thing: the function, or a part of it.
+        within: the ids of what it is a part of: a function may close over itself.
+    """
+    if id(thing) in within:
+        return b"itself"
+    inside = within | {id(thing)}
+    parts = [_described(part, inside) for part in _parts(thing)]
+    if isinstance(thing, set | frozenset):
+        parts.sort()  # their order differs between processes
+    # The lengths keep neighbours apart: (1, 23) is not (12, 3).
+    return b"".join(b"%d:%b" % (len(part), part) for part in [_own_bytes(thing), *parts])
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """Yield the parts of a function, a container or an object."""
     if isinstance(thing, functools.partial):
-        for part in (thing.func, thing.args, sorted(thing.keywords.items())):
-            _describe(part, note)
-    elif hasattr(thing, "__code__"):
-        _describe(thing.__code__, note)
-        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-        for part in (thing.__defaults__, thing.__kwdefaults__, cells):
-            _describe(part, note)
+        yield from (thing.func, thing.args, sorted(thing.keywords.items()))
+    elif isinstance(thing, MethodType):
+        yield from (thing.__func__, thing.__self__)
+    elif isinstance(thing, FunctionType):
+        yield from (thing.__code__, thing.__defaults__, thing.__kwdefaults__)
+        yield from map(_contents, thing.__closure__ or ())
     elif isinstance(thing, CodeType):
-        note(thing.co_code)
-        for part in (thing.co_names, thing.co_varnames, thing.co_consts):
-            _describe(part, note)
-    elif isinstance(thing, tuple | list):
-        for part in thing:
-            _describe(part, note)
-    elif isinstance(thing, Tensor):
-        note(_bytes_of(thing.detach()))
-    elif isinstance(thing, nn.Module):
-        note(_weights(thing).encode())
-        note(_ADDRESS.sub("", repr(thing)).encode())
-    else:
-        note(_ADDRESS.sub("", repr(thing)).encode())
+        yield from (thing.co_names, thing.co_varnames, thing.co_consts)
+    elif isinstance(thing, tuple | list | set | frozenset):
+        yield from thing
+    elif isinstance(thing, Mapping):
+        yield from thing.items()
+    elif type(thing).__repr__ is object.__repr__:
+        yield from vars(thing).items() if hasattr(thing, "__dict__") else ()
+
+
+def _own_bytes(thing: Any) -> bytes:
+    """Return what tells a thing from others besides its parts."""
+    kind = type(thing).__qualname__.encode()
+    if isinstance(thing, CodeType):
+        return thing.co_code
+    if isinstance(thing, Tensor):
+        return f"{thing.dtype} {list(thing.shape)}".encode() + bytes(_bytes_of(thing.detach()))
+    if isinstance(thing, np.ndarray) and thing.dtype != object:  # the repr of a long one has "..."
+        return f"{thing.dtype} {thing.shape}".encode() + thing.tobytes()
+    if isinstance(thing, nn.Module):
+        return f"{_weights(thing)} {_ADDRESS.sub('', repr(thing))}".encode()
+    has_parts = isinstance(thing, tuple | list | set | frozenset | Mapping | functools.partial)
+    if has_parts or isinstance(thing, FunctionType | MethodType):
+        return kind
+    return kind + _ADDRESS.sub("", repr(thing)).encode("utf-8", "backslashreplace")
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return "an empty cell"
 
 
 def _short(data: bytes) -> str:
