@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,61 @@ def test_a_place_is_a_folder_or_a_url(tmp_path):
     assert str(place_of("memory://a/b/")) == "memory://a/b"
     with pytest.raises(hl.FolderError, match="must be a folder or a URL, got int"):
         place_of(3)
+
+
+@pytest.mark.parametrize("to", [Path("s3://bucket/features"), "gs:/bucket", "a\0b"])
+def test_a_url_that_lost_a_slash_is_refused(tmp_path, monkeypatch, to):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(hl.FolderError, match="must be a folder or a URL, got '") as caught:
+        place_of(to)
+    assert str(caught.value).count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_stays_where_it_is_when_the_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = place_of("store")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    place.write("x", [b"a"])
+    assert (tmp_path / "store" / "x").read_bytes() == b"a"
+    assert str(place) == "store"
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_folder_that_is_replaced_while_it_is_locked_is_noticed(tmp_path, is_made_anew):
+    place = LocalPlace(tmp_path / "store")
+    with place.locked():
+        place.write("x", [b"a"])
+        (tmp_path / "store").rename(tmp_path / "moved")
+        other = LocalPlace(tmp_path / "store")
+        if is_made_anew:
+            with other.locked():
+                other.write("y", [b"b"])
+        with pytest.raises(hl.FolderError, match=r"must stay where it is.*\nPut it back"):
+            place.write("z", [b"c"])
+    assert other.names() == (["y"] if is_made_anew else [])
+    place.write("z", [b"c"])
+
+
+def test_a_lock_removes_only_what_a_writer_left(tmp_path):
+    left = ".shard-00000003.safetensors.912.b522084d.part"
+    others = [".film.mkv.part", ".shard-00000003.safetensors", "x.part"]
+    for name in [left, *others]:
+        (tmp_path / name).write_bytes(b"a")
+    with LocalPlace(tmp_path).locked():
+        assert sorted(os.listdir(tmp_path)) == sorted([".lock", *others])
+
+
+def test_a_lock_ends_though_another_process_has_its_file(tmp_path):
+    place = LocalPlace(tmp_path)
+    with place.locked():
+        copy = os.dup(place._lock)  # as a process that is forked meanwhile has
+    try:
+        with LocalPlace(tmp_path).locked():
+            pass
+    finally:
+        os.close(copy)
 
 
 def test_the_state_of_a_file_changes_with_it(tmp_path):

@@ -17,6 +17,7 @@ from hookline.engine import full_value, is_dtensor, local_shards, own_class
 from hookline.engine.pytree import describe
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLAIN_REPR: Any = object.__repr__
 _N_DIGITS = 16  # of a fingerprint of code
 
 
@@ -113,7 +114,7 @@ def _parts(thing: Any) -> Iterator[Any]:
         yield from thing
     elif isinstance(thing, Mapping):
         yield from thing.items()
-    elif type(thing).__repr__ is object.__repr__:
+    elif type(thing).__repr__ is _PLAIN_REPR:
         yield from vars(thing).items() if hasattr(thing, "__dict__") else ()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,10 @@ except ImportError:  # not POSIX: no locks, so two writers are not noticed
 
 _LOCK = ".lock"
 _PART = ".part"
+# Only a writer's own files: the folder may turn out to be one with other files in it.
+_LEFT_BEHIND = re.compile(
+    r"\.(shard-\d{8}\.safetensors|manifest\.json|names\.json)\.\d+\.[0-9a-f]{8}\.part"
+)
 _MOST_BUFFERS = 1024  # of one call: IOV_MAX of Linux and macOS
 
 
@@ -85,12 +90,22 @@ def place_of(to: str | os.PathLike[str]) -> Place:
     if isinstance(to, str) and "://" in to:
         return RemotePlace(to)
     try:
-        return LocalPlace(Path(to))
-    except TypeError:
+        folder = Path(to)
+        if "\0" in str(folder) or _is_broken_url(folder):
+            raise ValueError(str(folder))
+    except (TypeError, ValueError) as error:
+        got = repr(str(error)) if isinstance(error, ValueError) else type(to).__name__
         raise FolderError(
-            f"a store's place must be a folder or a URL, got {type(to).__name__}."
+            f"a store's place must be a folder or a URL, got {got}."
             "\nGive a name such as 'features/' or 's3://bucket/features'."
         ) from None
+    return LocalPlace(folder)
+
+
+def _is_broken_url(folder: Path) -> bool:
+    """Tell whether a path is a URL that lost a slash, as `Path("s3://bucket")` does."""
+    first = folder.parts[:1]
+    return len(folder.parts) > 1 and bool(re.fullmatch(r"\w{2,}:", first[0]))
 
 
 @final
@@ -102,14 +117,19 @@ class LocalPlace:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._shown = folder
+        self.folder = folder.absolute()  # the working directory may change during a run
+        self._lock: int | None = None
 
     def __str__(self) -> str:
-        return str(self.folder)
+        return str(self._shown)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None}
 
     def nearest(self) -> Path:
         """Return the folder, or the nearest one above it that exists."""
-        path = self.folder.absolute()
+        path = self.folder
         while not path.exists():
             path = path.parent
         return path
@@ -142,8 +162,10 @@ class LocalPlace:
     def write(self, name: str, chunks: Sequence[Any]) -> None:
         """Write a file whole or not at all, durably; an older file of that name is replaced."""
         part = self.folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}{_PART}"
+        self._check_lock()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with part.open("xb", buffering=0) as file:
                     _write_all(file.fileno(), [memoryview(chunk).cast("B") for chunk in chunks])
@@ -155,9 +177,25 @@ class LocalPlace:
             sync(self.folder)
         except OSError as error:
             raise FolderError(
-                f"cannot write {self.folder / name}: {first_line(error)}."
+                f"cannot write {self._shown / name}: {first_line(error)}."
                 f"\n{_remedy(error)} What was written before is whole; start again to go on."
             ) from error
+
+    def _check_lock(self) -> None:
+        """Check that the folder, if it is locked, is still the one that was locked.
+
+        Raises:
+            FolderError: it was moved, removed or replaced.
+        """
+        if self._lock is None:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.folder / _LOCK)):
+                return
+        raise FolderError(
+            f"{self} must stay where it is while it is written, got another folder or none."
+            "\nPut it back, and start again to go on."
+        )
 
     def remove(self, name: str) -> None:
         """Remove a file; a missing file is no error."""
@@ -198,11 +236,15 @@ class LocalPlace:
                     f"another process is writing to {self}."
                     "\nWait until it has ended, or give another folder."
                 ) from None
-            for path in self.folder.glob(f".*{_PART}"):
-                path.unlink(missing_ok=True)
+            for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
+                (self.folder / name).unlink(missing_ok=True)
+            self._lock = handle
             yield
         finally:
-            os.close(handle)  # releases the lock
+            self._lock = None
+            # Closing does not release it where a process that was forked meanwhile runs on.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
 
 
 @final
