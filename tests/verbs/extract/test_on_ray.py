@@ -21,7 +21,7 @@ import hookline as hl
 from hookline.stores.place import place_of
 from hookline.verbs.extract import on_ray
 from hookline.verbs.extract.extraction import Extraction
-from parallel import conv_net
+from parallel import DiesInActors, conv_net
 
 pytestmark = pytest.mark.processes
 
@@ -122,7 +122,7 @@ def test_actors_that_are_killed_change_nothing(cluster, tmp_path, whole):
 DRIVER = """
 import sys, torch, hookline as hl
 sys.path.append(sys.argv[1])
-from parallel import conv_net
+from parallel import DiesInActors, conv_net
 torch.set_num_threads(1)
 rows = torch.randn(60, 3, 6, 6, generator=torch.Generator().manual_seed(2))
 hl.extract(conv_net(), rows, ["stem", "block.1:input"], sys.argv[2], engine="ray",
@@ -153,6 +153,12 @@ def test_an_error_in_an_actor_is_raised_as_it_is(cluster, tmp_path):
     with pytest.raises(hl.InputError, match="items 48 to 51 must fit together") as caught:
         hl.extract(conv_net(), items, "stem", tmp_path / "s", batch_size=4, engine="ray")
     assert "in an actor of Ray" in caught.value.__notes__[-1]
+
+
+def test_a_batch_that_kills_each_actor_is_not_tried_for_ever(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(on_ray, "_RETRIES", 1)
+    with pytest.raises(hl.RanksError, match=r"must keep its actors, got Actor\w+Error"):
+        hl.extract(DiesInActors(), ROWS[:2], "", tmp_path / "s", engine="ray")
 
 
 def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path, monkeypatch):
