@@ -17,6 +17,7 @@ from hookline.recordings.tensor_file import DTYPES
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Mask = str | Callable[[Any], Tensor] | None
+DEFAULT_MASK = "attention_mask"
 
 
 @final
@@ -71,47 +72,114 @@ class Tokens:
     ids: Tensor | None
 
 
-def tokens_of(data: Any, mask: Mask) -> Tokens | None:
+def tokens_of(data: Any, mask: Mask, n_items: int) -> Tokens | None:
     """Find the tokens of a batch.
 
     Args:
         data: the batch, as the model takes it.
         mask: the key of the mask in a batch that is a dict; or a function that takes the batch and
             returns a mask of shape (items, tokens) or a length for each item.
+        n_items: how many items the batch has.
 
     Returns:
-        The tokens; None if the mask is None, or a key that the batch does not have.
+        The tokens; None if the mask is None, or the default key, and the batch has none.
 
     Raises:
-        InputError: what was found is neither a mask nor lengths.
+        InputError: the batch does not have the key, or what was found is neither a mask nor lengths
+            of the batch's items.
     """
-    if isinstance(mask, str):
-        given = data.get(mask) if isinstance(data, Mapping) else None
-    else:
-        given = None if mask is None else mask(data)
+    given = _given(data, mask)
     if given is None:
         return None
-    found = torch.as_tensor(given).detach().cpu()
-    ids = _ids(data, found.shape)
-    if found.ndim == 1 and not found.is_floating_point():
-        longest = int(found.max()) if not isinstance(ids, Tensor) else ids.shape[1]
-        found = torch.arange(longest) < found[:, None]
-    elif found.ndim != 2:
+    try:
+        found = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise _no_mask(given) from None
+    if found.is_complex() or found.ndim not in (1, 2):
+        raise _no_mask(given)
+    ids = _ids(data)
+    if len(found) != n_items:
         raise InputError(
-            f"mask must give a mask of shape (items, tokens) or a length for each item, got"
-            f" {describe.in_words(found)}.\nGive the key of the mask in the batch, such as"
-            " mask='attention_mask', or a function such as mask=lambda ids: ids != 0."
+            f"mask must give a row or a length for each of the {n_items} items of a batch, got"
+            f" {describe.in_words(found)}.\nLook at what it gives for one batch."
         )
+    if found.ndim == 1 and not found.is_floating_point() and found.dtype is not torch.bool:
+        found = _mask_of(found, None if ids is None else ids.shape[1])
+    elif found.ndim == 1:
+        raise _no_mask(given)
+    _check_mask(found, ids)
     found = found.bool()
     return Tokens(found, found.sum(1).tolist(), None if ids is None else ids.cpu()[found])
 
 
-def _ids(data: Any, shape: torch.Size) -> Tensor | None:
+def _given(data: Any, mask: Mask) -> Any:
+    """Return what the user calls the mask; None for none.
+
+    Raises:
+        InputError: the batch does not have the key.
+    """
+    if not isinstance(mask, str):
+        return None if mask is None else mask(data)
+    if isinstance(data, Mapping) and mask in data:
+        return data[mask]
+    if mask == DEFAULT_MASK:
+        return None
+    keys = f"a dict with {', '.join(map(repr, data))}" if isinstance(data, Mapping) else ""
+    raise InputError(
+        f"mask must be a key of the batch, got {mask!r} for {keys or describe.in_words(data)}."
+        "\nGive the key of its mask, a function of the batch, or None for a row an item."
+    )
+
+
+def _no_mask(given: Any) -> InputError:
+    return InputError(
+        f"mask must give a mask of shape (items, tokens) or a length for each item, got"
+        f" {describe.in_words(given)}.\nGive the key of the mask in the batch, such as"
+        " mask='attention_mask', or a function such as mask=lambda ids: ids != 0."
+    )
+
+
+def _mask_of(lengths: Tensor, longest: int | None) -> Tensor:
+    """Make a mask of lengths.
+
+    Raises:
+        InputError: a length is negative, or above the number of tokens.
+    """
+    most = int(lengths.max()) if longest is None else longest
+    bad = lengths[(lengths < 0) | (lengths > most)]
+    if len(bad):
+        raise InputError(
+            f"mask must give lengths from 0 to {most}, the tokens of the batch, got"
+            f" {int(bad[0])}.\nGive the number of tokens of each item."
+        )
+    return torch.arange(most) < lengths[:, None]
+
+
+def _check_mask(mask: Tensor, ids: Tensor | None) -> None:
+    """Check that a mask is of the batch's tokens, and not one that is added to scores.
+
+    Raises:
+        InputError: it has another shape than the ids, or a number that is negative or NaN.
+    """
+    if ids is not None and mask.shape != ids.shape:
+        raise InputError(
+            f"mask must have the shape of the ids of tokens, {list(ids.shape)}, got"
+            f" {list(mask.shape)}.\nGive a mask of shape (items, tokens)."
+        )
+    if not bool((mask >= 0).all()):
+        raise InputError(
+            "mask must be 0 where a token does not count and positive where it does, got numbers"
+            " below 0 or NaN.\nOf a mask that is added to scores give mask=lambda batch:"
+            " batch['attention_mask'] == 0."
+        )
+
+
+def _ids(data: Any) -> Tensor | None:
     """Return the ids of tokens: the batch's `input_ids`, or a batch that is integers itself."""
     ids = data.get("input_ids") if isinstance(data, Mapping) else data
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return None
-    return ids if len(ids) == shape[0] else None
+    return ids
 
 
 class Calls(Protocol):
@@ -149,6 +217,7 @@ def columns_of(
     for site in sites:
         for leaf, tensor in tree.tensors(_only(one, site)):
             name = str(replace(site, leaf=site.leaf + leaf))
+            _check_dense(name, tensor)
             known = None if forms is None else forms.get(name)
             rows, per = _rows(name, tensor, n_items, tokens, known)
             form = ColumnForm(name, _NAMES[rows.dtype], tuple(rows.shape[1:]), per)
@@ -161,7 +230,35 @@ def columns_of(
             f"{missing[0]} must have a value for each batch, got none.\nSelect the leaf that is"
             " there for each batch, or give the batches apart to two stores."
         )
+    if not found:
+        raise StructureError(
+            f"a selected site must have a tensor, got none at {', '.join(map(str, sites[:3]))}."
+            "\nSelect a site whose value has tensors; a function keep= must return tensors."
+        )
     return columns, found
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Check that a tensor can be stored.
+
+    Raises:
+        StructureError: it is sparse, nested, quantised or without data, or of an unknown dtype.
+    """
+    if tensor.is_nested:
+        got, remedy = "a nested one", "keep=lambda t: t.to_padded_tensor(0.0)"
+    elif tensor.layout is not torch.strided:
+        got, remedy = f"a {str(tensor.layout)[6:]} one", "keep=lambda t: t.to_dense()"
+    elif tensor.is_quantized:
+        got, remedy = f"one of {tensor.dtype}", "keep=lambda t: t.dequantize()"
+    elif tensor.dtype not in _NAMES:
+        got, remedy = f"one of {tensor.dtype}", "keep=, a function that converts it"
+    elif tensor.is_meta:
+        got, remedy = "one on the meta device", "a model with weights: model.to_empty(device='cpu')"
+    else:
+        return
+    raise StructureError(
+        f"{name} must be a dense tensor of a dtype that safetensors has, got {got}.\nGive {remedy}."
+    )
 
 
 def _only(one: Calls, site: Site) -> Any:
@@ -179,15 +276,21 @@ def _rows(
 ) -> tuple[Tensor, Literal["item", "token"]]:
     """Return a value's rows, and whether they are of items or of tokens.
 
+    A batch may have as many tokens as a value has anything else: the first batch then decides.
+
     Raises:
         StructureError: its first dimension is neither.
     """
+    before = known.per if known is not None and tensor.shape[1:] == known.shape else None
+    if before == "item" and len(tensor) == n_items:
+        return tensor, "item"
     if tokens is not None:
+        # Of one token for each item there are as many rows of tokens as of items.
+        may_be_flat = before == "token" or tokens.mask.numel() != n_items
+        found = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
+        if found is not None:
+            return found, "token"
         shape = tokens.mask.shape
-        if tensor.ndim > 2 and tensor.shape[:2] == shape:
-            return _of_tokens(tensor, tokens), "token"
-        if tensor.ndim > 0 and len(tensor) == shape.numel() != n_items:
-            return _of_tokens(tensor.reshape(*shape, *tensor.shape[1:]), tokens), "token"
         if tensor.shape == shape and known is None:
             raise StructureError(
                 f"{name} must have rows that are clearly of items or of tokens, got"
@@ -204,6 +307,22 @@ def _rows(
         f"{name} must have {wanted}, got {describe.in_words(tensor)}."
         "\nSelect another leaf, or give keep= a function that makes such rows."
     )
+
+
+def _token_rows(tensor: Tensor, tokens: Tokens, *, may_be_flat: bool) -> Tensor | None:
+    """Return the rows of tokens without padding; None if a value has none.
+
+    Args:
+        tensor: the value.
+        tokens: the tokens of the batch.
+        may_be_flat: whether the tokens of all items may follow each other in the first dimension.
+    """
+    shape = tokens.mask.shape
+    if tensor.ndim > 2 and tensor.shape[:2] == shape:
+        return _of_tokens(tensor, tokens)
+    if may_be_flat and tensor.ndim > 0 and len(tensor) == shape.numel():
+        return _of_tokens(tensor.reshape(*shape, *tensor.shape[1:]), tokens)
+    return None
 
 
 def _of_tokens(tensor: Tensor, tokens: Tokens) -> Tensor:

@@ -180,6 +180,61 @@ def test_a_square_value_is_not_guessed_to_be_of_tokens(tmp_path):
         hl.extract(nn.Identity(), torch.ones(4, 3), "", tmp_path / "s", mask=lambda x: x > 0)
 
 
+class Ids(nn.Module):
+    """Embeds ids, and makes of the rows of tokens what it is told to."""
+
+    def __init__(self, then=lambda rows: rows):
+        super().__init__()
+        self.embed, self.end, self.then = nn.Embedding(50, 3), nn.Identity(), then
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.end(self.then(self.embed(input_ids)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (lambda batch: torch.tensor([5, 6]), "lengths from 0 to 5, the tokens of the batch, got 6"),
+        (lambda batch: torch.tensor([5, -1]), "lengths from 0 to 5.*got -1"),
+        (lambda batch: torch.tensor([5]), r"each of the 2 items of a batch, got Tensor\[1\]"),
+        (lambda batch: torch.ones(3, 5), r"each of the 2 items of a batch, got Tensor\[3, 5\]"),
+        (lambda batch: torch.ones(2, 4), r"the ids of tokens, \[2, 5\], got \[2, 4\]"),
+        (lambda batch: (batch["input_ids"] - 1) * 1e9, "numbers below 0 or NaN"),
+        (lambda batch: torch.full((2, 5), torch.nan), "numbers below 0 or NaN"),
+        (lambda batch: torch.ones(2, 1, 5), r"got Tensor\[2, 1, 5\]"),
+        (lambda batch: torch.tensor([True, False]), "or a length for each item"),
+        (lambda batch: "none", "or a length for each item, got str"),
+        ("masks", "be a key of the batch, got 'masks' for a dict with 'input_ids'"),
+        (torch.ones(2, 5), "be a key of a batch, a function of one, or None, got Tensor"),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_batch_is_refused(tmp_path, mask, message):
+    data = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
+    with pytest.raises(hl.InputError, match="(?s)mask must.*" + message) as caught:
+        hl.extract(Ids(), data, "embed", tmp_path / "s", mask=mask)
+    assert str(caught.value).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("then", "per"),
+    [
+        (lambda rows: rows.mean(1, keepdim=True).expand(-1, 4, -1), "item"),
+        (lambda rows: rows.flatten(0, 1), "token"),
+        (lambda rows: rows, "token"),
+    ],
+)
+def test_the_first_batch_decides_what_a_row_is(tmp_path, then, per):
+    """Later batches have 4 tokens and rows of 4 parts, or one token for each item."""
+    texts = ["abc", "ab", "abcd", "abc", "a", "b"]
+    net = Ids(then)
+    store = hl.extract(net, texts, "end", tmp_path / "s", tokenize=tokenize, batch_size=2)
+    if per == "item":
+        assert store["end"].shape == (6, 4, 3)
+    else:
+        alone = [net.embed(tokenize([text])["input_ids"][0]) for text in texts]
+        assert torch.equal(store["end"][:], torch.cat(alone).detach())
+
+
 # -- again ----------------------------------------------------------------------------------------
 
 
@@ -394,6 +449,19 @@ def test_a_folder_with_other_files_is_refused(model, tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
+class Gives(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def as_nested(x):
+    return torch.nested.nested_tensor(list(x), layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("net", "selector", "error", "message"),
     [
@@ -405,12 +473,17 @@ def test_a_folder_with_other_files_is_refused(model, tmp_path):
             "sites of the forward, got stem:grad_output",
         ),
         (nn.Sequential(nn.Flatten(0)), "0", hl.StructureError, "a row for each of the 7 items"),
+        (Gives(torch.Tensor.to_sparse), "", hl.StructureError, "got a sparse_coo one.*to_dense"),
+        (Gives(lambda x: x.cdouble()), "", hl.StructureError, "got one of torch.complex128"),
+        (Gives(as_nested), "", hl.StructureError, "got a nested one.*to_padded"),
+        (Gives(lambda x: x.to("meta")), "", hl.StructureError, "on the meta device"),
+        (Gives(lambda x: None), "", hl.StructureError, "must have a tensor, got none at .root."),
     ],
 )
 def test_what_cannot_be_stored_is_refused_before_any_writing(
     tmp_path, net, selector, error, message
 ):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"(?s){message}"):
         hl.extract(net, ROWS, selector, tmp_path / "s", **SMALL)
     assert not list(tmp_path.glob("s/[!.]*"))
 
@@ -427,6 +500,20 @@ def test_a_module_that_runs_twice_needs_its_call(tmp_path):
     x = torch.zeros(4, 2)
     store = hl.extract(Twice(), x, "block#1", tmp_path / "s")
     assert torch.equal(store["block#1"][:], x + 1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"shard_bytes": 0}, {"shard_bytes": 1e6}, {"shard_bytes": True}, {"shard_bytes": None},
+        {"inputs": 3}, {"mask": 3}, {"eval": "no"},
+    ],
+)  # fmt: skip
+def test_an_option_of_another_type_is_refused(model, tmp_path, option):
+    (name,) = option
+    with pytest.raises(hl.InputError, match=f"^{name} must be .*, got .*\n[A-Z]"):
+        hl.extract(model, ROWS, "stem", tmp_path / "s", **option)
+    assert not (tmp_path / "s").exists()
 
 
 def test_an_unknown_option_is_refused(model, tmp_path):

@@ -49,6 +49,18 @@ def test_failing_items_are_left_out_and_listed():
     assert [item for item, _ in batches[1].skipped] == [4, 5, 6]
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_length_that_changes_leaves_the_items_as_they_were(change):
+    class Changing(list):
+        def __len__(self):
+            self.length = getattr(self, "length", 7) + change
+            return self.length
+
+    source = source_of(Changing(torch.arange(20)), batch_size=4)
+    batches = run(source, range(-(-source.n_items // 4)))
+    assert [item for batch in batches for item in batch.items] == list(range(source.n_items))
+
+
 @pytest.mark.processes
 def test_workers_load_the_same_and_skip_the_same():
     here, there = (

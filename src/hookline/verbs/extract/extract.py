@@ -18,7 +18,7 @@ from hookline.verbs.extract.extraction import Extraction
 from hookline.verbs.extract.in_step import InStep
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.ranks import Ranks
-from hookline.verbs.extract.setup import Extracting, Setup
+from hookline.verbs.extract.setup import Extracting, Setup, check_options
 from hookline.verbs.extract.sources import source_of
 from hookline.verbs.extract.worker import Worker
 
@@ -88,12 +88,7 @@ def extract(
             to it, or it cannot be written or is not shared by all machines.
         RanksError: a rank has other arguments, failed, or did not come.
     """
-    unknown = options.keys() - Extracting.__annotations__.keys()
-    if unknown:
-        raise TypeError(
-            f"hl.extract() got an unexpected keyword argument {min(unknown)!r}."
-            f"\nGive some of {', '.join(f'{known}=' for known in Extracting.__annotations__)}."
-        )
+    check_options(options)
     place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:
 

@@ -245,15 +245,22 @@ class LoaderOptions(NamedTuple):
 
 @final
 class _Batches(Dataset[Loaded]):
-    """The data set whose items are batches."""
+    """The data set whose items are batches.
 
-    def __init__(self, items: Items, batch_size: int) -> None:
+    Args:
+        items: the items.
+        n_items: how many there are, for the whole job: the length of a data set may change.
+        batch_size: the items of a batch.
+    """
+
+    def __init__(self, items: Items, n_items: int, batch_size: int) -> None:
         self.items = items
+        self.n_items = n_items
         self.batch_size = batch_size
 
     def __getitem__(self, number: int) -> Loaded:
         start = number * self.batch_size
-        stop = min(start + self.batch_size, len(self.items))
+        stop = min(start + self.batch_size, self.n_items)
         try:
             with _seeded(number) if self.items.may_draw else nullcontext():
                 return self.items.load(number, range(start, stop))
@@ -320,7 +327,7 @@ class IndexedSource:
         if isinstance(numbers, Sized):  # a process that has nothing to load is not started
             workers = min(workers, max(len(numbers), 1))
         loader: DataLoader[Loaded] = DataLoader(
-            _Batches(self._items, self.batch_size),
+            _Batches(self._items, self.n_items, self.batch_size),
             batch_size=None,  # each item of the data set is a batch
             sampler=self._in_range(numbers),
             collate_fn=_as_it_is,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
-from hookline.engine.pytree import tree
-from hookline.stores.batch_columns import Mask
+from hookline.engine.pytree import describe, tree
+from hookline.errors import InputError
+from hookline.stores.batch_columns import DEFAULT_MASK, Mask
 from hookline.verbs.extract.batches import Source
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32 import measured
@@ -55,6 +56,41 @@ class Extracting(TypedDict, total=False):
     progress: bool
 
 
+def check_options(options: Extracting) -> None:
+    """Check what is not checked where it is used.
+
+    Raises:
+        TypeError: there is no such option. InputError: one has another type, or is too small.
+    """
+    unknown = options.keys() - Extracting.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"hl.extract() got an unexpected keyword argument {min(unknown)!r}."
+            f"\nGive some of {', '.join(f'{known}=' for known in Extracting.__annotations__)}."
+        )
+    mask, inputs, n_bytes = options.get("mask"), options.get("inputs"), options.get("shard_bytes")
+    if not (mask is None or isinstance(mask, str) or callable(mask)):
+        raise InputError(
+            f"mask must be a key of a batch, a function of one, or None, got"
+            f" {describe.in_words(mask)}.\nGive one such as mask=lambda ids: ids != 0."
+        )
+    if inputs is not None and not callable(inputs):
+        raise InputError(
+            f"inputs must be a function of a batch, got {describe.in_words(inputs)}."
+            "\nGive one such as inputs=lambda batch: batch[0]."
+        )
+    if "shard_bytes" in options and (type(n_bytes) is not int or n_bytes < 1):
+        raise InputError(
+            f"shard_bytes must be a positive integer, got {n_bytes!r}."
+            "\nLeave it out, or give shard_bytes=32 * 1024**2."
+        )
+    if not isinstance(options.get("eval", True), bool):
+        raise InputError(
+            f"eval must be True or False, got {options['eval']!r}."
+            "\nGive eval=False to keep the mode that the model is in."
+        )
+
+
 @final
 @dataclass(frozen=True)
 class Setup:
@@ -87,7 +123,7 @@ class Setup:
         prefix = Prefix(self.model, self.selector, "extract", kept)
         mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
         with prefix, mode:
-            mask = options.get("mask", "attention_mask")
+            mask = options.get("mask", DEFAULT_MASK)
             gather = _Gather(keep, dtype) if is_split else None
             yield Worker(prefix, self.source, options.get("inputs"), mask, gather)
 

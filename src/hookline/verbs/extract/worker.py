@@ -94,7 +94,7 @@ class Worker:
             has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
             return Chunk(batch.number, [], columns, [] if has_tokens else None, None, batch.skipped)
         data = self._inputs_of(batch)
-        tokens = tokens_of(data, self._mask)
+        tokens = tokens_of(data, self._mask, len(batch.items))
         with torch.no_grad():
             missing = self.forward(tree.map_tensors(self._move, data))
         taken = self._prefix.recording.take()
