@@ -63,7 +63,7 @@ class OnRay:
                 "data must have a length for engine='ray', whose actors load batches by number, got"
                 " an iterable.\nGive a Dataset, arrays or files."
             )
-        self._place = _absolute(place)
+        self._place = place
         self._device = next((one.device.type for one in setup.model.parameters()), "cpu")
         with ExitStack() as stack:
             stack.enter_context(_cluster(self._ray))
@@ -367,10 +367,6 @@ def _room(ray: Any, n_threads: int, device: str) -> int:
 
 def _bounded_retries() -> dict[str, Any]:
     return {"max_restarts": -1, "max_task_retries": _RETRIES}
-
-
-def _absolute(place: Place) -> Place:
-    return LocalPlace(place.folder.absolute()) if isinstance(place, LocalPlace) else place
 
 
 def _warn_of_other_nodes(ray: Any, place: Place) -> None:
