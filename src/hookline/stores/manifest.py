@@ -31,12 +31,18 @@ _REMEDY = "Make it again from the shards: hookline store repair"
 
 
 def environment() -> dict[str, Any]:
-    """Return what decides the bits of a result besides the job: threads, versions, processor."""
+    """Return what decides the bits of a result besides the job.
+
+    These are the versions, the processor, the threads, and what this process has set in torch.
+    """
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
+        "autocast": [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds],
+        "matmul_precision": torch.get_float32_matmul_precision(),
     }
 
 

@@ -318,6 +318,17 @@ def test_another_job_is_refused_and_its_difference_named(model, tmp_path):
         hl.extract(model, ROWS, "stem", folder, resume=False, **SMALL)
 
 
+def test_another_autocast_is_warned_of(tmp_path):
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    data = StopsAt(50)
+    inputs = {"inputs": lambda x: x.flatten(2)[:, 0, :8].float(), **SMALL}
+    with torch.autocast("cpu"), pytest.raises(hl.InputError):
+        hl.extract(net, data, "0", tmp_path / "s", dtype=torch.float32, **inputs)
+    data.at = None
+    with pytest.warns(hl.HooklineWarning, match=r"autocast was \['cpu torch.bfloat16'\], is \[\]"):
+        hl.extract(net, data, "0", tmp_path / "s", dtype=torch.float32, **inputs)
+
+
 def test_other_threads_are_warned_of(model, tmp_path):
     threads = torch.get_num_threads()
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
