@@ -36,6 +36,7 @@ def environment() -> dict[str, Any]:
     These are the versions, the processor, the threads, and what this process has set in torch.
     """
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -43,6 +44,8 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "autocast": [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds],
         "matmul_precision": torch.get_float32_matmul_precision(),
+        # Asked only if CUDA is in use: the question would start it.
+        "gpu": torch.cuda.get_device_name() if in_use else "none",
     }
 
 

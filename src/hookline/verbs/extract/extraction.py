@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, final
 
 from hookline.display.units import size
 from hookline.engine import sharding
@@ -19,12 +20,15 @@ from hookline.stores.place import LocalPlace, Place
 from hookline.stores.shard_file import Shard, number_of, read_shard
 from hookline.verbs.extract.engines import Engine, read_elsewhere
 from hookline.verbs.extract.progress import Progress
-from hookline.verbs.extract.ranks import Ranks
+from hookline.verbs.extract.ranks import Pulse, Ranks
 from hookline.verbs.extract.setup import Setup
 from hookline.verbs.extract.sources import fingerprint
 from hookline.verbs.extract.worker import Worker
 
 _MOST_NAMED = 5
+_N_THREADS = 8  # that read shards
+
+T = TypeVar("T")
 
 
 @final
@@ -47,7 +51,7 @@ class Extraction:
         self._worker = worker
         self._ranks = ranks
         self._shards: dict[int, Shard] = {}
-        self._is_whole = False
+        self._n_written: int | None = None  # of a finished store
         self._batch_bytes = 0
         self._is_split = sharding(setup.model) == "split"
         self._job = self._begun_job(setup)
@@ -68,17 +72,20 @@ class Extraction:
         if is_new:
             self._compare_values(self._ranks.each(self._plan))
             self._ranks.first(self._begin)
-        job, done, is_whole = self._ranks.first(self._state)
-        if is_whole:
-            return
+        job, self._n_written = self._ranks.first(lambda: [self._job.as_json(), self._n_written])
         self._job = Job.from_json(job)
         self._worker.forms = {form.name: form for form in self._job.columns}
+        if not is_new:
+            self._ranks.apart(self._find_shards)
+        done = set(itertools.chain.from_iterable(self._ranks.each(lambda: list(self._shards))))
+        if len(done) == self._n_written:
+            return
         n_bytes = self._batch_bytes * (self._job.n_batches or 0)
         with Progress(
             self._job, self._shards, self._ranks.n, n_bytes, shown=self._is_shown()
         ) as progress:
-            engine.run(self._job, self._left(frozenset(done)), progress.written)
-        self._ranks.first(self._finish)
+            engine.run(self._job, self._left(done), progress.written)
+        self._ranks.apart(self._finish)
 
     def _begun_job(self, setup: Setup) -> Job:
         """Return the job as far as it is known before the model has run."""
@@ -174,20 +181,22 @@ class Extraction:
             self._place.write("names.json", [_json(self._worker.source.names)])
         write_manifest(self._place, self._job.as_json(), environment())
 
-    def _state(self) -> list[Any]:
-        """Return what other ranks need to know: the job, the shards that are there, the end."""
-        return [self._job.as_json(), list(self._shards), self._is_whole]
-
-    def _finish(self) -> None:
+    def _finish(self, pulse: Pulse) -> None:
         """Write the manifest of a store whose shards are all there, made by whichever process.
 
         Raises:
             FolderError: a shard cannot be read here.
         """
+        if self._ranks.me:
+            return
         n_shards = len(self._shards) if self._job.n_shards is None else self._job.n_shards
-        for number in range(n_shards):
-            if number not in self._shards:
-                self._shards[number] = read_elsewhere(self._place, number)
+        missing = [number for number in range(n_shards) if number not in self._shards]
+
+        def read(number: int) -> None:
+            self._shards[number] = read_elsewhere(self._place, number)
+            pulse.beat()
+
+        _in_threads(read, missing)
         shards = [self._shards[number] for number in range(n_shards)]
         write_manifest(self._place, self._job.as_json(), environment(), shards)
         _say(shards)
@@ -213,19 +222,21 @@ class Extraction:
         _compare_environments(f"{self._place} was begun elsewhere", manifest["environment"])
         self._job = begun
         written = manifest["shards"]
-        self._find_shards(is_finished=written is not None)
-        self._is_whole = written is not None and len(self._shards) == len(written["items"])
+        self._n_written = None if written is None else len(written["items"])
 
-    def _find_shards(self, *, is_finished: bool) -> None:
-        """Note the shards that are whole; remove damaged ones, so that they are made again."""
+    def _find_shards(self, pulse: Pulse) -> None:
+        """Note the shards that are whole; remove damaged ones, so that they are made again.
+
+        All bytes are read, so each rank reads its share.
+        """
+        names = [name for name in self._place.names() if number_of(name) is not None]
         damaged = []
-        for name in self._place.names():
-            number = number_of(name)
-            if number is None:
-                continue
+
+        def look(name: str) -> None:
+            pulse.beat()
             try:
                 shard = read_shard(self._place, name, verify=True)
-                if shard.number != number or not self._has_place(shard, is_finished):
+                if shard.number != number_of(name) or not self._has_place(shard):
                     raise ValueError("it must hold the batches of its number")
             except OSError as error:  # perhaps for a moment only: nothing is removed for that
                 raise FolderError(
@@ -235,32 +246,42 @@ class Extraction:
             except DAMAGE:
                 damaged.append(name)
                 self._place.remove(name)
-                continue
-            self._shards[number] = shard
+                return
+            self._shards[shard.number] = shard
+
+        _in_threads(look, names[self._ranks.me :: self._ranks.n])
+        damaged.sort()
         if damaged:
             warn(
                 f"{len(damaged)} shards in {self._place} were damaged and are made again:"
                 f" {', '.join(damaged[:_MOST_NAMED])}{', …' * (len(damaged) > _MOST_NAMED)}."
             )
 
-    def _left(self, done: frozenset[int]) -> Iterator[int]:
+    def _left(self, done: set[int]) -> Iterator[int]:
         n_shards = self._job.n_shards
         numbers: Iterable[int] = itertools.count() if n_shards is None else range(n_shards)
         return (number for number in numbers if number not in done)
 
-    def _has_place(self, shard: Shard, is_finished: bool) -> bool:
+    def _has_place(self, shard: Shard) -> bool:
         """Tell whether a shard holds the batches of its number.
 
         The last shard of data without a length is shorter. It is made again if the store is not
         finished: the data may have grown.
         """
         found, expected = range(*shard.batches), self._job.batches_of(shard.number)
-        if self._job.n_items is None and is_finished:
+        if self._job.n_items is None and self._n_written is not None:
             return found.start == expected.start
         return found == expected
 
     def _is_shown(self) -> bool:
         return self._ranks.me == 0 and self._options.get("progress", True)
+
+
+def _in_threads(step: Callable[[T], None], given: Iterable[T]) -> None:
+    """Do a step for each, in several threads: it waits for a disk or the network."""
+    with ThreadPoolExecutor(_N_THREADS) as pool:
+        for _ in pool.map(step, given):
+            pass
 
 
 def _json(names: list[str]) -> bytes:
