@@ -198,7 +198,9 @@ def test_data_frames_and_unsized_data_sets_are_refused():
 
 
 @pytest.mark.parametrize(
-    "data", [[], Squares(0), torch.zeros(0, 3), np.zeros(()), {}, ()], ids=repr
+    "data",
+    [[], Squares(0), torch.zeros(0, 3), np.zeros(()), {}, ()],
+    ids=lambda data: type(data).__name__,
 )
 def test_data_without_items_are_refused(data):
     assert "must h" in said(lambda: source_of(data))
