@@ -210,6 +210,8 @@ def _check_all_there(place: Place, shards: Sequence[Shard], damaged: Sequence[Da
     for number, shard in enumerate(shards):
         if not why and (shard.number != number or shard.batches[0] != stop):
             why = f"{name_of(number)}: it is gone"
+        if not why and shard.job != shards[0].job:
+            why = f"{name_of(number)}: it is of another job"
         stop = shard.batches[1]
     if why:
         raise FolderError(

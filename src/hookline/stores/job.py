@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
+from xxhash import xxh3_128_hexdigest
+
 from hookline.stores.batch_columns import ColumnForm
 from hookline.stores.shard_file import Chunk
 
@@ -55,6 +57,11 @@ class Job:
     def planned(self, shard_batches: int, columns: Sequence[ColumnForm]) -> Job:
         """Return the job with what the first batch has shown."""
         return replace(self, shard_batches=shard_batches, columns=columns)
+
+    @property
+    def digest(self) -> str:
+        """A checksum of the job, by which its shards are told from those of another."""
+        return xxh3_128_hexdigest(json.dumps(self.as_json(), sort_keys=True).encode())
 
     def batches_of(self, shard: int) -> range:
         """Return the numbers of a shard's batches."""

@@ -96,6 +96,7 @@ class Shard:
         spans: the place of each column.
         statistics: the moments of each column of real numbers.
         skipped: the items that failed to load, each with its error.
+        job: the digest of the job that it is of; empty for one that is not known.
     """
 
     number: int
@@ -107,6 +108,7 @@ class Shard:
     spans: Mapping[str, Span]
     statistics: Mapping[str, Moments]
     skipped: list[tuple[int, str]] = field(default_factory=list)
+    job: str = ""
 
 
 def name_of(number: int) -> str:
@@ -120,12 +122,13 @@ def number_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def encode(number: int, chunks: Sequence[Chunk]) -> tuple[list[Any], Shard]:
+def encode(number: int, chunks: Sequence[Chunk], job: str = "") -> tuple[list[Any], Shard]:
     """Make a shard of the rows of consecutive batches.
 
     Args:
         number: the number of the shard.
         chunks: the rows of its batches, in order.
+        job: the digest of the job that it is of.
 
     Returns:
         The bytes of its file as buffers, and its description. Equal rows give equal bytes.
@@ -151,7 +154,7 @@ def encode(number: int, chunks: Sequence[Chunk]) -> tuple[list[Any], Shard]:
         }
         buffers += data
     about = {
-        "seal": _BLANK.decode(), "number": number,
+        "seal": _BLANK.decode(), "job": job, "number": number,
         "batches": [chunks[0].batch, chunks[-1].batch + 1],
         "items": sum(len(chunk.items) for chunk in chunks),
         "rows": sum(map(_n_rows, chunks)),
@@ -230,6 +233,7 @@ def decode(head: bytes, size: int) -> Shard:
         about["number"], (first, last), about["items"], about["rows"], size, seal, spans,
         {name: Moments.from_json(fields) for name, fields in about["statistics"].items()},
         [(item, text) for item, text in about["skipped"]],
+        about["job"],
     )  # fmt: skip
 
 
@@ -249,7 +253,7 @@ def renumbered(head: bytes, size: int, number: int, first_batch: int) -> tuple[b
     about = json.loads(header.pop("__metadata__")["hookline"])
     first, last = about["batches"]
     batches = [first_batch, first_batch + last - first]
-    about.update(seal=_BLANK.decode(), number=number, batches=batches)
+    about.update(seal=_BLANK.decode(), job="", number=number, batches=batches)
     new = _sealed(about, header)
     return new, decode(new, len(new) + size - len(head))
 

@@ -22,12 +22,16 @@ class Writer:
     Args:
         place: where the store is.
         written: called in the thread with each shard that is on disk.
+        job: the digest of the job that the shards are of.
         waiting: how many shards may wait, one that is being written included. This bounds memory.
     """
 
-    def __init__(self, place: Place, written: Callable[[Shard], None], *, waiting: int = 2) -> None:
+    def __init__(
+        self, place: Place, written: Callable[[Shard], None], *, job: str = "", waiting: int = 2
+    ) -> None:
         self._place = place
         self._written = written
+        self._job = job
         self._waiting = waiting
         self._pool = ThreadPoolExecutor(1, "hookline-writer")
         self._running: deque[Future[None]] = deque()
@@ -66,6 +70,6 @@ class Writer:
 
     def _write(self, number: int, chunks: Sequence[Chunk], ready: Callable[[], None]) -> None:
         ready()
-        buffers, shard = encode(number, chunks)
+        buffers, shard = encode(number, chunks, self._job)
         self._place.write(name_of(number), buffers)
         self._written(shard)

@@ -532,6 +532,19 @@ def test_an_unknown_option_is_refused(model, tmp_path):
         hl.extract(model, ROWS, "stem", tmp_path / "s", dtypes=torch.float16)
 
 
+def test_a_shard_of_another_job_is_made_again(model, tmp_path):
+    """It has the right number, batches and checksums, and wrong rows."""
+    options = {"batch_size": 4, "shard_bytes": 1}
+    hl.extract(model, ROWS, "stem", tmp_path / "s", **options)
+    hl.extract(model, ROWS * 2, "stem", tmp_path / "other", **options)
+    before = files(tmp_path / "s")
+    foreign = tmp_path / "other" / "shard-00000003.safetensors"
+    (tmp_path / "s" / foreign.name).write_bytes(foreign.read_bytes())
+    with pytest.warns(hl.HooklineWarning, match="1 shards .* made again"):
+        hl.extract(model, ROWS, "stem", tmp_path / "s", **options)
+    assert files(tmp_path / "s") == before
+
+
 class Counted(torch.utils.data.Dataset):
     """Rows of 4 kB, made as they are asked for; notes the process's own memory at some of them."""
 

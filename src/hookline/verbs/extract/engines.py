@@ -67,19 +67,22 @@ def write_shards(
     written: Callable[[Shard], None],
 ) -> None:
     """Make shards in this thread, and write them in another one."""
-    with Writer(place, written) as writer:
+    with Writer(place, written, job=job.digest) as writer:
         for number, chunks in shards_of(worker, job, numbers):
             writer.put(number, chunks, worker.offload.ready())
 
 
-def read_elsewhere(place: Place, number: int) -> Shard:
+def read_elsewhere(place: Place, number: int, job: str) -> Shard:
     """Read the description of a shard that another process has written.
 
     Raises:
-        FolderError: it is not there.
+        FolderError: it is not there, or of another job than the one with this digest.
     """
     try:
-        return read_shard(place, name_of(number))
+        shard = read_shard(place, name_of(number))
+        if shard.job != job:
+            raise ValueError("it is of another job")
+        return shard
     except (*DAMAGE, OSError) as error:
         raise FolderError(
             f"{place} must be a folder that all machines share, got no {name_of(number)} that can"

@@ -191,9 +191,10 @@ class Extraction:
             return
         n_shards = len(self._shards) if self._job.n_shards is None else self._job.n_shards
         missing = [number for number in range(n_shards) if number not in self._shards]
+        digest = self._job.digest
 
         def read(number: int) -> None:
-            self._shards[number] = read_elsewhere(self._place, number)
+            self._shards[number] = read_elsewhere(self._place, number, digest)
             pulse.beat()
 
         _in_threads(read, missing)
@@ -230,14 +231,16 @@ class Extraction:
         All bytes are read, so each rank reads its share.
         """
         names = [name for name in self._place.names() if number_of(name) is not None]
+        digest = self._job.digest
         damaged = []
 
         def look(name: str) -> None:
             pulse.beat()
             try:
                 shard = read_shard(self._place, name, verify=True)
-                if shard.number != number_of(name) or not self._has_place(shard):
-                    raise ValueError("it must hold the batches of its number")
+                is_ours = (shard.number, shard.job) == (number_of(name), digest)
+                if not is_ours or not self._has_place(shard):
+                    raise ValueError("it must hold the batches of its number, of this job")
             except OSError as error:  # perhaps for a moment only: nothing is removed for that
                 raise FolderError(
                     f"{self._place} cannot be read: {name}: {first_line(error)}."

@@ -85,14 +85,14 @@ class OnRay:
             return  # the manifest alone was not written
         n_actors = min(_room(self._ray, torch.get_num_threads(), self._device), len(left))
         size = min(max(len(left) // (_TASKS_AN_ACTOR * n_actors), 1), _MOST_SHARDS_A_TASK)
-        here, others = environment(), set()
+        here, others, digest = environment(), set(), job.digest
         failure: Exception | None = None
         with _quiet(), _ray_errors(self._ray):
             for row in self._dataset(left, size, n_actors, job).iter_rows():
                 if row["error"]:
                     failure = pickle.loads(row["error"])
                     break
-                written(read_elsewhere(self._place, row["number"]))
+                written(read_elsewhere(self._place, row["number"], digest))
                 others.add(row["environment"])
         if failure is not None:
             raise failure
