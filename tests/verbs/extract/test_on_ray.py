@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import random
 import signal
@@ -38,13 +39,14 @@ def files(folder):
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster with room for two actors, and its address."""
-    before = signal.getsignal(signal.SIGTERM)
+    before, printing = signal.getsignal(signal.SIGTERM), builtins.print
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with on_ray._quiet():
         ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+    builtins.print = printing
     signal.signal(signal.SIGTERM, before)
     torch.set_num_threads(threads)
 
@@ -163,7 +165,7 @@ def test_a_batch_that_kills_each_actor_is_not_tried_for_ever(cluster, tmp_path, 
 
 def test_a_store_that_lacks_its_manifest_alone_needs_no_actor(cluster, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(Extraction, "_finish", lambda self: 1 / 0)
+        patched.setattr(Extraction, "_finish", lambda self, pulse: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", **TINY)
     store = hl.extract(conv_net(), ROWS, SITES, tmp_path / "s", engine="ray", **TINY)
@@ -175,11 +177,11 @@ import os, signal, sys, warnings
 warnings.simplefilter("error")
 import torch, hookline as hl
 torch.set_num_threads(1)
-before = signal.getsignal(signal.SIGTERM), dict(os.environ)
+before = signal.getsignal(signal.SIGTERM), dict(os.environ), print
 store = hl.extract(torch.nn.ReLU(), torch.ones(10, 2), "", sys.argv[1], engine="ray")
 import ray
 print(store["(root)"].shape, ray.is_initialized())
-assert (signal.getsignal(signal.SIGTERM), dict(os.environ)) == before
+assert (signal.getsignal(signal.SIGTERM), dict(os.environ), print) == before
 """
 
 

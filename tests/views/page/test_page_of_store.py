@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.request import urlopen
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 import hookline as hl
 from hookline.cli.viewing import items_of
 from hookline.stores import excerpt
-from hookline.views.page import FolderSource, OpenRecordings, Serving
+from hookline.views.page import FolderSource, OpenRecordings
 
 ROWS = torch.arange(20.0 * 3 * 4 * 4).reshape(20, 3, 4, 4)
 
@@ -37,14 +35,9 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
     assert "items 3 to 5" in shown.about
 
 
-def test_the_server_shows_a_store(folder):
-    serving = Serving(OpenRecordings(FolderSource(folder)), port=0)
-    serving.start()
-    try:
-        page = urlopen(serving.address).read().decode()
-        site = urlopen(f"{serving.address}site?at=1").read().decode()
-    finally:
-        serving.close()
+def test_the_server_shows_a_store(folder, served):
+    server = served(folder)
+    page, site = server.get().text, server.get("site?at=1").text
     assert "a store of 20 items; the table&#39;s statistics are of all" in page
     assert "479.5" in page
     assert "Sample" in site

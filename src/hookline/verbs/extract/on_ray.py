@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import logging
 import os
@@ -300,7 +301,7 @@ def _left_as_found() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Keep Ray from telling of each execution, and of its own deprecations. Errors are raised."""
     logger = logging.getLogger("ray.data")
-    level = logger.level
+    level, printing = logger.level, builtins.print
     logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
@@ -308,6 +309,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+        builtins.print = printing  # its progress bars replace it for the whole process
 
 
 @contextmanager
