@@ -37,16 +37,25 @@ def files(folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def by_one_process(data, folder):
     """The store of one process that has one thread, as each rank has."""
-    folder = tmp_path_factory.mktemp("whole") / "store"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    hl.extract(conv_net(), ROWS, SITES, folder, **SMALL)
+    hl.extract(conv_net(), data, SITES, folder, **SMALL)
     torch.set_num_threads(threads)
     assert len(files(folder)) == 7
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return by_one_process(ROWS, tmp_path_factory.mktemp("whole") / "store")
+
+
+@pytest.fixture(scope="module")
+def whole_of_items(tmp_path_factory):
+    """The same numbers from another kind of data: another job, which each shard names."""
+    return by_one_process(Broken(None), tmp_path_factory.mktemp("items") / "store")
 
 
 def of_kind(kind):
@@ -152,7 +161,7 @@ def extract_broken(rank, folder, kind, item, only):
 
 @pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
 @pytest.mark.parametrize(("item", "rank"), [(0, 1), (9, 1), (36, 0), (49, 0)])
-def test_an_error_on_one_rank_is_told_to_all(ranks, tmp_path, whole, kind, item, rank):
+def test_an_error_on_one_rank_is_told_to_all(ranks, tmp_path, whole_of_items, kind, item, rank):
     """In the first batch, in the first of its own, in the middle and at the end."""
     said = ranks.ask(__file__, "extract_broken", str(tmp_path), kind, item, rank)
     assert "InputError: item" in said[rank][1]
@@ -160,7 +169,7 @@ def test_an_error_on_one_rank_is_told_to_all(ranks, tmp_path, whole, kind, item,
     assert "RanksError" in said[1 - rank][1]
     assert f"on another: rank {rank}: InputError: item {item} must load" in said[1 - rank][1]
     ranks.run(__file__, "extract_broken", str(tmp_path), kind, item, None)
-    assert files(tmp_path / "s") == files(whole)
+    assert files(tmp_path / "s") == files(whole_of_items)
 
 
 class Fails:
