@@ -19,7 +19,7 @@ NAMES = [
     "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
     "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
     "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features", "inventory", "open",
-    "plots", "record", "select", "summary", "watch",
+    "plots", "record", "select", "stats", "summary", "watch",
 ]
 # fmt: on
 
@@ -152,6 +152,7 @@ SURFACES = {
     "plots": (lambda: hl.plots, [
         "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
     ]),
+    "stats": (lambda: hl.stats, ["Moments", "Statistic", "moments"]),
     "Line": (lambda: hl.edit(nn.Linear(2, 2), "(root)", hl.edits.scale(1)), LINE),
     "RawLine": (lambda: hl.attach(nn.Linear(2, 2)), [
         *LINE, "accumulated", "backward", "backward_pre", "forward", "forward_pre", "grad",

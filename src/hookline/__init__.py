@@ -29,6 +29,7 @@ from hookline.errors import SelectionError as SelectionError
 from hookline.errors import SiteError as SiteError
 from hookline.errors import StructureError as StructureError
 from hookline.recordings import Recording as Recording
+from hookline.statistics import stats as stats
 from hookline.stores import Store as Store
 from hookline.stores import open_folder as open
 from hookline.verbs import ClassMaps as ClassMaps
@@ -60,7 +61,7 @@ __all__ = [
     "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
     "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
     "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features", "inventory", "open",
-    "plots", "record", "select", "summary", "watch",
+    "plots", "record", "select", "stats", "summary", "watch",
 ]  # fmt: skip
 
 

@@ -2,5 +2,6 @@
 
 from hookline.statistics.moments import Moments as Moments
 from hookline.statistics.moments import merged as merged
+from hookline.statistics.statistic import Statistic as Statistic
 
-__all__ = ["Moments", "merged"]
+__all__ = ["Moments", "Statistic", "merged"]

@@ -1,0 +1,158 @@
+"""Moments of tensors: what is counted, of which dtypes, merged, and in compiled code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hookline as hl
+
+NUMBERS = st.floats(width=32)  # NaN, infinities, zeros of both signs and the largest are in it
+BATCHES = st.lists(st.lists(NUMBERS, max_size=8), min_size=1, max_size=5)
+
+
+def slots_of(*values, statistic=None):
+    statistic = statistic or hl.stats.moments()
+    slots = statistic.start(values[0])
+    for value in values:
+        slots = statistic.update(slots, value)
+    return slots
+
+
+def measure(*values):
+    return hl.stats.moments().result(slots_of(*values))
+
+
+def by_python(numbers):
+    """The moments of Python floats, summed exactly."""
+    finite = [x for x in numbers if math.isfinite(x)]
+    return hl.stats.Moments(
+        count=len(numbers),
+        non_finite=len(numbers) - len(finite),
+        zeros=finite.count(0),
+        sum=math.fsum(finite),
+        sum2=math.fsum(x**2 for x in finite),
+        sum4=math.fsum(x**4 for x in finite),
+        min=min(finite, default=math.inf),
+        max=max(finite, default=-math.inf),
+    )
+
+
+def assert_same(one, other, rel=1e-6):
+    """The same counts and extremes, and sums that agree in units of what was summed."""
+    for name in ("count", "non_finite", "zeros", "min", "max"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.sum == pytest.approx(other.sum, abs=rel * math.sqrt(other.sum2 * other.count))
+    assert one.sum2 == pytest.approx(other.sum2, rel=rel)
+    assert one.sum4 == pytest.approx(other.sum4, rel=rel)
+
+
+@given(BATCHES)
+def test_batches_give_the_moments_of_the_whole(batches):
+    tensors = [torch.tensor(batch) for batch in batches]
+    assert_same(measure(*tensors), by_python([x for t in tensors for x in t.tolist()]))
+
+
+@given(BATCHES, BATCHES, BATCHES)
+def test_merging_is_associative_and_commutes(a, b, c):
+    moments = hl.stats.moments()
+    a, b, c = (slots_of(*map(torch.tensor, batches)) for batches in (a, b, c))
+    left = moments.result(moments.merge(moments.merge(a, b), c))
+    right = moments.result(moments.merge(a, moments.merge(b, c)))
+    assert_same(left, right, rel=1e-14)
+    assert torch.equal(moments.merge(a, b), moments.merge(b, a))
+
+
+def test_empty_slots_change_nothing():
+    moments = hl.stats.moments()
+    slots = slots_of(torch.tensor([1.0, -2.0]))
+    assert torch.equal(moments.merge(slots, moments.start(slots)), slots)
+    assert torch.equal(moments.update(slots, torch.empty(0, 3)), slots)
+    assert moments.result(moments.start(slots)) == hl.stats.Moments()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_numbers_are_counted_and_left_out(bad):
+    assert measure(torch.tensor([1.0, bad, 3.0, 0.0])) == hl.stats.Moments(
+        count=4, non_finite=1, zeros=1, sum=4, sum2=10, sum4=82, min=0, max=3
+    )
+    assert measure(torch.tensor([bad, bad])) == hl.stats.Moments(count=2, non_finite=2)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64,
+        torch.int8, torch.uint8,
+    ],
+)  # fmt: skip
+def test_every_dtype_of_real_numbers_is_measured(dtype):
+    found = measure(torch.tensor([0.0, 1, 2, 4]).to(dtype))
+    assert found == hl.stats.Moments(4, 0, 1, sum=7, sum2=21, sum4=273, min=0, max=4)
+
+
+def test_bools_are_numbers_and_complex_numbers_magnitudes():
+    assert measure(torch.tensor([True, False])) == hl.stats.Moments(2, 0, 1, 1, 1, 1, 0, 1)
+    found = measure(torch.tensor([3 + 4j, 0j, complex("inf+1j")]))
+    assert found == hl.stats.Moments(3, 1, 1, sum=5, sum2=25, sum4=625, min=0, max=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sums_of_the_largest_numbers_do_not_overflow(dtype):
+    largest = torch.finfo(dtype).max
+    found = measure(torch.full((1000,), largest, dtype=dtype))
+    assert found.sum == pytest.approx(1000 * largest, rel=1e-12)
+    assert found.sum4 == pytest.approx(1000 * largest**4, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_sparse_nested_and_quantised_tensors_are_measured():
+    assert measure(torch.eye(4).to_sparse()) == measure(torch.eye(4))
+    parts = [torch.ones(2), torch.zeros(3)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    assert measure(nested) == measure(*parts)
+    quantised = torch.quantize_per_tensor(torch.arange(4.0), 1.0, 0, torch.quint8)
+    assert measure(quantised) == measure(torch.arange(4.0))
+
+
+def test_a_value_keeps_its_graph_and_its_numbers():
+    parameter = torch.ones(3, requires_grad=True)
+    doubled = parameter * 2
+    assert not slots_of(doubled).requires_grad
+    doubled.sum().backward()
+    assert parameter.grad.tolist() == [2, 2, 2]
+
+
+def test_a_meta_tensor_is_refused():
+    with pytest.raises(hl.StructureError, match=r"must have data, got .*meta.*\n.*to_empty"):
+        measure(torch.empty(3, device="meta"))
+
+
+def test_an_update_leaves_the_slots_that_it_was_given():
+    moments = hl.stats.moments()
+    slots = moments.start(torch.ones(1))
+    before = slots.clone()
+    moments.update(slots, torch.ones(1))
+    assert torch.equal(slots, before)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_update_is_traced_without_a_graph_break():
+    moments = hl.stats.moments()
+
+    @torch.compile(fullgraph=True)
+    def step(slots, x):
+        y = x * 2
+        return moments.update(slots, y), y
+
+    for x in (torch.tensor([[1.0, math.nan], [0.0, -3.0]]), torch.empty(0, 2)):
+        slots, y = step(moments.start(x), x)
+        assert_same(moments.result(slots), measure(y), rel=1e-12)
+
+
+def test_the_statistic_is_one_of_the_protocol():
+    assert isinstance(hl.stats.moments(), hl.stats.Statistic)
