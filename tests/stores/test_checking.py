@@ -180,6 +180,10 @@ def test_what_is_not_a_store_is_refused(tmp_path):
         with pytest.raises(hl.FolderError, match="was written by something else"):
             check(tmp_path)
         (tmp_path / MANIFEST).unlink()
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(hl.FolderError, match="is not a store"):
+        repair(tmp_path)
+    assert not (tmp_path / ".lock").exists()
     write_store(tmp_path / "s", {"a": VALUES})
     data = json.loads((tmp_path / "s" / MANIFEST).read_text())
     (tmp_path / "s" / MANIFEST).write_bytes(sealed({**data, "version": 99}))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +115,36 @@ def test_a_lock_ends_though_another_process_has_its_file(tmp_path):
             pass
     finally:
         os.close(copy)
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path):
+    with LocalPlace(tmp_path).locked():
+        with pytest.raises(hl.FolderError, match=rf"another process .*\(process {os.getpid()} on "):
+            with LocalPlace(tmp_path).locked():
+                pass
+
+
+@pytest.mark.processes
+def test_the_lock_of_a_dead_writers_workers_is_waited_for(tmp_path, monkeypatch):
+    """They have its file open until they notice, seconds later."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    place = LocalPlace(tmp_path)
+    lines = place.locked()
+    lines.__enter__()
+    held = os.dup(place._lock)
+    (tmp_path / ".lock").write_text(f"process {child.pid} on {socket.gethostname()}")
+    waited = []
+
+    def release(seconds):
+        waited.append(seconds)
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+    monkeypatch.setattr("hookline.stores.place.time.sleep", release)
+    with LocalPlace(tmp_path).locked():
+        assert waited
+    os.close(held)
+    lines.__exit__(None, None, None)
 
 
 def test_the_state_of_a_file_changes_with_it(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AmbiguousError, InputError, StructureError
+from hookline.errors import AmbiguousError, InputError, StructureError, warn
 from hookline.recordings.tensor_file import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -45,11 +45,6 @@ class ColumnForm:
     def from_json(row: Mapping[str, Any]) -> ColumnForm:
         """Read what `as_json` made."""
         return ColumnForm(row["name"], row["dtype"], tuple(row["shape"]), row["per"])
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of one row."""
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
 
     def empty(self) -> Tensor:
         """Return a column without rows."""
@@ -214,8 +209,12 @@ def columns_of(
     """
     columns: dict[str, Tensor] = {}
     found: dict[str, ColumnForm] = {}
+    without = []
     for site in sites:
-        for leaf, tensor in tree.tensors(_only(one, site)):
+        tensors = list(tree.tensors(_only(one, site)))
+        if not tensors:
+            without.append(str(site))
+        for leaf, tensor in tensors:
             name = str(replace(site, leaf=site.leaf + leaf))
             _check_dense(name, tensor)
             known = None if forms is None else forms.get(name)
@@ -235,6 +234,8 @@ def columns_of(
             f"a selected site must have a tensor, got none at {', '.join(map(str, sites[:3]))}."
             "\nSelect a site whose value has tensors; a function keep= must return tensors."
         )
+    if without and forms is None:
+        warn(f"{', '.join(without[:3])} has no tensor in the first batch, so it gets no column.")
     return columns, found
 
 
@@ -287,17 +288,11 @@ def _rows(
     if tokens is not None:
         # Of one token for each item there are as many rows of tokens as of items.
         may_be_flat = before == "token" or tokens.mask.numel() != n_items
+        if known is None:
+            _check_clear(name, tensor, tokens)
         found = _token_rows(tensor, tokens, may_be_flat=may_be_flat)
         if found is not None:
             return found, "token"
-        shape = tokens.mask.shape
-        if tensor.shape == shape and known is None:
-            raise StructureError(
-                f"{name} must have rows that are clearly of items or of tokens, got"
-                f" {describe.in_words(tensor)} for {shape[0]} items of up to {shape[1]} tokens."
-                "\nGive keep=lambda t: t[..., None] for a row a token, or keep=lambda t: t[:, None]"
-                " for a row an item."
-            )
     if tensor.ndim > 0 and len(tensor) == n_items:
         return tensor, "item"
     wanted = f"a row for each of the {n_items} items of the batch"
@@ -306,6 +301,28 @@ def _rows(
     raise StructureError(
         f"{name} must have {wanted}, got {describe.in_words(tensor)}."
         "\nSelect another leaf, or give keep= a function that makes such rows."
+    )
+
+
+def _check_clear(name: str, tensor: Tensor, tokens: Tokens) -> None:
+    """Refuse a value whose second dimension may be tokens or something else.
+
+    Such are scores of shape (items, tokens), and attention of shape (items, heads, tokens, ...) in
+    a batch that has as many tokens as heads.
+
+    Raises:
+        StructureError: it is one of these.
+    """
+    shape = tokens.mask.shape
+    may_be_heads = tensor.ndim > 3 and tensor.shape[2] == shape[1]
+    if tensor.shape[:2] != shape or not (tensor.ndim == 2 or may_be_heads):
+        return
+    per_token = "t.flatten(2)" if may_be_heads else "t[..., None]"
+    raise StructureError(
+        f"{name} must have rows that are clearly of items or of tokens, got"
+        f" {describe.in_words(tensor)} for {shape[0]} items of up to {shape[1]} tokens."
+        f"\nGive keep=lambda t: {per_token} for a row a token, or keep=lambda t: t[:, None]"
+        " for a row an item."
     )
 
 

@@ -36,7 +36,7 @@ class Damage(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """What a repair has done.
+    """Name what a repair has done.
 
     Args:
         removed: the damaged shards that were removed, or were gone.
@@ -105,8 +105,10 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
             recorded loop is, so that they cannot be made again. Nothing is changed then.
     """
     place = _place(where)
-    if not place.names():  # the lock would make the folder
+    # The lock would leave a file in a folder that holds something else.
+    if not any(name == MANIFEST or number_of(name) is not None for name in place.names()):
         raise _nothing_whole(place)
+    _manifest(place)  # refuses what something else has written
     with place.locked():
         manifest, _ = _manifest(place)
         shards, damaged = _shards(place, manifest)

@@ -95,7 +95,7 @@ class Column:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether rows are tokens, so that items have several."""
+        """Tell whether rows are tokens, so that items have several."""
         return self._form.per_token
 
     def __len__(self) -> int:

@@ -73,7 +73,7 @@ class StoreDataset(Dataset[Any]):
 
 
 class Shuffle(NamedTuple):
-    """How rows are shuffled.
+    """Set how rows are shuffled.
 
     Args:
         batch_size: the rows of a batch; None for single rows.

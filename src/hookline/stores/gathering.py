@@ -53,7 +53,7 @@ class Gatherer:
 
 @final
 class Origins:
-    """Where the rows of each shard are, for all that is mapped.
+    """Hold where the rows of each shard are, for all that is mapped.
 
     It holds the arrays: what a reader finds here stays mapped until the reader lets go of this,
     even if another thread drops the shard. So shards are only ever added.

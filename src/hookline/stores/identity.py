@@ -1,4 +1,4 @@
-"""What identifies a model and a function, across processes and machines."""
+"""Identify a model and a function, across processes and machines."""
 
 from __future__ import annotations
 

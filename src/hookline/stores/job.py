@@ -22,7 +22,7 @@ SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small
 @final
 @dataclass(frozen=True)
 class Job:
-    """What a store holds, in terms that another process can compare.
+    """Describe what a store holds, in terms that another process can compare.
 
     Args:
         model: the model's type, structure and weights, as fingerprints.

@@ -10,6 +10,8 @@ import errno
 import os
 import re
 import secrets
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,7 @@ except ImportError:  # not POSIX: no locks, so two writers are not noticed
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
+_ORPHANS_S = 15  # workers of torch's DataLoader look for their parent every 5 seconds
 _PART = ".part"
 # Only a writer's own files: the folder may turn out to be one with other files in it.
 _LEFT_BEHIND = re.compile(
@@ -229,13 +232,7 @@ class LocalPlace:
                 f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
             ) from error
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise FolderError(
-                    f"another process is writing to {self}."
-                    "\nWait until it has ended, or give another folder."
-                ) from None
+            self._acquire(handle)
             for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
                 (self.folder / name).unlink(missing_ok=True)
             self._lock = handle
@@ -245,6 +242,32 @@ class LocalPlace:
             # Closing does not release it where a process that was forked meanwhile runs on.
             fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
+
+    def _acquire(self, handle: int) -> None:
+        """Lock the file, and write into it who holds it.
+
+        The workers of a killed writer's loader hold its lock for the seconds in which they notice.
+
+        Raises:
+            FolderError: another process holds the lock.
+        """
+        until = time.monotonic() + _ORPHANS_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(handle, 256, 0).decode(errors="replace")
+                if not _has_died(holder) or time.monotonic() > until:
+                    raise FolderError(
+                        f"another process is writing to {self}{holder and f' ({holder})'}."
+                        "\nWait until it has ended, or give another folder."
+                    ) from None
+                time.sleep(0.1)
+            else:
+                break
+        with suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, _holder(os.getpid()).encode(), 0)
 
 
 @final
@@ -336,6 +359,24 @@ class RemotePlace:
             "\nCheck the address, the network and the credentials. What was written before is"
             " whole; start again to go on."
         )
+
+
+def _holder(process: int) -> str:
+    return f"process {process} on {socket.gethostname()}"
+
+
+def _has_died(holder: str) -> bool:
+    """Tell whether the process that a lock names was on this machine, and is no more."""
+    found = re.match(r"process (\d+)", holder)
+    if found is None or holder != _holder(int(found[1])):
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        pass
+    return False
 
 
 def _write_first(handle: int, chunks: list[memoryview]) -> int:

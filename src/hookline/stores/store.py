@@ -155,7 +155,7 @@ class Store:
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """What was extracted: model, sites, options, data, sizes.
+        """Describe what was extracted: model, sites, options, data, sizes.
 
             >>> store.job["sites"], store.job["batch_size"]
             (['body', 'fc'], 32)
@@ -224,7 +224,7 @@ class Store:
             each store in its own data set.
 
         Raises:
-            StructureError: they are of different sites, shapes or dtypes.
+            StructureError: they are not stores, or of different sites, shapes or dtypes.
         """
         stores = tuple(stores)
         if not stores:
@@ -232,6 +232,12 @@ class Store:
                 "Store.cat must have one or more stores, got none."
                 "\nGive a list: hl.Store.cat([store, other])."
             )
+        for store in stores:
+            if not isinstance(store, Store):
+                raise StructureError(
+                    f"Store.cat must have stores, got {type(store).__name__}."
+                    "\nOpen them: hl.Store.cat([hl.open('a'), hl.open('b')])."
+                )
         for other in stores[1:]:
             _check_same(stores[0], other)
         joined = Store.__new__(Store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,11 +10,15 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
+from hookline.stores.manifest import write_manifest
+from hookline.stores.place import place_of
 from zoo import SmallNet
 
 ROWS = torch.randn(100, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -77,13 +82,110 @@ def test_the_model_runs_in_eval_mode_and_keeps_its_own(tmp_path, left_as_found):
     assert (noisy["0"][:] == 0).any()
 
 
-def test_nothing_runs_after_the_last_site(tmp_path):
-    class Never(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("it must not run")
+def test_only_the_first_batch_runs_past_the_last_site(tmp_path):
+    ran = []
 
-    store = hl.extract(nn.Sequential(nn.Identity(), Never()), ROWS, "0", tmp_path / "s")
+    class Head(nn.Module):
+        def forward(self, x):
+            ran.append(len(x))
+            raise RuntimeError("it is not asked for")
+
+    net = nn.Sequential(nn.Identity(), Head())
+    store = hl.extract(net, ROWS, "0", tmp_path / "s", batch_size=30)
     assert torch.equal(store["0"][:], ROWS)
+    assert ran == [30]
+
+
+def test_a_module_that_runs_again_later_is_ambiguous(tmp_path):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Flatten(0)
+
+        def forward(self, x):
+            return self.block(self.block(x) + 1)
+
+    with pytest.raises(hl.AmbiguousError, match=r"got 2 calls(.|\n)*'block#0'"):
+        hl.extract(Shared(), torch.zeros(4), "block", tmp_path / "s")
+    store = hl.extract(Shared(), torch.zeros(4), "block#1", tmp_path / "t")
+    assert store["block#1"][:].tolist() == [1, 1, 1, 1]
+
+
+class Draws(nn.Module):
+    """A model that draws from each global generator, in any mode."""
+
+    def forward(self, x):
+        return F.dropout(x) + random.random() + float(np.random.rand())
+
+
+def test_a_model_that_draws_gives_the_same_when_resumed(tmp_path):
+    options = {"keep": lambda t: t + torch.rand(()), **SMALL}
+    states = random.getstate(), torch.get_rng_state()
+    hl.extract(Draws(), ROWS, "", tmp_path / "whole", **options)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    torch.manual_seed(3)
+    hl.extract(Draws(), ROWS, "", tmp_path / "again", **options)
+    for name in sorted(files(tmp_path / "again"))[1::2]:
+        (tmp_path / "again" / name).unlink()
+    (tmp_path / "again" / "shard-00000000.safetensors").unlink()
+    manifest = tmp_path / "again" / "manifest.json"
+    write_manifest(place_of(tmp_path / "again"), json.loads(manifest.read_text())["job"], {})
+    torch.manual_seed(4)
+    with pytest.warns(hl.HooklineWarning, match="was begun elsewhere"):
+        hl.extract(Draws(), ROWS, "", tmp_path / "again", **options)
+    assert files(tmp_path / "again") == files(tmp_path / "whole")
+    drawn = hl.open(tmp_path / "whole")[""][:] - ROWS
+    assert len(drawn.unique()) > 1000  # not one number for all batches
+
+
+def test_a_model_that_changes_while_it_runs_is_said(tmp_path):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += len(x)
+            return x + self.seen
+
+    with pytest.warns(hl.HooklineWarning, match=r"seen changed while the model ran"):
+        hl.extract(Counts(), torch.zeros(4, 2), "", tmp_path / "s")
+
+
+def test_a_site_without_tensors_is_said_to_have_no_column(tmp_path):
+    class Words(nn.Module):
+        def forward(self, x):
+            return "none"
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.body = Words(), nn.Identity()
+
+        def forward(self, x):
+            self.words(x)
+            return self.body(x)
+
+    with pytest.warns(hl.HooklineWarning, match="words has no tensor in the first batch"):
+        store = hl.extract(Net(), torch.zeros(4, 2), ["words", "body"], tmp_path / "s")
+    assert list(store.sites) == ["body"]
+
+
+def test_heads_as_many_as_tokens_are_refused_and_not_guessed(tmp_path):
+    class Scores(nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return torch.zeros(*input_ids.shape, 3, 3)
+
+    batch = {"input_ids": torch.ones(4, 3).long(), "attention_mask": torch.ones(4, 3).long()}
+    with pytest.raises(
+        hl.StructureError, match=r"clearly of items or of tokens(.|\n)*flatten\(2\)"
+    ):
+        hl.extract(Scores(), batch, "", tmp_path / "s")
+    store = hl.extract(Scores(), batch, "", tmp_path / "t", keep=lambda t: t.flatten(2))
+    assert store[""].is_ragged
+    store = hl.extract(Scores(), batch, "", tmp_path / "u", keep=lambda t: t[:, None])
+    assert not store[""].is_ragged
 
 
 def test_keep_and_dtype_say_what_is_stored(model, tmp_path):
@@ -292,7 +394,7 @@ def test_a_damaged_shard_is_found_and_made_again(model, tmp_path, whole):
     data[-5] ^= 1
     damaged.write_bytes(data)
     (folder / "shard-00000004.safetensors").unlink()
-    with pytest.warns(hl.HooklineWarning, match=r"1 shards .* damaged and are made again"):
+    with pytest.warns(hl.HooklineWarning, match=r"1 damaged shard .* made again"):
         hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], folder, **SMALL)
     assert files(folder) == files(whole)
 
@@ -540,7 +642,7 @@ def test_a_shard_of_another_job_is_made_again(model, tmp_path):
     before = files(tmp_path / "s")
     foreign = tmp_path / "other" / "shard-00000003.safetensors"
     (tmp_path / "s" / foreign.name).write_bytes(foreign.read_bytes())
-    with pytest.warns(hl.HooklineWarning, match="1 shards .* made again"):
+    with pytest.warns(hl.HooklineWarning, match="1 damaged shard .* made again"):
         hl.extract(model, ROWS, "stem", tmp_path / "s", **options)
     assert files(tmp_path / "s") == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_it_is_written_also_where_the_loop_raises(net, tmp_path):
             1 / 0  # noqa: B018
     assert len(hl.open(tmp_path / "s")) == 10
     assert not net[0]._forward_hooks
+
+
+def test_a_last_pass_of_another_shape_loses_none_before_it(net, tmp_path):
+    with pytest.raises(hl.StructureError, match="as in the first batch"):
+        with hl.record(net, "", to=tmp_path / "s", keep=lambda t: t if len(t) > 2 else t[:, :1]):
+            net(X)
+            net(X)
+            net(X[:2])
+    store = hl.open(tmp_path / "s")
+    assert torch.equal(store[""][:], torch.cat([net(X), net(X)]).detach())
+
+
+def test_a_folder_with_other_files_is_left_as_it_was(net, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(hl.FolderError, match="must be empty"):
+        hl.record(net, "0", to=tmp_path)
+    with pytest.raises(hl.FolderError, match="must be empty"):
+        hl.extract(net, X, "0", tmp_path)
+    assert os.listdir(tmp_path) == ["mine.txt"]
 
 
 def test_a_line_that_saw_no_pass_writes_no_store(net, tmp_path):

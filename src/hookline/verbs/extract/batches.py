@@ -64,7 +64,7 @@ class Source(Protocol):
 
 
 class Loading(NamedTuple):
-    """How items are loaded.
+    """Set how items are loaded.
 
     Args:
         batch_size: items a batch; None for the loader's own, or 32.

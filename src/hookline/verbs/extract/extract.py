@@ -10,11 +10,12 @@ from typing import Any, Literal, Unpack
 from torch import nn
 
 from hookline.engine import Selector, sharding, unwrapped
+from hookline.engine.pytree import describe
 from hookline.errors import InputError
 from hookline.stores import Store, open_store
 from hookline.stores.place import Place, place_of
 from hookline.verbs.extract.engines import Apart, Engine
-from hookline.verbs.extract.extraction import Extraction
+from hookline.verbs.extract.extraction import Extraction, check_free
 from hookline.verbs.extract.in_step import InStep
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.ranks import Ranks
@@ -49,8 +50,10 @@ def extract(
     items. This holds on the same type of processor, with the same versions and number of threads. A
     folder that holds the store of another model, selector, option or data set is refused.
 
-    The model runs in eval mode, without gradients, and no further than the last selected site. Each
-    module gets its own mode back afterwards. Values are written while the model runs.
+    The model runs in eval mode, without gradients, and no further than the last selected site; only
+    the first batch runs to its end, so that a module which runs several times is noticed. Random
+    numbers are seeded by the number of the batch, and the generators get their states back. So does
+    the mode of each module. Values are written while the model runs.
 
     In a process group of several ranks (`torchrun`), it is a collective: each rank makes its share
     of the shards, and rank 0 writes the manifest. An error on one rank is an error on all. The
@@ -81,6 +84,7 @@ def extract(
     Raises:
         SelectionError: the selector matches nothing, or a gradient.
         NotRecordedError: the model did not reach one of the sites.
+        AmbiguousError: a module ran several times in a batch.
         InputError: the data is empty, of an unknown kind, or in an order that changes.
         StructureError: a value has no row for each item or token, or its rows have another shape
             than before.
@@ -88,6 +92,11 @@ def extract(
             to it, or it cannot be written or is not shared by all machines.
         RanksError: a rank has other arguments, failed, or did not come.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model must be a torch.nn.Module, got {describe.in_words(model)}."
+            "\nGive the model itself, not a function that calls it."
+        )
     check_options(options)
     place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:
@@ -111,7 +120,12 @@ def extract(
             return setup, worker, ray or _engine_here(place, setup.model, worker, ranks)
 
         setup, worker, chosen = ranks.together(prepare)
-        ranks.first(lambda: stack.enter_context(place.locked()))
+
+        def lock() -> None:
+            check_free(place)
+            stack.enter_context(place.locked())
+
+        ranks.first(lock)
         Extraction(place, setup, worker, ranks).run(chosen, resume=resume)
     return open_store(place)
 

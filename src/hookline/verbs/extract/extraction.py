@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
+from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.engine import sharding
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
@@ -131,12 +132,7 @@ class Extraction:
         if manifest is not None:
             self._resume(manifest, resume=resume)
             return False
-        others = self._place.names()
-        if others:
-            raise FolderError(
-                f"{self._place} must be empty or hold a store, got other files"
-                f" ({', '.join(others[:3])}{', …' * (len(others) > 3)}).\nGive a new folder."
-            )
+        check_free(self._place)
         return True
 
     def _plan(self) -> dict[str, str]:
@@ -256,7 +252,7 @@ class Extraction:
         damaged.sort()
         if damaged:
             warn(
-                f"{len(damaged)} shards in {self._place} were damaged and are made again:"
+                f"{plural(len(damaged), 'damaged shard')} in {self._place} will be made again:"
                 f" {', '.join(damaged[:_MOST_NAMED])}{', …' * (len(damaged) > _MOST_NAMED)}."
             )
 
@@ -278,6 +274,20 @@ class Extraction:
 
     def _is_shown(self) -> bool:
         return self._ranks.me == 0 and self._options.get("progress", True)
+
+
+def check_free(place: Place) -> None:
+    """Check that a place is empty or holds a store. Locking it alone would leave a file there.
+
+    Raises:
+        FolderError: it holds other files.
+    """
+    others = place.names()
+    if others and MANIFEST not in others:
+        raise FolderError(
+            f"{place} must be empty or hold a store, got other files"
+            f" ({', '.join(others[:3])}{', …' * (len(others) > 3)}).\nGive a new folder."
+        )
 
 
 def _in_threads(step: Callable[[T], None], given: Iterable[T]) -> None:

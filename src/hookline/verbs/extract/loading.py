@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -19,6 +17,7 @@ from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import map_tensors, tensors
 from hookline.errors import InputError
 from hookline.verbs.extract.batches import Batch, Loading
+from hookline.verbs.extract.seeding import seeded
 
 _N_TEXT = 200  # characters of an error's first line
 
@@ -213,27 +212,6 @@ def _collate(
             _collate(done, [item for _, item in good], collate, root)
 
 
-@contextmanager
-def _seeded(number: int) -> Iterator[None]:
-    """Seed the global generators with the number of a batch, and put them back.
-
-    A data set that augments at random then gives the same batch in every run and every process.
-    """
-    is_users = get_worker_info() is None  # a worker's generators are its own
-    if is_users:  # NumPy's state alone takes 130 microseconds to save and put back
-        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.default_generator.manual_seed(number)
-        yield
-    finally:
-        if is_users:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.default_generator.set_state(states[2])
-
-
 class LoaderOptions(NamedTuple):
     """Options of DataLoader beyond `Loading`, as a user's own loader has them."""
 
@@ -262,7 +240,7 @@ class _Batches(Dataset[Loaded]):
         start = number * self.batch_size
         stop = min(start + self.batch_size, self.n_items)
         try:
-            with _seeded(number) if self.items.may_draw else nullcontext():
+            with seeded(number) if self.items.may_draw else nullcontext():
                 return self.items.load(number, range(start, stop))
         except InputError as error:
             if get_worker_info() is None:

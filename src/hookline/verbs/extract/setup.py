@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
 from hookline.engine.pytree import describe, tree
-from hookline.errors import InputError
+from hookline.errors import InputError, warn
 from hookline.stores.batch_columns import DEFAULT_MASK, Mask
 from hookline.verbs.extract.batches import Source
 from hookline.verbs.extract.worker import Worker
@@ -91,6 +92,9 @@ def check_options(options: Extracting) -> None:
         )
 
 
+_MOST_NAMED = 3
+
+
 @final
 @dataclass(frozen=True)
 class Setup:
@@ -122,10 +126,19 @@ class Setup:
         kept: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
         prefix = Prefix(self.model, self.selector, "extract", kept)
         mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
+        before = _versions(self.model)
         with prefix, mode:
             mask = options.get("mask", DEFAULT_MASK)
             gather = _Gather(keep, dtype) if is_split else None
             yield Worker(prefix, self.source, options.get("inputs"), mask, gather)
+        after = _versions(self.model)
+        changed = [name for name, version in before.items() if after.get(name) != version]
+        if changed:
+            warn(
+                f"{', '.join(changed[:_MOST_NAMED])}{', …' * (len(changed) > _MOST_NAMED)} changed"
+                " while the model ran: rows depend on when they were made."
+                "\nExtract again without eval=False, and train the model afterwards."
+            )
 
 
 @final
@@ -151,6 +164,14 @@ class _Gather:
     def _converted(self, tensor: Tensor) -> Tensor:
         is_converted = self.dtype is not None and tensor.is_floating_point()
         return tensor.to(self.dtype) if is_converted else tensor
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Return what changes when a parameter or buffer is written to; of sharded weights nothing."""
+    if sharding(model):
+        return {}
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor._version for name, tensor in named if not tensor.is_inference()}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -125,6 +125,11 @@ class IterableSource:
                 "\nGive a Dataset to leave out single items that fail: on_error='skip'."
             )
         size = _size(data, number)
+        if not size and not number:
+            raise InputError(
+                f"the first batch must hold at least one item, got {describe.in_words(data)}."
+                "\nLeave it out: its values show what the store will hold."
+            )
         self._next, self._n_items = number + 1, start + size
         return Batch(number, list(range(start, start + size)), data, [])
 

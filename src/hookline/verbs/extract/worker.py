@@ -18,6 +18,7 @@ from hookline.stores.batch_columns import ColumnForm, Mask, columns_of, tokens_o
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
+from hookline.verbs.extract.seeding import seeded
 from hookline.verbs.extract.sources import Batch, Source
 from hookline.verbs.record.prefix import Prefix
 
@@ -49,6 +50,7 @@ class Worker:
     ) -> None:
         self._prefix = prefix
         self.forward: Callable[[Any], list[Site]] = prefix.run
+        self._accelerators = prefix.devices() - {_CPU}
         self._gather = gather
         self.source = source
         self._inputs = inputs
@@ -71,9 +73,11 @@ class Worker:
     def first_chunk(self) -> Chunk:
         """Run the model on the first batch, and keep its rows for later.
 
-        The rows show the forms of the values that a store will hold.
+        The rows show the forms of the values that a store will hold. The model runs to its end, so
+        that a module which runs several times is noticed.
         """
-        self._first_chunk = self._run(self.first)
+        with self._prefix.to_the_end():
+            self._first_chunk = self._run(self.first)
         return self._first_chunk
 
     def chunk(self, batch: Batch) -> Chunk:
@@ -89,6 +93,10 @@ class Worker:
         return known if known is not None and batch.number == 0 else self._run(batch)
 
     def _run(self, batch: Batch) -> Chunk:
+        with seeded(batch.number, self._accelerators):
+            return self._run_seeded(batch)
+
+    def _run_seeded(self, batch: Batch) -> Chunk:
         if not batch.items:
             columns = {name: form.empty() for name, form in (self.forms or {}).items()}
             has_tokens = any(form.per == "token" for form in (self.forms or {}).values())
@@ -200,6 +208,9 @@ def _load(worker: Worker, asked: Iterator[int]) -> Iterator[Batch]:
     elif number is not None:
         asked = itertools.chain([number], asked)
     yield from worker.source.batches(asked)
+
+
+_CPU = torch.device("cpu")
 
 
 def _device_of(prefix: Prefix) -> torch.device:

@@ -91,6 +91,11 @@ def checked(verb: str, options: Keep) -> Keep:
         raise AttachError(
             f"dtype must be a torch.dtype, got {dtype!r}.\nGive one such as dtype=torch.float16."
         )
+    if dtype is not None and not dtype.is_floating_point:
+        raise AttachError(
+            f"dtype must be a floating dtype, got {dtype}: it converts floating tensors."
+            "\nGive one such as dtype=torch.float16, or keep=, a function that converts."
+        )
     try:
         torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from hookline.engine import Selector, Site, reshard, stop_all
@@ -45,6 +47,7 @@ class Prefix:
         self._model = model
         self._token = next(_tokens)
         self._missing: set[Site] = set()
+        self._stops = True
         self._recorder, line = start_recording(
             model, selector, verb, ("output",), options, self._seen
         )
@@ -62,13 +65,24 @@ class Prefix:
         self._recorder.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._recorder.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.__exit__(*error)
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices of the model's parameters."""
+        return {one.device for module in self.modules for one in module.parameters(recurse=False)}
+
+    @contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Run the model to its end in the block, so that each call of a module is seen.
+
+        What fails behind the last site is not asked for, and no error.
+        """
+        self._stops = False
+        try:
+            yield
+        finally:
+            self._stops = True
 
     def run(self, inputs: Any) -> list[Site]:
         """Run the model on a batch; return the sites that it did not reach.
@@ -82,11 +96,13 @@ class Prefix:
         except _Enough as enough:
             if enough.token != self._token:
                 raise
-            stop_all()  # of this line, and of outer lines that see the same forward
-            reshard(self._model)
+            self._stopped()
             # Its traceback holds every frame of the forward, and with them the activations.
             enough.__traceback__ = None
         except Exception as error:
+            if not self._missing:
+                self._stopped()
+                return []
             if isinstance(inputs, list):
                 error.add_note(
                     "hookline: a list is one argument of the model.\nTo run a list of batches one"
@@ -96,7 +112,11 @@ class Prefix:
             raise
         return [site for site in self.sites if site in self._missing]
 
+    def _stopped(self) -> None:
+        stop_all()  # passes of this line, and of outer lines that see the same forward
+        reshard(self._model)
+
     def _seen(self, site: Site) -> None:
         self._missing.discard(site)
-        if not self._missing:
+        if self._stops and not self._missing:
             raise _Enough(self._token)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookline.engine import Line, Pass, Report
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, FolderError, StructureError
+from hookline.errors import AttachError, FolderError, HooklineError, StructureError
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import ColumnForm, columns_of
@@ -83,14 +83,9 @@ class StoreSink:
         self._job = _job_of(model, recording, options)
         self._is_open = True
         with ExitStack() as stack:
+            _check_empty(place)
             stack.enter_context(place.locked())
-            others = place.names()
-            if others:
-                raise FolderError(
-                    f"{place} must be empty, got files in it ({', '.join(others[:3])}"
-                    f"{', …' * (len(others) > 3)}).\nGive a new folder: a loop of your own cannot"
-                    " be resumed, as hl.extract can."
-                )
+            _check_empty(place)  # once more: another writer may have come between
             self._writer = stack.enter_context(Writer(place, self._written))
             self._open = stack.pop_all()
 
@@ -105,13 +100,19 @@ class StoreSink:
             return
         self._is_open = False
         self._recording.finish(report)
+        problem = None
         with self._open:
-            self._write(self._recording.take())
+            try:
+                self._write(self._recording.take())
+            except HooklineError as error:
+                problem = error  # the rows of the passes before are written all the same
             if self._chunks:
                 self._put()
         if self._forms is not None:
             shards = [self._shards[number] for number in range(len(self._shards))]
             write_manifest(self.place, self._job.as_json(), environment(), shards)
+        if problem is not None:
+            raise problem
 
     def _write(self, passes: list[PassRecord]) -> None:
         for one in passes:
@@ -185,6 +186,21 @@ def _job_of(model: nn.Module, recording: Recording, options: Keep) -> Job:
         1,
         None,
     )
+
+
+def _check_empty(place: Place) -> None:
+    """Check that a place holds nothing. The lock alone would leave a file there.
+
+    Raises:
+        FolderError: it holds files.
+    """
+    others = place.names()
+    if others:
+        raise FolderError(
+            f"{place} must be empty, got files in it ({', '.join(others[:3])}"
+            f"{', …' * (len(others) > 3)}).\nGive a new folder: a loop of your own cannot"
+            " be resumed, as hl.extract can."
+        )
 
 
 def _n_rows(one: PassRecord) -> int:
