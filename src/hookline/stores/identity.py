@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from hookline.engine import full_value, is_dtensor, local_shards, own_class
 from hookline.engine.pytree import describe
@@ -22,7 +23,7 @@ _N_DIGITS = 16  # of a fingerprint of code
 
 
 def model_identity(model: nn.Module, *, whole: bool = False) -> dict[str, str]:
-    """Return a model's type, a fingerprint of its structure, and the sha256 of its weights.
+    """Return a model's type, a fingerprint of its structure, and a digest of its weights.
 
     The structure is the class and the `extra_repr` of each module. The weights are the parameters
     and buffers with their names, shapes and dtypes.
@@ -47,7 +48,7 @@ def _structure(model: nn.Module) -> Iterator[str]:
 
 
 def _weights(model: nn.Module, *, whole: bool = False) -> str:
-    digest = hashlib.sha256()
+    digest = xxh3_128()  # ten times as fast as sha256: weights are hashed at each start
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in sorted(named):
         tensor = named[name].detach()

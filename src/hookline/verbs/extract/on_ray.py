@@ -159,7 +159,7 @@ class _Replica:
             self._thread.submit(self._make, numbers).result()
         except Exception as error:
             failure = _pickled(error)  # Ray would give its text alone
-        n, about = len(numbers), json.dumps(environment())
+        n, about = len(numbers), json.dumps(self._thread.submit(environment).result())
         return {"number": numbers, "environment": [about] * n, "error": [failure] * n}
 
     def _make(self, numbers: list[int]) -> None:
@@ -179,20 +179,35 @@ class _Process:
         n_threads: the threads of torch: as many, for equal bits.
         path: where modules are found, such as that of the model's class.
         has_torchvision: whether torchvision is loaded. Models of other packages import it.
+        autocast: the kinds of device under autocast, each with its dtype.
+        precision: of products of float32 matrices.
     """
 
     n_threads: int
     path: list[str]
     has_torchvision: bool
+    autocast: list[tuple[str, torch.dtype]]
+    precision: str
 
     @staticmethod
     def here() -> _Process:
         """Return what this process has."""
-        return _Process(torch.get_num_threads(), list(sys.path), "torchvision" in sys.modules)
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return _Process(
+            torch.get_num_threads(),
+            list(sys.path),
+            "torchvision" in sys.modules,
+            [(kind, torch.get_autocast_dtype(kind)) for kind in kinds],
+            torch.get_float32_matmul_precision(),
+        )
 
     def take_over(self) -> None:
-        """Have it in this process, too."""
+        """Have it in this process, too; autocast in this thread."""
         torch.set_num_threads(self.n_threads)
+        torch.set_float32_matmul_precision(self.precision)
+        for kind, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
         sys.path += [one for one in self.path if one not in sys.path]
         if self.has_torchvision:
             with suppress(ImportError):
