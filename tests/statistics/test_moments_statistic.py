@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
+from hookline.statistics import compiled as compiled_reductions
+from hookline.statistics import moments_statistic
 
 NUMBERS = st.floats(width=32)  # NaN, infinities, zeros of both signs and the largest are in it
 BATCHES = st.lists(st.lists(NUMBERS, max_size=8), min_size=1, max_size=5)
@@ -51,12 +53,14 @@ def assert_same(one, other, rel=1e-6):
     assert one.sum4 == pytest.approx(other.sum4, rel=rel)
 
 
+@settings(max_examples=60, deadline=None)
 @given(BATCHES)
 def test_batches_give_the_moments_of_the_whole(batches):
     tensors = [torch.tensor(batch) for batch in batches]
     assert_same(measure(*tensors), by_python([x for t in tensors for x in t.tolist()]))
 
 
+@settings(max_examples=60, deadline=None)
 @given(BATCHES, BATCHES, BATCHES)
 def test_merging_is_associative_and_commutes(a, b, c):
     moments = hl.stats.moments()
@@ -156,3 +160,90 @@ def test_an_update_is_traced_without_a_graph_break():
 
 def test_the_statistic_is_one_of_the_protocol():
     assert isinstance(hl.stats.moments(), hl.stats.Statistic)
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A statistic that measures by the compiled function, which no test of this file replaces."""
+    statistic = hl.stats.moments(compile=True)
+    slots_of(torch.zeros(2**14), statistic=statistic)
+    assert moments_statistic._COMPILED.find(torch.zeros(1), compile=False) is not None
+    return statistic
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_compiled_form_gives_what_the_plain_form_gives(compiled, dtype):
+    x = torch.randn(3, 5_701, generator=torch.Generator().manual_seed(0)).to(dtype) * 100
+    x[0, :100] = 0
+    x[1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    x[2, 0] = torch.finfo(dtype).max / 2 if dtype is not torch.float64 else 1e70
+    for value in (x, x.t(), x[:, ::2], x[0, 50:150], x[:2, 0], x[0, :1], x[:, :0]):
+        found = compiled.result(slots_of(value, value, statistic=compiled))
+        assert_same(found, measure(value, value), rel=1e-13)
+
+
+@pytest.mark.compiles
+def test_modes_of_the_caller_compile_nothing_anew(compiled, monkeypatch):
+    x = torch.randn(2**14)
+    expected = slots_of(x, statistic=compiled)
+    monkeypatch.setattr(compiled_reductions, "compile_graph", None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(slots_of(x * 1, statistic=compiled), expected)
+    with torch.inference_mode():
+        assert torch.equal(slots_of(x * 1, statistic=compiled), expected)
+    assert torch.equal(slots_of(x.requires_grad_(), statistic=compiled), expected)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """Compiled functions are forgotten, and compiling one is counted."""
+    forms = compiled_reductions.CompiledReduction(moments_statistic._reduce, 8)
+    monkeypatch.setattr(moments_statistic, "_COMPILED", forms)
+    asked = []
+
+    def compile_graph(function, *examples):
+        asked.append(examples[1].dtype)
+        raise RuntimeError("no C++ compiler\nof this name")
+
+    monkeypatch.setattr(compiled_reductions, "compile_graph", compile_graph)
+    return asked
+
+
+def test_without_a_compiler_the_plain_form_goes_on_and_says_so(nothing_compiled):
+    statistic = hl.stats.moments(compile=True)
+    x = torch.randn(2**14)
+    with pytest.warns(hl.HooklineWarning) as caught:
+        found = [slots_of(value, statistic=statistic) for value in (x, x, x.double())]
+    assert all(torch.equal(slots, slots_of(x)) for slots in found)
+    assert nothing_compiled == [torch.float32, torch.float64]
+    (warning,) = caught
+    assert "RuntimeError: no C++ compiler." in str(warning.message)
+    assert "compile=False" in str(warning.message)
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be compiled")
+def test_small_tensors_compile_nothing(nothing_compiled, monkeypatch):
+    monkeypatch.setattr(moments_statistic, "_WORTH_COMPILING", 3 * 2**14)
+    statistic = hl.stats.moments()
+    for n in (2**14 - 1, 2**14, 2**14, 100, 2**14):
+        slots_of(torch.ones(n), statistic=statistic)
+    assert nothing_compiled == []
+    slots_of(torch.ones(2**14), statistic=statistic)
+    assert nothing_compiled == [torch.float32]
+    slots_of(torch.ones(2**14).double(), statistic=hl.stats.moments(compile=False))
+    assert nothing_compiled == [torch.float32]
+
+
+def test_under_vmap_all_examples_are_measured():
+    found = []
+
+    def one(x):
+        found.append(measure(x))
+        return x
+
+    torch.vmap(one)(torch.arange(6.0).reshape(3, 2))
+    assert found == [measure(torch.arange(6.0))]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hookline.engine import has_numbers, innermost
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
 
@@ -18,26 +19,29 @@ CHUNK_NUMEL = 64 * 1024**2 // 8
 DENSE_NUMEL = 2**28
 
 
-def check_has_data(value: Tensor) -> None:
-    """Refuse a meta tensor.
+def to_measure(value: Tensor) -> Iterator[Tensor]:
+    """Yield a value as strided tensors with numbers. In compiled code it is one tensor.
 
     Raises:
-        StructureError: the tensor is on the meta device.
+        StructureError: the tensor is on the meta device or fake.
+        RuntimeError: a sparse tensor is too large to be made dense.
     """
-    if value.is_meta:
+    if torch.compiler.is_compiling():
+        return iter((value.detach(),))
+    if not has_numbers(value):
         raise StructureError(
             f"the value of a statistic must have data, got {describe.in_full(value)}."
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'
         )
+    return strided(innermost(value).detach())
 
 
 def strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor of any layout as strided tensors, detached.
+    """Yield a tensor of any layout as strided tensors.
 
     Raises:
         RuntimeError: a sparse tensor is too large to be made dense.
     """
-    tensor = tensor.detach()
     if tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.is_quantized:
@@ -64,13 +68,30 @@ def chunks(tensor: Tensor, numel: int) -> Iterator[Tensor]:
         yield from chunks(part, numel)
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Permute a dense tensor, such as one in channels_last, so that it is contiguous."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Convert a tensor to float32 or float64 without loss; take the magnitude of complex numbers.
+
+    Integers become float64, which holds those up to 2^53.
+    """
+    if tensor.device.type == "mps":  # MPS has no float64
+        tensor = tensor.cpu()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).abs()
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
+    return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
+
+
 def real64(chunk: Tensor) -> Tensor:
     """Convert a chunk to float64; take the magnitude of complex numbers."""
-    if chunk.device.type == "mps":  # MPS has no float64
-        chunk = chunk.cpu()
-    if chunk.is_complex():
-        return chunk.to(torch.complex128).abs()
-    return chunk.to(torch.float64)
+    return real(chunk).to(torch.float64)
 
 
 def slot_device(value: Tensor) -> torch.device:

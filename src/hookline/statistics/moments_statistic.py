@@ -8,31 +8,45 @@ from typing import final
 import torch
 from torch import Tensor
 
+from hookline.engine.torch_private.functorch import is_ordinary
+from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.elements import (
     CHUNK_NUMEL,
-    check_has_data,
     chunks,
-    real64,
+    in_memory_order,
+    real,
     slot_device,
-    strided,
+    to_measure,
 )
 from hookline.statistics.moments import Moments
 
 # The slots: count, non-finite, zeros, the sums of x, x² and x⁴, then the greatest -x and x.
 # The first six add up; of the last two the greater one counts.
 _N_SUMS = 6
+_EMPTY = [0.0] * _N_SUMS + [-math.inf] * 2
+
+# Compilation is not worth its seconds for tensors smaller than this alone.
+_LARGE_NUMEL = 2**14
+
+# The elements after which compilation has paid: NumPy takes 1.7 ns longer for each on a CPU, which
+# makes 3.6 s, and compilation takes 3 to 5 s.
+_WORTH_COMPILING = 2**31
+
+# The dtypes that the compiled function reads itself.
+_COMPILED_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
 @final
 class MomentsStatistic:
     """A `Statistic` whose result is `Moments`."""
 
+    def __init__(self, compile: bool | None) -> None:
+        self._until_compiled = {None: _WORTH_COMPILING, True: 0, False: math.inf}[compile]
+
     def start(self, value: Tensor) -> Tensor:
         """Return empty slots on the value's device."""
-        empty = [0.0] * _N_SUMS + [-math.inf] * 2
-        return torch.tensor(empty, dtype=torch.float64, device=slot_device(value))
+        return torch.tensor(_EMPTY, dtype=torch.float64, device=slot_device(value))
 
-    @torch.no_grad()
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value.
 
@@ -40,12 +54,12 @@ class MomentsStatistic:
             StructureError: the value is a meta tensor.
             RuntimeError: torch cannot read the tensor's numbers.
         """
-        check_has_data(value)
-        for part in strided(value):
-            pieces = [part] if torch.compiler.is_compiling() else chunks(part, CHUNK_NUMEL)
-            for piece in pieces:
-                if piece.numel():
-                    slots = self.merge(slots, _measure(real64(piece).reshape(-1)))
+        is_plain = not torch.compiler.is_compiling() and is_ordinary()
+        for part in to_measure(value):
+            if part.numel():
+                slots = (
+                    self._add(slots, part) if is_plain else _reduce(slots, real(part).reshape(-1))
+                )
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:
@@ -55,25 +69,74 @@ class MomentsStatistic:
 
     def result(self, slots: Tensor) -> Moments:
         """Read slots."""
-        count, non_finite, zeros, sum1, sum2, sum4, negated_min, greatest = slots.tolist()
-        return Moments(
-            int(count), int(non_finite), int(zeros), sum1, sum2, sum4, -negated_min, greatest
-        )
+        return _moments(slots)
+
+    def _add(self, slots: Tensor, part: Tensor) -> Tensor:
+        """Measure a strided tensor, by the fastest form that there is."""
+        part = in_memory_order(part)
+        if part.dtype in _COMPILED_DTYPES and part.numel() > 1:
+            function = self._compiled(part)
+            if function is not None:
+                for piece in chunks(part, LONGEST if part.is_contiguous() else CHUNK_NUMEL):
+                    slots = function(slots, piece.reshape(-1).contiguous())
+                return slots
+        for piece in chunks(part, CHUNK_NUMEL):
+            flat = real(piece).reshape(-1)
+            slots = self._by_numpy(slots, flat) if flat.is_cpu else _reduce(slots, flat)
+        return slots
+
+    def _compiled(self, part: Tensor) -> Reduction | None:
+        """Return the compiled function for a tensor; None until compilation is worth it."""
+        numel = part.numel()
+        if self._until_compiled == math.inf:
+            return None
+        if numel < _LARGE_NUMEL:
+            return _COMPILED.find(part, compile=False)
+        self._until_compiled -= numel
+        return _COMPILED.find(part, compile=self._until_compiled < 0)
+
+    def _by_numpy(self, slots: Tensor, flat: Tensor) -> Tensor:
+        """Measure on the CPU, as a store measures the rows that it writes."""
+        return _slots(_moments(slots) + Moments.of(flat.numpy()))
 
 
-def _measure(values: Tensor) -> Tensor:
-    """Measure flat float64 numbers, at least one of them."""
-    clean = values.nan_to_num(0.0, 0.0, 0.0)
-    squares = clean * clean
-    lowest = -math.inf
-    sums = [
-        torch.full((), values.numel(), dtype=torch.float64, device=values.device),
-        (clean != values).sum(),
-        (values == 0).sum(),
-        clean.sum(),
+def _slots(found: Moments) -> Tensor:
+    fields = [found.count, found.non_finite, found.zeros, found.sum, found.sum2, found.sum4]
+    return torch.tensor([*fields, -found.min, found.max], dtype=torch.float64)
+
+
+def _moments(slots: Tensor) -> Moments:
+    count, non_finite, zeros, sum1, sum2, sum4, negated_min, greatest = slots.tolist()
+    counts = int(count), int(non_finite), int(zeros)
+    return Moments(*counts, sum1, sum2, sum4, -negated_min, greatest)
+
+
+def _reduce(slots: Tensor, values: Tensor) -> Tensor:
+    """Add flat numbers to slots, in torch operations alone: to be compiled, or for a device."""
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.to(torch.float32)
+    is_finite = values.abs() < math.inf  # NaN is not less
+    numbers = torch.where(is_finite, values, 0.0).to(torch.float64)
+    squares = numbers * numbers
+    count_dtype = torch.int64 if values.shape[0] > LONGEST else torch.int32  # which is faster
+    sums = (
+        torch.full((), values.shape[0], dtype=torch.float64, device=values.device),
+        (~is_finite).sum(dtype=count_dtype),
+        (values == 0).sum(dtype=count_dtype),
+        numbers.sum(),
         squares.sum(),
         (squares * squares).sum(),
-        (-values).nan_to_num(lowest, lowest, lowest).amax(),
-        values.nan_to_num(lowest, lowest, lowest).amax(),
-    ]
-    return torch.stack([one.to(torch.float64) for one in sums])
+    )
+    extremes = (
+        torch.where(is_finite, -values, -math.inf).amax(),
+        torch.where(is_finite, values, -math.inf).amax(),
+    )
+    return torch.cat(
+        [
+            slots[:_N_SUMS] + torch.stack([one.to(torch.float64) for one in sums]),
+            torch.maximum(slots[_N_SUMS:], torch.stack(extremes).to(torch.float64)),
+        ]
+    )
+
+
+_COMPILED = CompiledReduction(_reduce, len(_EMPTY))

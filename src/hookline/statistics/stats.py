@@ -26,7 +26,7 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-def moments() -> Statistic[Moments]:
+def moments(*, compile: bool | None = None) -> Statistic[Moments]:
     """Measure the count, the sums of powers and the extremes of all elements.
 
         >>> found = moments()
@@ -38,5 +38,11 @@ def moments() -> Statistic[Moments]:
 
     Sums are in float64. NaN and infinity are counted and left out of everything else. For complex
     numbers the magnitude is measured.
+
+    Args:
+        compile: whether floating tensors are measured by a function that inductor compiles once,
+            in about 4 seconds. It reads each tensor once. True compiles it for the first tensor of
+            16,384 elements or more. None compiles it when such tensors add up to 2,147,483,648
+            elements, because that is when it has paid. False never compiles it.
     """
-    return MomentsStatistic()
+    return MomentsStatistic(compile)

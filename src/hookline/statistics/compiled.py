@@ -1,0 +1,120 @@
+"""Functions of flat tensors, each compiled once for tensors of any length.
+
+They are compiled by inductor without dynamo. torch.compile would guard each call, which takes 40 µs
+more. It would also compile again under autocast, in inference mode and at each change of a global
+setting, and each time count towards the user's recompile limit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.torch_private.inductor import compile_graph
+from hookline.errors import warn
+from hookline.util.locks import fork_safe_lock
+
+LONGEST = 2**30  # elements: generated code indexes with 32 bits
+
+Reduction = Callable[[Tensor, Tensor], Tensor]
+
+# A prime, so that nothing is compiled for a divisor of it.
+_EXAMPLE_NUMEL = 20_011
+
+
+@final
+class CompiledReduction:
+    """A function of slots and a flat tensor, compiled for each dtype and device when it is asked.
+
+    Args:
+        function: a function of torch operations alone, without a branch on a number.
+        n_slots: the number of slots.
+    """
+
+    def __init__(self, function: Reduction, n_slots: int) -> None:
+        self._function = function
+        self._n_slots = n_slots
+        self._compiled: dict[tuple[Any, ...], Reduction | None] = {}
+        self._lock = fork_safe_lock()
+        self._has_warned = False
+
+    def find(self, values: Tensor, compile: bool) -> Reduction | None:
+        """Return the compiled function for tensors of 2 to `LONGEST` elements; None without it.
+
+        The function is compiled for the number of threads that torch has now.
+
+        Args:
+            values: a tensor of the dtype and on the device.
+            compile: whether to compile the function now, which takes seconds.
+        """
+        key = (values.dtype, values.device, torch.get_num_threads())
+        found = self._compiled.get(key)
+        if found is None and compile and key not in self._compiled:
+            with self._lock:
+                if key not in self._compiled:
+                    self._compiled[key] = self._try_to_compile(values)
+                found = self._compiled[key]
+        return found
+
+    def _try_to_compile(self, values: Tensor) -> Reduction | None:
+        try:
+            return _in_a_new_thread(lambda: self._compile(values.dtype, values.device))
+        except Exception as error:  # inductor may raise anything, for example without a compiler
+            if not self._has_warned:
+                self._has_warned = True
+                reason = (str(error).strip().splitlines() or [""])[0][:80]
+                warn(
+                    "The function that measures tensors could not be compiled:"
+                    f" {type(error).__name__}: {reason}. It runs uncompiled, which is slower."
+                    "\nInstall a C++ compiler, or use hl.stats.moments(compile=False)."
+                )
+            return None
+
+    def _compile(self, dtype: torch.dtype, device: torch.device) -> Reduction:
+        slots = torch.zeros(self._n_slots, dtype=torch.float64, device=device)
+        values = torch.zeros(_EXAMPLE_NUMEL, dtype=dtype, device=device)
+
+        def as_tuple(slots: Tensor, values: Tensor) -> tuple[Tensor]:
+            return (self._function(slots, values),)
+
+        compiled, inputs = compile_graph(as_tuple, slots, values)
+        _check_lengths(inputs[1])
+
+        def call(slots: Tensor, values: Tensor) -> Tensor:
+            result: Tensor = compiled([slots, values])[0]
+            return result
+
+        return call
+
+
+def _check_lengths(values: Any) -> None:
+    """Raise an error where the compiled code is for some lengths alone."""
+    length = values.shape[0].node.expr
+    for guard in values.fake_mode.shape_env.guards:
+        if length in guard.expr.free_symbols and not all(
+            bool(guard.expr.subs({length: n})) for n in (2, 3, LONGEST - 1, LONGEST)
+        ):
+            raise RuntimeError(f"the code would be for lengths with {guard.expr} alone")
+
+
+def _in_a_new_thread(function: Callable[[], Reduction]) -> Reduction:
+    """Call a function in a thread that has no mode of this one: autocast, inference, dispatch."""
+    done: list[Reduction | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(function())
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run, name="hookline-compile")
+    thread.start()
+    thread.join()
+    (result,) = done
+    if isinstance(result, BaseException):
+        raise result
+    return result
