@@ -14,7 +14,7 @@ from hookline.verbs.doctor.doctor import doctor as doctor
 from hookline.verbs.edit import edits as edits
 from hookline.verbs.edit.edit import edit as edit
 from hookline.verbs.extract.extract import extract as extract
-from hookline.verbs.extract.setup import Extracting as Extracting
+from hookline.verbs.extract.options import Extracting as Extracting
 from hookline.verbs.inventory import Inventory as Inventory
 from hookline.verbs.inventory import inventory as inventory
 from hookline.verbs.record.features import features as features

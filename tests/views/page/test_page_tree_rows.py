@@ -7,7 +7,7 @@ from torch import nn
 import hookline as hl
 from hookline.recordings import Recording
 from hookline.views.page.columns import columns
-from hookline.views.page.rows import tree_rows
+from hookline.views.page.tree_rows import tree_rows
 from hookline.views.page.values import OVERWRITTEN, read_values
 
 

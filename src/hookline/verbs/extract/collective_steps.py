@@ -1,4 +1,7 @@
-"""The processes that do a job together: the ranks of a process group, or this process alone."""
+"""Do a step on all ranks of a process group, and fail on all of them together.
+
+Without a process group, the step is done in this process alone.
+"""
 
 from __future__ import annotations
 
