@@ -86,6 +86,11 @@ SIGNATURES = {
     "edits.replace": "(new)",
     "edits.noise": "(std, *, seed=None)",
     "edits.clamp": "(min=None, max=None)",
+    "stats.moments": "(*, compile=None)",
+    "stats.histogram": "(*, low=1e-09, high=1000000000.0, per_octave=1)",
+    "stats.quantiles": "(q=(0.01, 0.25, 0.5, 0.75, 0.99), *, error=0.01, low=1e-09,"
+    " high=1000000000.0)",
+    "stats.covariance": "()",
 }
 
 
@@ -152,7 +157,10 @@ SURFACES = {
     "plots": (lambda: hl.plots, [
         "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
     ]),
-    "stats": (lambda: hl.stats, ["Moments", "Statistic", "moments"]),
+    "stats": (lambda: hl.stats, [
+        "Covariance", "Histogram", "Moments", "Quantiles", "Statistic", "covariance", "histogram",
+        "moments", "quantiles",
+    ]),
     "Line": (lambda: hl.edit(nn.Linear(2, 2), "(root)", hl.edits.scale(1)), LINE),
     "RawLine": (lambda: hl.attach(nn.Linear(2, 2)), [
         *LINE, "accumulated", "backward", "backward_pre", "forward", "forward_pre", "grad",
