@@ -16,10 +16,10 @@ from small_stores import write_store
 NAMES = [
     "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
     "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
-    "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording", "Report",
-    "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError", "Summary",
-    "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features", "inventory", "open",
-    "plots", "record", "select", "stats", "summary", "watch",
+    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
+    "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
+    "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features",
+    "inventory", "open", "plots", "profile", "record", "select", "stats", "summary", "watch",
 ]
 # fmt: on
 
@@ -36,6 +36,7 @@ SIGNATURES = {
     "features": "(model, inputs, selector, *, eval=True, **options)",
     "inventory": "(model)",
     "open": "(folder, *, verify=False)",
+    "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
@@ -59,6 +60,10 @@ SIGNATURES = {
     "RawLine.state_dict": "(self, where, hook)",
     "RawLine.load_state_dict_pre": "(self, where, hook)",
     "RawLine.load_state_dict": "(self, where, hook)",
+    "Profile.top": "(self, n=10, by='self')",
+    "Profile.fold": "(self, depth)",
+    "Profile.trace": "(self, path)",
+    "Profile.flame": "(self, path)",
     "Recording.gradients": "(self)",
     "Recording.save": "(self, folder, *, alone=False, group=None, timeout=60.0)",
     "Recording.full": "(self, key, dim=None, *, group=None, timeout=60.0)",
@@ -116,7 +121,7 @@ def test_the_signatures():
 
 def test_everything_public_is_documented_with_an_example():
     for name in ("attach", "cam", "clip", "doctor", "edit", "features", "inventory", "open",
-                 "record", "select", "summary", "watch"):  # fmt: skip
+                 "profile", "record", "select", "summary", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {
@@ -169,6 +174,10 @@ SURFACES = {
     ]),
     "ClipLine": (lambda: hl.clip(nn.Linear(2, 2), norm=1.0), ["remove", "report"]),
     "Watch": (lambda: hl.watch(nn.Linear(2, 2)), ["remove", "report"]),
+    "Profile": (lambda: hl.profile(nn.Linear(2, 2)), [
+        "failure", "first", "flame", "fold", "per_pass", "remove", "rows", "table", "top", "total",
+        "trace",
+    ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
     "Recording": (recorded, [
         *LOOK_UPS, "calls", "cat", "gradients", "lost", "modules", "passes", "ranks", "release",

@@ -1,4 +1,4 @@
-"""stopwatch: times are the model's own. The clock is a fake: modules and hooks move its hand."""
+"""clock_tap: times are the model's own. The clock is a fake: modules and hooks move its hand."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.watch import stopwatch
-from hookline.verbs.watch.stopwatch import Call, Stopwatch
+from hookline.verbs.shared import stopwatch
+from hookline.verbs.shared.stopwatch import Stopwatch
+from hookline.verbs.watch.clock_tap import Call
 
 
 class Hand:
@@ -32,10 +33,10 @@ class Hand:
 @pytest.fixture
 def hand(monkeypatch):
     hand = Hand()
-    monkeypatch.setattr(stopwatch._STOPWATCH, "_clock", hand)
+    monkeypatch.setattr(stopwatch.STOPWATCH, "_clock", hand)
     yield hand
     monkeypatch.undo()
-    stopwatch._STOPWATCH.go_on(time.perf_counter())
+    stopwatch.STOPWATCH.go_on(time.perf_counter())
 
 
 class Work(nn.Module):

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar, final
 
@@ -24,39 +22,12 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import Order, Passes, Site
 from hookline.engine.line.registration import Registrations
 from hookline.engine.taps.base import HookSpec, Tap, is_inert, no_callback
+from hookline.verbs.shared.stopwatch import STOPWATCH, Stopwatch, is_above
 
 # The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
 # Python code and tables that have left the caches (`benchmarks/watching.py`).
 _SECONDS_A_CALL = 30e-6
 _SHARE = 0.1
-
-
-@final
-class Stopwatch(threading.local):
-    """A clock that can be set back, separately in each thread.
-
-        >>> seconds = iter([10.0, 14.0, 15.0])
-        >>> stopwatch = Stopwatch(lambda: next(seconds))
-        >>> stopped = stopwatch.read()
-        >>> stopwatch.go_on(stopped)  # four seconds later
-        >>> stopwatch.read() - stopped
-        1.0
-
-    Args:
-        clock: a function that returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._left_out = 0.0
-
-    def read(self) -> float:
-        """Return the seconds so far, without the times that were left out."""
-        return self._clock() - self._left_out
-
-    def go_on(self, reading: float) -> None:
-        """Leave out the time since a reading."""
-        self._left_out = self._clock() - reading
 
 
 @final
@@ -109,7 +80,7 @@ class Running(threading.local):
     def begin(self, frame: FrameType, reading: float) -> None:
         """Add a call, and drop those that ended with an exception."""
         calls = self.calls
-        while calls and not _is_above(calls[-1].key, frame):
+        while calls and not is_above(calls[-1].key, frame):
             calls.pop()
         for call in calls:
             call.n_calls += 1
@@ -195,20 +166,8 @@ class ClockTap(Tap):
         return True
 
 
-# All lines share one stopwatch: the hooks of one line belong to no other line's model times.
-_STOPWATCH = Stopwatch()
-
-
 def time_calls(
     module: nn.Module, placements: Registrations, passes: Passes, running: Running
 ) -> None:
     """Register the four hooks of a clock tap on a module."""
-    placements.register_all(module, ClockTap(passes, running, _STOPWATCH))
-
-
-def _is_above(key: int, frame: FrameType) -> bool:
-    """Tell whether the frame with this id is among the callers of the given frame."""
-    above = frame.f_back
-    while above is not None and id(above) != key:
-        above = above.f_back
-    return above is not None
+    placements.register_all(module, ClockTap(passes, running, STOPWATCH))
