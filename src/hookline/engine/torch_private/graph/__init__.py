@@ -1,1 +1,0 @@
-"""Private names of torch for the nodes of autograd's graph, and for runs without numbers."""

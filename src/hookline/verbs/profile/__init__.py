@@ -1,1 +1,0 @@
-"""Measure time, FLOPs and memory of each module, forward and backward."""
