@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hookline as hl
 from benchmarks.timing import CLOCKS, Clock
 from benchmarks.torchvision_import import import_torchvision
-from hookline.verbs.watch import stopwatch
+from hookline.verbs.shared import stopwatch
 
 _ROOT = "(root)"
 _BOUND = 0.1  # of a time that is printed without a `~`
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     clock = CLOCKS[options.clock]
-    stopwatch._STOPWATCH._clock = clock  # a process of its own: nothing else is timed in it
+    stopwatch.STOPWATCH._clock = clock  # a process of its own: nothing else is timed in it
     model = import_torchvision().models.resnet50().eval()
     bare, x = Bare(model, clock), torch.randn(1, 3, 224, 224)
     rounds: list[tuple[Times, Times, set[str], float]] = []

@@ -72,8 +72,8 @@ def sections(html):
 
 
 def public_names():
-    yield from (f"hl.{name}" for name in NAMES if name not in ("edits", "plots"))
-    for module in ("edits", "plots"):
+    yield from (f"hl.{name}" for name in NAMES if name not in ("edits", "plots", "stats"))
+    for module in ("edits", "plots", "stats"):
         yield from (f"hl.{module}.{name}" for name in SURFACES[module][1])
     raw = set(SURFACES["RawLine"][1]) - {"name", *LINE}
     yield from (f"hl.RawLine.{name}" for name in sorted(raw))
@@ -255,7 +255,6 @@ TASKS = {
     "patch an activation from one run into another": "hl.edits.replace(",
     "steer GPT-2 while it generates": "hl.edit(",
     "print each module as it runs": "hl.watch(",
-    "monitor weights and gradients in training": "hl.monitor(",
     "logit lens": "hl.record(",
     "record in a Hugging Face Trainer": "hl.record(",
     "load my own checkpoint": "load_model(",

@@ -16,24 +16,23 @@ FILES = sorted(SRC.rglob("*.py"))
 ROOMS = [
     "hookline.cli", "hookline", "hookline.views", "hookline.verbs", "hookline.verbs.extract",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.watch",
-    "hookline.verbs.monitor", "hookline.verbs.monitor.sinks", "hookline.verbs.record",
-    "hookline.verbs.edit", "hookline.verbs.summary", "hookline.verbs.attach",
-    "hookline.verbs.inventory", "hookline.verbs.shared",
-    "hookline.models", "hookline.stores", "hookline.recordings", "hookline.curves",
-    "hookline.statistics",
-    "hookline.engine", "hookline.engine.line", "hookline.engine.report",
+    "hookline.verbs.profile", "hookline.verbs.record", "hookline.verbs.edit",
+    "hookline.verbs.summary", "hookline.verbs.attach", "hookline.verbs.inventory",
+    "hookline.verbs.shared", "hookline.models", "hookline.stores", "hookline.recordings",
+    "hookline.statistics", "hookline.engine", "hookline.engine.line", "hookline.engine.report",
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",
     "hookline.engine.distributed", "hookline.engine.selection", "hookline.engine.pytree",
-    "hookline.engine.torch_private", "hookline.errors", "hookline.display", "hookline.util",
+    "hookline.engine.torch_private.graph", "hookline.engine.torch_private", "hookline.errors",
+    "hookline.display", "hookline.util",
 ]  # fmt: skip
 GROUND = {"hookline.errors", "hookline.display", "hookline.util"}
 # What a room may see of those below it, where that is not all.
 ONLY = {
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs", "hookline.stores", "hookline.recordings", "hookline.curves",
-        "hookline.statistics", "hookline.engine", "hookline.engine.pytree",
+        "hookline.verbs", "hookline.stores", "hookline.recordings", "hookline.statistics",
+        "hookline.engine", "hookline.engine.pytree",
     },
 }  # fmt: skip
 # Functions that may import late: what is heavy, when it is asked for.
@@ -268,7 +267,7 @@ PRIVATE = re.compile(
 
 def test_private_names_of_torch_are_touched_in_one_room():
     for path in FILES:
-        if room_of(name_of(path)) == "hookline.engine.torch_private":
+        if room_of(name_of(path)).startswith("hookline.engine.torch_private"):
             continue
         # A name in a string is looked for, not touched: failing_module reads tracebacks.
         code = re.sub(r'"[^"\n]*"', '""', re.sub(r"#.*", "", path.read_text()))

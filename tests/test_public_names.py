@@ -14,12 +14,12 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis",
-    "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
+    "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
+    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
     "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
     "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features",
-    "inventory", "monitor", "open", "plots", "record", "select", "stats", "summary", "watch",
+    "inventory", "open", "plots", "profile", "record", "select", "stats", "summary", "watch",
 ]
 # fmt: on
 
@@ -35,9 +35,8 @@ SIGNATURES = {
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
     "inventory": "(model)",
-    "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
-    " every_thread=False)",
     "open": "(folder, *, verify=False)",
+    "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",
     "select": "(model, selector=None, ports='output')",
     "summary": "(model, inputs=None)",
@@ -61,6 +60,10 @@ SIGNATURES = {
     "RawLine.state_dict": "(self, where, hook)",
     "RawLine.load_state_dict_pre": "(self, where, hook)",
     "RawLine.load_state_dict": "(self, where, hook)",
+    "Profile.top": "(self, n=10, by='self')",
+    "Profile.fold": "(self, depth)",
+    "Profile.trace": "(self, path)",
+    "Profile.flame": "(self, path)",
     "Recording.gradients": "(self)",
     "Recording.save": "(self, folder, *, alone=False, group=None, timeout=60.0)",
     "Recording.full": "(self, key, dim=None, *, group=None, timeout=60.0)",
@@ -88,6 +91,11 @@ SIGNATURES = {
     "edits.replace": "(new)",
     "edits.noise": "(std, *, seed=None)",
     "edits.clamp": "(min=None, max=None)",
+    "stats.moments": "(*, compile=None)",
+    "stats.histogram": "(*, low=1e-09, high=1000000000.0, per_octave=1)",
+    "stats.quantiles": "(q=(0.01, 0.25, 0.5, 0.75, 0.99), *, error=0.01, low=1e-09,"
+    " high=1000000000.0)",
+    "stats.covariance": "()",
 }
 
 
@@ -113,7 +121,7 @@ def test_the_signatures():
 
 def test_everything_public_is_documented_with_an_example():
     for name in ("attach", "cam", "clip", "doctor", "edit", "features", "inventory", "open",
-                 "record", "select", "summary", "watch"):  # fmt: skip
+                 "profile", "record", "select", "summary", "watch"):  # fmt: skip
         text = inspect.getdoc(getattr(hl, name))
         for part in (">>> ", "Args:", "Returns:", "Raises:"):
             assert part in text or (name, part) in {
@@ -154,7 +162,10 @@ SURFACES = {
     "plots": (lambda: hl.plots, [
         "channels", "compare", "gradients", "histograms", "images", "statistics", "tokens",
     ]),
-    "stats": (lambda: hl.stats, ["Moments", "Statistic", "moments"]),
+    "stats": (lambda: hl.stats, [
+        "Covariance", "Histogram", "Moments", "Quantiles", "Statistic", "covariance", "histogram",
+        "moments", "quantiles",
+    ]),
     "Line": (lambda: hl.edit(nn.Linear(2, 2), "(root)", hl.edits.scale(1)), LINE),
     "RawLine": (lambda: hl.attach(nn.Linear(2, 2)), [
         *LINE, "accumulated", "backward", "backward_pre", "forward", "forward_pre", "grad",
@@ -163,6 +174,10 @@ SURFACES = {
     ]),
     "ClipLine": (lambda: hl.clip(nn.Linear(2, 2), norm=1.0), ["remove", "report"]),
     "Watch": (lambda: hl.watch(nn.Linear(2, 2)), ["remove", "report"]),
+    "Profile": (lambda: hl.profile(nn.Linear(2, 2)), [
+        "failure", "first", "flame", "fold", "per_pass", "remove", "rows", "table", "top", "total",
+        "trace",
+    ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
     "Recording": (recorded, [
         *LOOK_UPS, "calls", "cat", "gradients", "lost", "modules", "passes", "ranks", "release",

@@ -9,7 +9,6 @@ run["layer1.0.conv1"]
 
 from typing import TYPE_CHECKING, Any
 
-from hookline.curves import Curves as Curves
 from hookline.engine import EVERYWHERE as EVERYWHERE
 from hookline.engine import Line as Line
 from hookline.engine import Report as Report
@@ -36,6 +35,7 @@ from hookline.stores import open_folder as open
 from hookline.verbs import ClassMaps as ClassMaps
 from hookline.verbs import Diagnosis as Diagnosis
 from hookline.verbs import Inventory as Inventory
+from hookline.verbs import Profile as Profile
 from hookline.verbs import RawLine as RawLine
 from hookline.verbs import Summary as Summary
 from hookline.verbs import attach as attach
@@ -46,7 +46,7 @@ from hookline.verbs import edit as edit
 from hookline.verbs import extract as extract
 from hookline.verbs import features as features
 from hookline.verbs import inventory as inventory
-from hookline.verbs import monitor as monitor
+from hookline.verbs import profile as profile
 from hookline.verbs import record as record
 from hookline.verbs import summary as summary
 from hookline.verbs import watch as watch
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis",
-    "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NotRecordedError", "OverwrittenError", "RanksError", "RawLine", "Recording",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
+    "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
+    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
     "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
     "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features",
-    "inventory", "monitor", "open", "plots", "record", "select", "stats", "summary", "watch",
+    "inventory", "open", "plots", "profile", "record", "select", "stats", "summary", "watch",
 ]  # fmt: skip
 
 

@@ -247,3 +247,24 @@ def test_under_vmap_all_examples_are_measured():
 
     torch.vmap(one)(torch.arange(6.0).reshape(3, 2))
     assert found == [measure(torch.arange(6.0))]
+
+
+def test_the_numbers_of_moments_are_those_of_torch():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    found = measure(x)
+    assert found.mean == pytest.approx(x.mean().item(), rel=1e-12)
+    assert found.std == pytest.approx(x.std(correction=0).item(), rel=1e-12)
+    assert found.rms == pytest.approx(x.square().mean().sqrt().item(), rel=1e-12)
+    assert found.norm == pytest.approx(x.norm().item(), rel=1e-12)
+    assert found.kurtosis == pytest.approx((x**4).mean().item() / x.square().mean().item() ** 2)
+    assert (found.max_abs, found.finite) == (x.abs().max().item(), 1000)
+    assert str(found).splitlines()[0] == "1,000 elements, 0 zeros, 0 non-finite"
+
+
+def test_equal_numbers_have_no_deviation():
+    assert measure(torch.full((1000,), 1000.1)).std == 0
+    nothing = measure(torch.empty(0))
+    assert all(math.isnan(one) for one in (nothing.mean, nothing.std, nothing.rms))
+    assert math.isnan(measure(torch.zeros(3)).kurtosis)
+    assert math.isnan(measure(torch.tensor([1e300, 2e300], dtype=torch.float64)).std)
+    assert str(nothing) == "0 elements, 0 zeros, 0 non-finite"

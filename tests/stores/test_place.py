@@ -55,6 +55,12 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_a_url_of_a_file_is_a_folder_here(tmp_path):
+    place = place_of(f"file://{tmp_path}/store")
+    assert isinstance(place, LocalPlace)
+    assert place.folder == tmp_path / "store"
+
+
 def test_a_place_is_a_folder_or_a_url(tmp_path):
     assert str(place_of(str(tmp_path))) == str(tmp_path)
     assert str(place_of("memory://a/b/")) == "memory://a/b"

@@ -18,6 +18,7 @@ import hookline as hl
 from hookline.cli.diagnosing import diagnose
 from hookline.cli.extracting import extract_by_name, moved, process_group
 from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
+from hookline.cli.profiling import profile_by_name
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
 from hookline.cli.viewing import items_of, open_page, serve, serving_of
@@ -27,7 +28,7 @@ from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
-from hookline.verbs import diagnosis_data, diagnosis_parts, summary_parts
+from hookline.verbs import diagnosis_data, diagnosis_parts, profile_parts, summary_parts
 from hookline.verbs.inventory import inventory_parts
 from hookline.views import terminal_plots
 
@@ -220,6 +221,44 @@ def summary(
     out.print(renderable(summary_parts(table, failure=False)))
     if table.failure:
         say(f"the forward failed in {table.failure}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    model: ModelName,
+    source: InputName,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="also run backward, from the mean of the squares")
+    ] = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="the number of passes; the first is not in the mean")
+    ] = 3,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="print no modules below this depth")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a Chrome trace, for Perfetto")
+    ] = None,
+    flame: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a flame view, an HTML file")
+    ] = None,
+    weights: Weights = "default",
+) -> None:
+    """Measure time, FLOPs and memory of each module, forward and backward."""
+    with complaints():
+        loaded, batch = _load(model, source, weights)
+        with Busy("running the model", steps) as busy:
+            found = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
+        table = found.per_pass if depth is None else found.per_pass.fold(depth)
+        files = [
+            write(path) for write, path in ((found.trace, trace), (found.flame, flame)) if path
+        ]
+    out.print(renderable(profile_parts(table)))
+    for file in files:
+        out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
+    if found.failure:
+        say(f"the run failed {found.failure}")
         raise typer.Exit(1)
 
 

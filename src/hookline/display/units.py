@@ -38,6 +38,22 @@ def size(n_bytes: float) -> str:
     return _scaled(n_bytes, 1024, _BYTE_UNITS)
 
 
+def duration(seconds: float) -> str:
+    """Format a duration with three digits.
+
+        >>> duration(0.0123), duration(45e-6), duration(2.5), duration(0)
+        ('12.3 ms', '0.0450 ms', '2.50 s', '')
+
+    Args:
+        seconds: the duration, at least 0. Zero gives an empty text.
+    """
+    if not seconds:
+        return ""
+    number, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1e3, "ms")
+    digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2 if number >= 0.9995 else 4
+    return f"{number:.{digits}f} {unit}"
+
+
 def measure(number: float | None) -> str:
     """Format a measurement with four significant digits; None gives an empty text.
 

@@ -1,4 +1,4 @@
-"""Look up keys in the passes of a recording.
+"""Hold the entries of a recording, pass by pass, and find them by key.
 
 Look-ups never guess: a key with several values raises an error.
 """

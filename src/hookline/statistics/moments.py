@@ -14,6 +14,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.display.units import measure
+
 _BLOCK = 65_536  # numbers: as float64, they fit into the cache
 
 
@@ -81,15 +83,48 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """The standard deviation of the finite numbers, by their count; NaN without any."""
+        """The standard deviation of the finite numbers, by their count; NaN without any.
+
+        It loses digits where the mean is much larger: at a mean of 10^6 deviations, four remain.
+        """
         if not self.finite:
             return math.nan
-        return math.sqrt(max(self.sum2 / self.finite - self.mean**2, 0.0))
+        if self.min == self.max:
+            return 0.0  # exactly, whatever the sums were rounded to
+        return math.sqrt(max(self.sum2 / self.finite - self.mean * self.mean, 0.0))
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square of the finite numbers; NaN without any."""
+        return math.sqrt(self.sum2 / self.finite) if self.finite else math.nan
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of the finite numbers."""
+        return math.sqrt(self.sum2)
+
+    @property
+    def kurtosis(self) -> float:
+        """The mean of fourth powers by the squared mean of squares, about 0; NaN if all are 0.
+
+        It is 3 for normal numbers of mean 0, 1 if all magnitudes are equal, and large where few
+        numbers stand out.
+        """
+        return self.sum4 / self.sum2 * self.finite / self.sum2 if self.sum2 else math.nan
 
     @property
     def max_abs(self) -> float:
         """The greatest magnitude; 0 without finite numbers."""
         return max(abs(self.min), abs(self.max)) if self.finite else 0.0
+
+    def __str__(self) -> str:
+        text = f"{self.count:,} elements, {self.zeros:,} zeros, {self.non_finite:,} non-finite"
+        if not self.finite:
+            return text
+        shown = ", ".join(
+            f"{name} {measure(getattr(self, name))}" for name in ("mean", "std", "min", "max")
+        )
+        return f"{text}\n{shown}"
 
     def as_json(self) -> list[Any]:
         """Return the fields as a list that JSON can hold: null stands for a missing extreme."""

@@ -32,6 +32,7 @@ except ImportError:  # not POSIX: no locks, so two writers are not noticed
 _LOCK = ".lock"
 _ORPHANS_S = 15  # workers of torch's DataLoader look for their parent every 5 seconds
 _PART = ".part"
+_LOCAL = "file://"  # fsspec would write such files without lock and sync
 # Only a writer's own files: the folder may turn out to be one with other files in it.
 _LEFT_BEHIND = re.compile(
     r"\.(shard-\d{8}\.safetensors|manifest\.json|names\.json)\.\d+\.[0-9a-f]{8}\.part"
@@ -90,10 +91,10 @@ def place_of(to: str | os.PathLike[str]) -> Place:
     Raises:
         FolderError: it is neither, or fsspec has no such protocol.
     """
-    if isinstance(to, str) and "://" in to:
+    if isinstance(to, str) and "://" in to and not to.startswith(_LOCAL):
         return RemotePlace(to)
     try:
-        folder = Path(to)
+        folder = Path(to.removeprefix(_LOCAL) if isinstance(to, str) else to)
         if "\0" in str(folder) or _is_broken_url(folder):
             raise ValueError(str(folder))
     except (TypeError, ValueError) as error:

@@ -14,11 +14,13 @@ from hookline.verbs.doctor.doctor import doctor as doctor
 from hookline.verbs.edit import edits as edits
 from hookline.verbs.edit.edit import edit as edit
 from hookline.verbs.extract.extract import extract as extract
-from hookline.verbs.extract.setup import Extracting as Extracting
+from hookline.verbs.extract.options import Extracting as Extracting
 from hookline.verbs.inventory import Inventory as Inventory
 from hookline.verbs.inventory import inventory as inventory
-from hookline.verbs.monitor.monitor import MonitorLine as MonitorLine
-from hookline.verbs.monitor.monitor import monitor as monitor
+from hookline.verbs.profile.profile import Profile as Profile
+from hookline.verbs.profile.profile import profile as profile
+from hookline.verbs.profile.table import ProfileTable as ProfileTable
+from hookline.verbs.profile.table import profile_parts as profile_parts
 from hookline.verbs.record.features import features as features
 from hookline.verbs.record.record import RecordLine as RecordLine
 from hookline.verbs.record.record import record as record
@@ -32,7 +34,8 @@ from hookline.verbs.watch.watch import watch as watch
 
 __all__ = [
     "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Extracting", "Inputs", "Inventory",
-    "MonitorLine", "RawLine", "RecordLine", "StoreLine", "Summary", "Watch", "attach", "cam",
-    "clip", "diagnosis_data", "diagnosis_parts", "doctor", "edit", "edits", "extract", "features",
-    "inventory", "monitor", "record", "summary", "summary_parts", "watch",
+    "Profile", "ProfileTable", "RawLine", "RecordLine", "StoreLine", "Summary", "Watch", "attach",
+    "cam", "clip", "diagnosis_data", "diagnosis_parts", "doctor", "edit", "edits", "extract",
+    "features", "inventory", "profile", "profile_parts", "record", "summary", "summary_parts",
+    "watch",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.units import count, size
 from hookline.engine import Line, Order, Pass, Site
 from hookline.engine.pytree import describe, tree
-from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
+from hookline.engine.torch_private.graph.operations import attention_formulas
 from hookline.errors import AttachError, HooklineError
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects
@@ -190,7 +190,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         )
     line = Line(model, name="summary")
     line.options.quiet = line.options.lenient = True
-    table, rows = _describe(line, model)
+    table, rows = describe_modules(line, model)
     if inputs is None:
         return table
     inputs = _to_meta_if(model, inputs)
@@ -217,11 +217,7 @@ def _counter() -> FlopCounterMode:
     """Return torch's FLOP counter, with a formula that it lacks: the CPU's fused attention."""
     from torch.utils import flop_counter  # late, because it would slow `import hookline`
 
-    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        count: int = flop_counter.sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-        return count
-
-    return flop_counter.FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: attention})
+    return flop_counter.FlopCounterMode(display=False, custom_mapping=attention_formulas())
 
 
 @final
@@ -262,7 +258,12 @@ class _Gauge:
         return callback
 
 
-def _describe(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:
+def describe_modules(line: Line, model: nn.Module) -> tuple[Summary, dict[str, Row]]:
+    """Describe the modules of a line's model before any run.
+
+    Returns:
+        The summary, and its rows by path.
+    """
     table = Summary(type(line.nodes[0].module).__name__)
     rows: dict[str, Row] = {}
     for node in line.nodes:
@@ -328,7 +329,7 @@ def _modules(found: Summary) -> Table:
     holders = {path[:at] for path in paths_run for at, char in enumerate(path) if char == "."}
     rows = []
     for row in found.rows:
-        cells: list[Words] = [_name(row), row.type_and_calls]
+        cells: list[Words] = [indented_name(row), row.type_and_calls]
         if found.ran:
             cells += [_compact(row.input), _output(row, row.path in holders)]
             cells += [row.dtype] * has_dtypes
@@ -340,7 +341,8 @@ def _modules(found: Summary) -> Table:
     return Table(names, rows, quiet)
 
 
-def _name(row: Row) -> Words:
+def indented_name(row: Row) -> Words:
+    """Return the last part of a module's path, indented by its depth, with its other paths."""
     indent = "  " * row.depth
     if not row.aliases:
         return indent + row.name

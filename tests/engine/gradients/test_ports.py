@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -370,3 +371,18 @@ def test_a_line_ended_before_backward_leaves_gradients_alone(net, image):
     loss.backward()
     assert not [value for value in line.recording.passes[0].values() if value is not None]
     assert all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True))
+
+
+def test_a_parameters_gradient_of_another_thread_says_so():
+    model = nn.Linear(2, 1)
+
+    def train():
+        model(torch.ones(1, 2)).sum().backward()
+
+    line = hl.record(model, "weight:grad")
+    one = threading.Thread(target=train)
+    one.start()
+    one.join()
+    with pytest.warns(hl.HooklineWarning, match=r"its gradient flowed back in another thread"):
+        line.remove()
+    assert model.weight.grad is not None

@@ -89,7 +89,7 @@ class Told:
         assert inspect.isframe(frame)
         self.heard.append("enter")
 
-    def leave(self, module, frame):
+    def leave(self, module, frame, output):
         self.heard.append("leave")
 
     def explain(self, error):

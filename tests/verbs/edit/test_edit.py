@@ -304,6 +304,10 @@ def test_ready_made_edits_do_not_round_silently():
             model(torch.tensor([4, 6]))
     with hl.edit(model, "0", hl.edits.scale(2)):
         assert model(torch.tensor([4, 6])).tolist() == [8, 12]
+    with hl.edit(model, "0", hl.edits.add(1j)):
+        with pytest.raises(hl.StructureError, match="cannot hold complex"):
+            model(torch.tensor([4.0, 6.0]))
+        assert model(torch.tensor([4.0 + 0j])).tolist() == [4 + 1j]
 
 
 @pytest.mark.trap(37)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import hookline as hl
-from hookline.verbs.extract import ranks as module
+from hookline.verbs.extract import collective_steps as module
 from parallel import conv_net, sharded
 from processes import ranks_of
 

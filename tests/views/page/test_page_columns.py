@@ -4,7 +4,7 @@ import torch
 
 import hookline as hl
 from hookline.views.page.columns import columns
-from hookline.views.page.rows import tree_rows
+from hookline.views.page.tree_rows import tree_rows
 from hookline.views.page.values import read_values
 
 

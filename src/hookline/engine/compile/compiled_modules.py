@@ -27,8 +27,8 @@ class Watcher(Protocol):
     def enter(self, module: nn.Module, frame: FrameType) -> None:
         """Prepare for the run of a compiled module, whose call has this frame."""
 
-    def leave(self, module: nn.Module, frame: FrameType) -> None:
-        """Clean up after a compiled module has returned or raised."""
+    def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
+        """Clean up after a compiled module has returned or raised; `output` is then None."""
 
     def explain(self, error: BaseException) -> None:
         """Add a note to the error of a compiled module."""
@@ -150,15 +150,17 @@ def _watched(
 ) -> Any:
     watchers = [one.watcher for one in Borders._all if one.watcher.covers(module)]
     entered: list[Watcher] = []
+    output = None
     try:
         for watcher in watchers:
             entered.append(watcher)
             watcher.enter(module, frame)
-        return call(*args, **kwargs)
+        output = call(*args, **kwargs)
+        return output
     except Exception as error:
         for watcher in entered:
             watcher.explain(error)
         raise
     finally:
         for watcher in reversed(entered):
-            watcher.leave(module, frame)
+            watcher.leave(module, frame, output)

@@ -146,7 +146,7 @@ class _Border:
         call.is_on = True
         call.settings.begin()
 
-    def leave(self, module: nn.Module, frame: FrameType) -> None:
+    def leave(self, module: nn.Module, frame: FrameType, output: object) -> None:
         """Switch the line back after a compiled module has returned or raised."""
         calls = self._here.calls
         if not calls or calls[-1].frame is not frame:

@@ -12,7 +12,7 @@ from hookline.stores.job import Job
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard, name_of, read_shard
 from hookline.stores.writer import Writer
-from hookline.verbs.extract.ranks import Pulse, Ranks
+from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.worker import Worker, shards_of
 
 

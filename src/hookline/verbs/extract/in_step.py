@@ -17,8 +17,8 @@ from hookline.errors import RanksError
 from hookline.stores.job import Job
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard
+from hookline.verbs.extract.collective_steps import PATIENCE_S, Ranks
 from hookline.verbs.extract.engines import write_shards
-from hookline.verbs.extract.ranks import PATIENCE_S, Ranks
 from hookline.verbs.extract.worker import Worker, shards_of
 
 # What a rank says before each forward: the greatest number counts.

@@ -31,7 +31,7 @@ from hookline.stores.place import LocalPlace, Place
 from hookline.stores.shard_file import Shard
 from hookline.util.install import how_to_install
 from hookline.verbs.extract.engines import read_elsewhere, write_shards
-from hookline.verbs.extract.setup import Setup
+from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.worker import Worker
 
 _CONNECT_S = 10.0

@@ -35,7 +35,7 @@ from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.torch_private.modules import is_scripted
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
-from hookline.verbs.watch.stopwatch import Call, Running, time_calls
+from hookline.verbs.watch.clock_tap import Call, Running, time_calls
 
 _CHUNK = 2**16  # elements whose float64 copy, of 512 KiB, stays in a core's cache
 

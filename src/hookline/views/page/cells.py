@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hookline.display.html import escape
 from hookline.views.page.columns import Column
-from hookline.views.page.rows import Row
+from hookline.views.page.tree_rows import Row
 from hookline.views.page.values import ValueEntry
 
 

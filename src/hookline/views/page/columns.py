@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from hookline.display.units import measure, share
-from hookline.views.page.rows import Row
+from hookline.views.page.tree_rows import Row
 from hookline.views.page.values import ValueEntry
 from hookline.views.statistics import Statistics
 

@@ -20,7 +20,7 @@ from hookline.engine import as_written
 from hookline.errors import FolderError, HooklineError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.views.page.columns import Column, columns
-from hookline.views.page.rows import Row, tree_rows
+from hookline.views.page.tree_rows import Row, tree_rows
 from hookline.views.page.values import Place, ValueEntry, list_values, measured, read_value
 from hookline.views.plots.differences import Difference, difference
 from hookline.views.statistics import Statistics, main_tensor

@@ -17,10 +17,10 @@ from hookline.recordings.manifest import MANIFEST
 from hookline.verbs import Summary
 from hookline.views.page.columns import columns
 from hookline.views.page.optional_imports import load
-from hookline.views.page.rows import Row, tree_rows
 from hookline.views.page.state import failed_passes, notices_of_rows
 from hookline.views.page.templates import environment, table
 from hookline.views.page.thumbnails import input_thumbnail
+from hookline.views.page.tree_rows import Row, tree_rows
 from hookline.views.page.values import read_values
 
 if TYPE_CHECKING:

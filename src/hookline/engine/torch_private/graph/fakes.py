@@ -1,0 +1,209 @@
+"""Copies of models and inputs that have shapes and no numbers: torch's fake tensors.
+
+A copy is made in two steps. The first puts a tensor of the meta device in place of each tensor, and
+may be made while the model runs. The second puts torch's fake tensors in place of these. It loads
+the symbolic parts of torch, which takes seconds, so it waits until the copy is to run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hookline.engine.torch_private.distributed import is_dtensor, sharding
+from hookline.engine.torch_private.modules import children
+from hookline.errors import ModelError
+
+Flags = list[tuple[bool, list[bool]]]
+
+
+class Runnable(NamedTuple):
+    """A module and inputs of fake tensors.
+
+    Attributes:
+        modules: the modules, by path.
+        args: the arguments.
+        kwargs: the keyword arguments.
+    """
+
+    modules: dict[str, nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@final
+class ShapesOnly:
+    """A copy of a model without numbers and without hooks, to run on shapes.
+
+    The copy shares no Python object with the model that a copy can have for itself. A parameter
+    that FSDP2 shards has its whole shape in the copy.
+
+    Args:
+        model: the model.
+        modules: the modules to find in the copy again, by path.
+
+    Raises:
+        ModelError: the model is split over ranks in a way that a copy cannot undo.
+        Exception: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        split = sharding(model)
+        if split not in ("", "FSDP2"):
+            raise ModelError(_SPLIT[split])
+        self._stand_ins = _StandIns()
+        self._memo: dict[int, Any] = {}
+        every = list(model.modules())
+        for module in every:
+            self._without_hooks(module)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if id(tensor) not in self._memo:
+                    self._memo[id(tensor)] = self._stand_ins.of(tensor)
+        shells = [(module, self._shell(module)) for module in every if _is_sharded(module)]
+        with self._stand_ins:
+            for module, shell in shells:
+                state = module.__getstate__()  # type: ignore[no-untyped-call]
+                shell.__dict__.update(copy.deepcopy(state, self._memo))
+            for module in reversed(every):
+                inner = _compiled_in(module)
+                if inner is not None:  # the copy runs eagerly
+                    self._memo[id(module)] = copy.deepcopy(inner, self._memo)
+            copy.deepcopy(model, self._memo)
+        self._every = [self._memo[id(module)] for module in every]
+        self._modules = {path: self._memo[id(module)] for path, module in modules.items()}
+
+    def copied(self, value: Any) -> Any:
+        """Return a copy of inputs without numbers."""
+        with self._stand_ins:
+            return copy.deepcopy(value, dict(self._memo))
+
+    def release(self) -> None:
+        """Let go of the model: from now on, no more inputs are copied."""
+        self._memo.clear()  # a memo also holds the objects that were copied
+
+    @contextmanager
+    def running(self, inputs: tuple[Any, Any], flags: Flags) -> Iterator[Runnable]:
+        """Yield fake modules and inputs, with the flags that the model had; run them in the block.
+
+        Args:
+            inputs: arguments and keyword arguments, copied.
+            flags: the flags, by `flags_of`.
+        """
+        # Late, because it loads sympy.
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+            memo = self._stand_ins.as_fakes()
+            parts = copy.deepcopy((self._every, self._modules, inputs), memo)
+            every, modules, (args, kwargs) = parts
+            for made, (training, needs) in zip(every, flags, strict=True):
+                made.training = training
+                for parameter, need in zip(made.parameters(recurse=False), needs, strict=False):
+                    parameter.requires_grad_(need)
+            yield Runnable(modules, args, kwargs)
+
+    def _without_hooks(self, module: nn.Module) -> None:
+        for name, hooks in vars(module).items():
+            if not name.startswith("_") or "_hooks" not in name or not isinstance(hooks, dict):
+                continue
+            # The hooks of `torch.nn.utils` compute weights: they are a part of the model.
+            kept = {
+                k: h for k, h in hooks.items() if type(h).__module__.startswith("torch.nn.util")
+            }
+            self._memo[id(hooks)] = OrderedDict(kept)
+
+    def _shell(self, module: nn.Module) -> nn.Module:
+        """Return an empty copy of a module that FSDP2 forbids to copy, of its original class."""
+        bases = type(module).__mro__
+        kind: Any = bases[[base.__name__ for base in bases].index("FSDPModule") + 1]
+        shell: nn.Module = kind.__new__(kind)
+        nn.Module.__init__(shell)
+        self._memo[id(module)] = shell
+        return shell
+
+
+def flags_of(model: nn.Module) -> Flags:
+    """Return the modes of a model's modules, and which of their parameters require gradients."""
+    return [
+        (module.training, [one.requires_grad for one in module.parameters(recurse=False)])
+        for module in model.modules()
+    ]
+
+
+@final
+class _StandIns(TorchFunctionMode):
+    """Copy tensors to the meta device, and know their own devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[Tensor, torch.device]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.of(tensor)
+            return memo[id(tensor)]
+        if function is torch._C.TensorBase.clone:  # of a parameter that no module holds
+            return self.of(args[0])
+        return function(*args, **(kwargs or {}))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the meta device in place of this one.
+
+        Raises:
+            ModelError: the tensor is not described by a shape and strides.
+        """
+        with torch._C.DisableTorchFunction():
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise ModelError(f"it holds a tensor of layout {tensor.layout}")
+            strides = tensor.stride() if not is_dtensor(tensor) else None
+            made = _empty(tensor.shape, strides, tensor.dtype, torch.device("meta"))
+            made = _like(made, tensor)
+        self._made.append((made, tensor.device))
+        return made
+
+    def as_fakes(self) -> dict[int, Any]:
+        """Return fake tensors on the devices of the originals, by the id of the stand-in."""
+        return {
+            id(one): _like(_empty(one.shape, one.stride(), one.dtype, device), one)
+            for one, device in self._made
+        }
+
+
+def _empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _like(made: Tensor, tensor: Tensor) -> Tensor:
+    """Make a parameter of a tensor where the original is one, and let it require gradients."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _compiled_in(module: nn.Module) -> nn.Module | None:
+    """Return the module inside `torch.compile(module)`; None for any other module."""
+    is_optimized = any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
+    return children(module).get("_orig_mod") if is_optimized else None
+
+
+_SPLIT = {
+    "FSDP1": "FSDP1 shards the model's weights",
+    "split": "tensor parallelism splits the model's weights",
+}

@@ -1,0 +1,108 @@
+"""Nodes of autograd's graph: the order in which they were made, and what they keep.
+
+torch numbers the nodes that a thread makes. In backward, a thread runs the nodes that are ready by
+descending number, and before these the nodes that accumulate the gradients of leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Returns the number that the next node of this thread gets.
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+_ACCUMULATES = 2**63  # nodes that accumulate gradients have a number above
+_KEPT = "_raw_saved_"
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def nodes_below(roots: Iterable[Any], lowest: int) -> tuple[list[tuple[int, Any]], Any]:
+    """Walk over the graph below some nodes.
+
+    Args:
+        roots: the nodes to begin at.
+        lowest: the lowest number of a node to visit.
+
+    Returns:
+        The nodes and their numbers, the highest number first. And the node with the highest number
+        below `lowest`, where the graph goes on; None if the graph ends.
+    """
+    seen: set[Any] = set()
+    found: list[tuple[int, Any]] = []
+    before: tuple[int, Any] = (-1, None)
+    waiting = [root for root in roots if root is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)  # holds the node, so that no other one gets its id
+        number = node._sequence_nr()
+        if number >= lowest:
+            if number < _ACCUMULATES:
+                found.append((number, node))
+                waiting += [one for one, _ in node.next_functions if one is not None]
+        elif number > before[0]:
+            before = number, node
+    found.sort(key=lambda one: one[0], reverse=True)
+    return found, before[1]
+
+
+def kept_by(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a node keeps for backward, without unpacking what was packed."""
+    for name in _names_of_kept(node.__class__):
+        kept = getattr(node, name)
+        for one in kept if isinstance(kept, tuple | list) else (kept,):
+            tensor = None if one is None else _data(one)
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def _data(kept: Any) -> Any:
+    try:
+        return kept.data
+    except RuntimeError:  # it was freed, or nothing was saved
+        return None
+
+
+@functools.cache
+def _names_of_kept(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_KEPT))
+
+
+def running_node() -> Any:
+    """Return the node that runs in this thread's backward; None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+def at_end_of_inner_backward(function: Callable[[], None]) -> None:
+    """Call a function when the innermost run of autograd has ended; only from within a hook.
+
+    The backward of a reentrant checkpoint is a run inside the user's run.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return a key for the memory of a tensor, and its size in bytes; views share the memory."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
+        parts = _parts_of_sparse(tensor)
+        return id(tensor), sum(part.nbytes for part in parts)
+
+
+def _parts_of_sparse(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout is torch.strided else []

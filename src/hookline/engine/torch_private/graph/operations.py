@@ -1,0 +1,86 @@
+"""Operations as torch dispatches them: their FLOPs, and the memory that they make."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
+
+Formula = Callable[..., int]
+
+
+@functools.cache
+def attention_formulas() -> dict[Any, Formula]:
+    """Return the FLOPs of the CPU's fused attention, for which torch's counter has no formula."""
+    from torch.utils import flop_counter  # late, because it would slow `import hookline`
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        count: int = flop_counter.sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+        return count
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        count: int = flop_counter.sdpa_backward_flop_count(grad, query, key, value)  # type: ignore[no-untyped-call]
+        return count
+
+    name = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    return {CPU_ATTENTION: forward, getattr(torch.ops.aten, name): backward}
+
+
+@final
+class OperationCounter:
+    """Count FLOPs by torch's formulas, and the bytes of the tensors that operations make.
+
+    Args:
+        done: called after each operation with its FLOPs and the bytes that are alive.
+    """
+
+    def __init__(self, done: Callable[[int, int], None]) -> None:
+        from torch.utils import flop_counter  # late, because it would slow `import hookline`
+
+        # The names that torch's mode reads.
+        wrapped = {op: flop_counter.shape_wrapper(f) for op, f in attention_formulas().items()}  # type: ignore[no-untyped-call]
+        self.flop_registry = {**flop_counter.flop_registry, **wrapped}
+        self.flop_counts: Any = defaultdict(lambda: defaultdict(int))
+        self._mode = flop_counter._FlopCounterMode
+        self._done = done
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._n_bytes = 0
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations are counted."""
+        mode: AbstractContextManager[Any] = self._mode(self)  # type: ignore[arg-type]
+        return mode
+
+    def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        formula = self.flop_registry.get(operation)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        for one in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(one, Tensor):
+                self._hold(one)
+        self._done(flops, self._n_bytes)
+        return out
+
+    def _hold(self, tensor: Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+            key, n_bytes = storage._cdata, int(storage.nbytes())
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own
+            return
+        known = self._alive.get(key)
+        if known is None or known() is not storage:
+
+            def freed(ref: Any) -> None:
+                if self._alive.get(key) is ref:
+                    del self._alive[key]
+                self._n_bytes -= n_bytes
+
+            self._n_bytes += n_bytes
+            self._alive[key] = weakref.ref(storage, freed)

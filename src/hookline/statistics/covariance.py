@@ -1,0 +1,137 @@
+"""The mean and the covariance of the features of values, which add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hookline.engine.pytree import describe
+from hookline.errors import StructureError
+from hookline.statistics.elements import CHUNK_NUMEL, real64, slot_device, to_measure
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Covariance:
+    """The mean and the covariance of features, over rows.
+
+        >>> statistic = hl.stats.covariance()
+        >>> x = torch.tensor([[0.0, 0.0], [2.0, -2.0]])
+        >>> found = statistic.result(statistic.update(statistic.start(x), x))
+        >>> print(found)
+        covariance of 2 features over 2 rows, 0 of them non-finite
+        >>> found.correlation.tolist()
+        [[1.0, -1.0], [-1.0, 1.0]]
+
+    Args:
+        count: how many rows there are.
+        non_finite: how many of them have a NaN or infinity. The other fields leave these out.
+        mean: the mean of each feature, shape `(features,)`, float64; NaN without rows.
+        matrix: the covariance by the number of rows, shape `(features, features)`, float64.
+    """
+
+    count: int
+    non_finite: int
+    mean: Tensor
+    matrix: Tensor
+
+    @property
+    def second_moment(self) -> Tensor:
+        """The mean of `x xᵀ`, shape `(features, features)`: half the Hessian of a linear layer."""
+        return self.matrix + torch.outer(self.mean, self.mean)
+
+    @property
+    def correlation(self) -> Tensor:
+        """The correlation, shape `(features, features)`; NaN for a feature that is constant."""
+        deviation = self.matrix.diagonal().sqrt()
+        return self.matrix / torch.outer(deviation, deviation)
+
+    def __str__(self) -> str:
+        return (
+            f"covariance of {len(self.mean):,} features over {self.count:,} rows,"
+            f" {self.non_finite:,} of them non-finite"
+        )
+
+
+@final
+class CovarianceStatistic:
+    """A `Statistic` whose result is a `Covariance`.
+
+    The slots: the count of rows, that of non-finite rows, the means of the others, and the sums of
+    products of deviations from these means.
+    """
+
+    def start(self, value: Tensor) -> Tensor:
+        """Return empty slots on the value's device, for its number of features."""
+        n = _check(value).shape[-1]
+        return torch.zeros(2 + n + n * n, dtype=torch.float64, device=slot_device(value))
+
+    def update(self, slots: Tensor, value: Tensor) -> Tensor:
+        """Return the slots with one more value.
+
+        Raises:
+            StructureError: the value has no dimension, another number of features, or is complex.
+        """
+        n = _check(value).shape[-1]
+        if slots.shape[0] != 2 + n + n * n:
+            raise StructureError(
+                "a value of hl.stats.covariance must have as many features as the first one, got"
+                f" {describe.shape(value)}.\nGive each site slots of its own."
+            )
+        traces = torch.compiler.is_compiling()
+        for part in to_measure(value):
+            rows = part.reshape(-1, n)
+            for piece in [rows] if traces else torch.split(rows, max(1, CHUNK_NUMEL // max(1, n))):
+                slots = self.merge(slots, _of_rows(real64(piece)))
+        return slots
+
+    def merge(self, slots: Tensor, other: Tensor) -> Tensor:
+        """Merge two sets of slots, by the formula of Chan, Golub and LeVeque."""
+        n = _n_features(slots)
+        mine, others = slots[0] - slots[1], other[0] - other[1]
+        share = others / (mine + others).clamp(min=1)
+        apart = other[2 : 2 + n] - slots[2 : 2 + n]
+        between = torch.outer(apart, apart) * (mine * share)
+        return torch.cat(
+            [
+                slots[:2] + other[:2],
+                slots[2 : 2 + n] + apart * share,
+                slots[2 + n :] + other[2 + n :] + between.reshape(-1),
+            ]
+        )
+
+    def result(self, slots: Tensor) -> Covariance:
+        """Read slots."""
+        n = _n_features(slots)
+        count, non_finite = int(slots[0]), int(slots[1])
+        finite = count - non_finite
+        mean = slots[2 : 2 + n].clone() if finite else slots.new_full((n,), torch.nan)
+        matrix = slots[2 + n :].reshape(n, n) / finite
+        return Covariance(count, non_finite, mean, matrix)
+
+
+def _of_rows(rows: Tensor) -> Tensor:
+    is_finite = (rows.abs() < torch.inf).all(dim=-1, keepdim=True)
+    finite = is_finite.sum(dtype=torch.float64)
+    mean = torch.where(is_finite, rows, 0.0).sum(dim=0) / finite.clamp(min=1)
+    apart = torch.where(is_finite, rows - mean, 0.0)
+    count = torch.full_like(finite, rows.shape[0])
+    counts = torch.stack([count, count - finite])
+    return torch.cat([counts, mean, (apart.T @ apart).reshape(-1)])
+
+
+def _n_features(slots: Tensor) -> int:
+    """Return n, where the slots are 2 + n + n²."""
+    return int((slots.shape[0] - 1.75) ** 0.5)
+
+
+def _check(value: Tensor) -> Tensor:
+    if value.dim() == 0 or value.is_complex():
+        raise StructureError(
+            "a value of hl.stats.covariance must be real and have a dimension of features, got"
+            f" {describe.in_full(value)}.\nGive a view of it, such as value.reshape(-1, 1)."
+        )
+    return value

@@ -1,0 +1,128 @@
+"""Quantiles with a bound on their relative error, by a sketch that adds up.
+
+The sketch is that of Masson, Rim and Lee, "DDSketch: a fast and fully-mergeable quantile sketch
+with relative-error guarantees", VLDB 2019. Its range of bins is fixed here. Within an octave, bins
+have equal widths, so that no logarithm is computed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from hookline.display.units import measure
+from hookline.errors import InputError
+from hookline.statistics.bins import LogBins
+
+
+@final
+@dataclass(frozen=True)
+class Quantiles:
+    """Quantiles of numbers, each with a bounded relative error.
+
+        >>> statistic = hl.stats.quantiles((0.0, 0.5))
+        >>> x = torch.tensor([1.0, 2.0, 4.0])
+        >>> found = statistic.result(statistic.update(statistic.start(x), x))
+        >>> found[0.0], round(found[0.5], 1), found.count
+        (1.0, 2.0, 3)
+
+    Args:
+        q: which quantiles, from 0 to 1.
+        values: the quantiles of the finite elements. A value is NaN without finite elements, and
+            where it lies beyond the range of the sketch.
+        error: the bound of the relative error. Quantiles nearer to 0 than the lowest magnitude of
+            the sketch are 0.
+        count: how many elements there are.
+        non_finite: how many of them are NaN or infinite. The quantiles leave these out.
+        min: the smallest finite element; inf without any.
+        max: the greatest finite element; -inf without any.
+    """
+
+    q: tuple[float, ...]
+    values: tuple[float, ...]
+    error: float
+    count: int
+    non_finite: int
+    min: float
+    max: float
+
+    def __getitem__(self, q: float) -> float:
+        """Return one of the quantiles.
+
+        Raises:
+            KeyError: it is not one of `q`.
+        """
+        if q not in self.q:
+            raise KeyError(f"q must be one of {', '.join(map(str, self.q))}, got {q!r}.")
+        return self.values[self.q.index(q)]
+
+    def __str__(self) -> str:
+        pairs = zip(self.q, self.values, strict=True)
+        shown = ", ".join(f"{100 * q:g} % {measure(value)}" for q, value in pairs)
+        return (
+            f"{self.count:,} elements, {self.non_finite:,} non-finite"
+            f"\nwithin {100 * self.error:.2g} %: {shown}"
+        )
+
+
+@final
+class QuantilesStatistic:
+    """A `Statistic` whose result is `Quantiles`."""
+
+    def __init__(self, q: Sequence[float], error: float, low: float, high: float) -> None:
+        if not q or not all(0 <= one <= 1 for one in q):
+            raise InputError(
+                f"q must be numbers from 0 to 1, got {q!r}.\nGive q=(0.01, 0.5, 0.99)."
+            )
+        if not 0.00025 <= error < 1:
+            raise InputError(
+                f"error must be at least 0.00025 and less than 1, got {error!r}.\nGive error=0.01."
+            )
+        per_octave = 1
+        while _error(per_octave) > error:
+            per_octave *= 2
+        self._q = tuple(float(one) for one in q)
+        self._error = _error(per_octave)
+        self._bins = LogBins(low, high, per_octave)
+        self.start = self._bins.start
+        self.update = self._bins.update
+        self.merge = self._bins.merge
+
+    def result(self, slots: Tensor) -> Quantiles:
+        """Read slots."""
+        *counts, negated_min, greatest = slots.tolist()
+        non_finite = int(counts.pop())
+        ends = -negated_min, greatest
+        n = int(sum(counts))
+        totals = list(itertools.accumulate(counts))
+        middles = self._middles()
+        values = [self._value(math.floor(q * (n - 1)), totals, middles, ends) for q in self._q]
+        return Quantiles(self._q, tuple(values), self._error, n + non_finite, non_finite, *ends)
+
+    def _value(
+        self, rank: int, totals: list[float], middles: list[float], ends: tuple[float, float]
+    ) -> float:
+        """Return the number of a rank, which counts from 0, up to the error."""
+        if not totals[-1]:
+            return math.nan
+        if rank == 0 or rank == totals[-1] - 1:
+            return ends[rank != 0]
+        middle = middles[bisect.bisect_right(totals, rank)]
+        return min(max(middle, ends[0]), ends[1])
+
+    def _middles(self) -> list[float]:
+        """Return the number that stands for each bin: the relative error is that of both edges."""
+        edges = self._bins.edges()
+        upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]
+        return [*(-one for one in reversed(upper[1:])), 0.0, 0.0, *upper]
+
+
+def _error(per_octave: int) -> float:
+    """Return the relative error of the number that stands for the widest bin."""
+    return 1 / (2 * per_octave + 1)

@@ -1,0 +1,109 @@
+"""Give each process of an extraction what it needs to run any batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
+from hookline.engine.pytree import tree
+from hookline.errors import warn
+from hookline.stores.batch_columns import DEFAULT_MASK
+from hookline.verbs.extract.batches import Source
+from hookline.verbs.extract.options import Extracting
+from hookline.verbs.extract.worker import Worker
+from hookline.verbs.record.float32 import measured
+from hookline.verbs.record.keep import Keep
+from hookline.verbs.record.prefix import Prefix
+from hookline.verbs.shared.run_model import in_eval_mode
+
+_MOST_NAMED = 3
+
+
+@final
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to make any shard of a job.
+
+    Args:
+        model: the model.
+        selector: the sites.
+        source: the data.
+        options: the options of `hl.extract`.
+    """
+
+    model: nn.Module
+    selector: Selector
+    source: Source
+    options: Extracting
+
+    @contextmanager
+    def worker(self) -> Iterator[Worker]:
+        """Attach to the model, in eval mode, and give what runs batches. For one thread.
+
+        Raises:
+            SelectionError: the selector matches nothing, or a gradient.
+            InputError: the first batch cannot be loaded.
+        """
+        options = self.options
+        keep, dtype = options.get("keep"), options.get("dtype")
+        is_split = sharding(self.model) == "split"
+        kept: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
+        prefix = Prefix(self.model, self.selector, "extract", kept)
+        mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
+        before = _versions(self.model)
+        with prefix, mode:
+            mask = options.get("mask", DEFAULT_MASK)
+            gather = _Gather(keep, dtype) if is_split else None
+            yield Worker(prefix, self.source, options.get("inputs"), mask, gather)
+        after = _versions(self.model)
+        changed = [name for name, version in before.items() if after.get(name) != version]
+        if changed:
+            warn(
+                f"{', '.join(changed[:_MOST_NAMED])}{', …' * (len(changed) > _MOST_NAMED)} changed"
+                " while the model ran: rows depend on when they were made."
+                "\nExtract again without eval=False, and train the model afterwards."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class _Gather:
+    """Gathers a value of which each rank has a part, and makes of it what is stored.
+
+    Args:
+        keep: what is kept of the whole value.
+        dtype: the dtype of floating tensors as stored.
+    """
+
+    keep: Callable[[Any], Any] | None
+    dtype: torch.dtype | None
+
+    def __call__(self, value: Any) -> Any:
+        """Return what is stored of a value. A collective."""
+        found = tree.map_tensors(_whole, value)
+        if self.keep is not None:
+            found = measured(self.keep, found)
+        return tree.map_tensors(self._converted, found)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        is_converted = self.dtype is not None and tensor.is_floating_point()
+        return tensor.to(self.dtype) if is_converted else tensor
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Return what changes when a parameter or buffer is written to; of sharded weights nothing."""
+    if sharding(model):
+        return {}
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor._version for name, tensor in named if not tensor.is_inference()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return full_value(tensor) if is_dtensor(tensor) else local_part(tensor)

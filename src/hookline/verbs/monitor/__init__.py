@@ -1,1 +1,0 @@
-"""Monitor training: statistics of activations, gradients, weights and updates by step."""

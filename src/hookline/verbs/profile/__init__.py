@@ -1,0 +1,1 @@
+"""Measure time, FLOPs and memory of each module, forward and backward."""

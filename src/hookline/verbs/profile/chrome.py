@@ -1,0 +1,90 @@
+"""Write the calls of a profile in Chrome's trace event format, which Perfetto opens.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hookline.engine import path_text
+from hookline.verbs.profile.contexts import BACKWARD, PHASES, Context
+from hookline.verbs.profile.lane import Lane
+
+_MICROSECONDS = 1e6
+
+
+def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
+    """Write a trace; the clock of the trace stands still while hookline works.
+
+    Args:
+        path: the file.
+        lanes: the calls of each thread.
+        model_type: the class of the model.
+    """
+    pid = os.getpid()
+    events: list[dict[str, Any]] = [_name("process_name", pid, 0, f"hl.profile: {model_type}")]
+    for number, lane in enumerate(lanes):
+        events.append(_name("thread_name", pid, number, lane.name))
+        events += [{**one, "pid": pid, "tid": number} for one in _complete_events(lane)]
+    n_lost = sum(lane.n_lost for lane in lanes)
+    data = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"model": model_type, "events that were not kept": n_lost},
+    }
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete_events(lane: Lane) -> Iterator[dict[str, Any]]:
+    seconds = lane.clock.seconds
+    stretches: list[tuple[Context, float, float]] = []
+    for context, phase, first, last in lane.events:
+        start, end = seconds(first), seconds(last)
+        if phase == BACKWARD:
+            stretches.append((context, start, end))
+        else:
+            yield _complete(context, PHASES[phase], start, end)
+    yield from _joined(stretches)
+
+
+def _joined(stretches: list[tuple[Context, float, float]]) -> Iterator[dict[str, Any]]:
+    """Join the stretches of backward that follow each other: a caller spans those in it."""
+    running: list[tuple[Context, float]] = []
+    last = -1.0
+    for context, start, end in stretches:
+        chain = [one for one in context.chain if one.path is not None]
+        n_common = 0
+        # Between two stretches, a recomputation or other code may have run; it is inside a caller.
+        while n_common < min(len(chain), len(running)) and running[n_common][0] is chain[n_common]:
+            n_common += 1
+        if start != last and n_common == len(running):
+            n_common = max(n_common - 1, 0)
+        while len(running) > n_common:
+            ended, began = running.pop()
+            yield _complete(ended, PHASES[BACKWARD], began, last)
+        running += [(one, start) for one in chain[n_common:]]
+        last = end
+    while running:
+        ended, began = running.pop()
+        yield _complete(ended, PHASES[BACKWARD], began, last)
+
+
+def _complete(context: Context, phase: str, start: float, end: float) -> dict[str, Any]:
+    return {
+        "name": path_text(context.path or ""),
+        "cat": phase,
+        "ph": "X",
+        "ts": start * _MICROSECONDS,
+        "dur": max(end - start, 0.0) * _MICROSECONDS,
+        "args": {"phase": phase},
+    }

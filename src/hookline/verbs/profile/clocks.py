@@ -1,0 +1,155 @@
+"""Clocks that stand still while hookline works: wall time on a CPU, events on an accelerator.
+
+A clock is read at each border between two modules, twice: when hookline's hook begins and when the
+hook ends. The time between the two readings belongs to no module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+import torch
+
+from hookline.verbs.shared.stopwatch import STOPWATCH
+
+# The number of intervals after which those that a device has finished are read.
+_MANY = 4096
+
+
+class Clock(Protocol):
+    """The interface of a clock. A mark is a moment; what it is made of is the clock's affair.
+
+    Attributes:
+        overhead: the seconds for which the clock stood still, in this process.
+    """
+
+    overhead: float
+
+    def pause(self) -> Any:
+        """Stop the clock and return the mark."""
+
+    def resume(self) -> Any:
+        """Let the clock go on and return the mark."""
+
+    def charge(self, cell: list[float], slot: int, start: Any, end: Any) -> None:
+        """Add the seconds between two marks to a slot of a cell, now or in `settle`."""
+
+    def settle(self) -> None:
+        """Read all intervals that have not been read yet."""
+
+    def seconds(self, mark: Any) -> float:
+        """Return the seconds from the beginning to a mark; only after `settle`."""
+
+
+@final
+class WallClock:
+    """Wall time of one thread.
+
+    Processor time of the thread would miss the work of torch's other threads. Where a backward runs
+    in another thread than its forward, the clock goes on there.
+    """
+
+    def __init__(self) -> None:
+        self.overhead = 0.0
+        self._thread = threading.get_ident()
+        # The stopwatch leaves out another time in each thread; the shift makes up for that.
+        self._shift = 0.0
+        self._left_out = STOPWATCH.left_out
+        self._reading = self._last = self._began = STOPWATCH.read()
+        self._really = self._last + self._left_out
+
+    def pause(self) -> float:
+        """Stop the clock and return the mark."""
+        reading = STOPWATCH.read()
+        self._left_out = STOPWATCH.left_out
+        if threading.get_ident() != self._thread:
+            self._thread = threading.get_ident()
+            elapsed = reading + self._left_out - self._really
+            self._shift = self._last + elapsed - reading
+        self._reading = reading
+        return reading + self._shift
+
+    def resume(self) -> float:
+        """Let the clock go on and return the mark."""
+        STOPWATCH.go_on(self._reading)
+        self.overhead += STOPWATCH.left_out - self._left_out
+        self._really = self._reading + STOPWATCH.left_out
+        self._last = self._reading + self._shift
+        return self._last
+
+    def charge(self, cell: list[float], slot: int, start: float, end: float) -> None:
+        """Add the seconds between two marks to a slot of a cell."""
+        cell[slot] += end - start
+
+    def settle(self) -> None:
+        """Do nothing: each interval was read at once."""
+
+    def seconds(self, mark: float) -> float:
+        """Return the seconds from the beginning to a mark."""
+        return mark - self._began
+
+
+@final
+class EventClock:
+    """Time on a device, by events in its stream; nothing waits for the device before the end.
+
+    Args:
+        make: returns an event, with the methods of `torch.Event`.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.overhead = 0.0
+        self._make = make
+        self._waiting: list[tuple[list[float], int, Any, Any]] = []
+        self._host = 0.0
+        self._reading = 0.0
+        self._began = self._record()
+
+    def _record(self) -> Any:
+        event = self._make()
+        event.record()
+        return event
+
+    def pause(self) -> Any:
+        """Stop the clock and return the mark."""
+        self._host, self._reading = time.perf_counter(), STOPWATCH.read()
+        return self._record()
+
+    def resume(self) -> Any:
+        """Let the clock go on and return the mark."""
+        if len(self._waiting) >= _MANY and self._waiting[-1][3].query():
+            self._read()
+        mark = self._record()
+        STOPWATCH.go_on(self._reading)
+        self.overhead += time.perf_counter() - self._host
+        return mark
+
+    def charge(self, cell: list[float], slot: int, start: Any, end: Any) -> None:
+        """Note the interval between two marks for a slot of a cell."""
+        self._waiting.append((cell, slot, start, end))
+
+    def settle(self) -> None:
+        """Wait for the device and read all intervals."""
+        if self._waiting:
+            self._waiting[-1][3].synchronize()
+            self._read()
+
+    def _read(self) -> None:
+        for cell, slot, start, end in self._waiting:
+            cell[slot] += start.elapsed_time(end) / 1e3
+        self._waiting.clear()
+
+    def seconds(self, mark: Any) -> float:
+        """Return the seconds from the beginning to a mark."""
+        milliseconds: float = self._began.elapsed_time(mark)
+        return milliseconds / 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return a clock for the work of a device."""
+    if device.type in ("cpu", "meta"):
+        return WallClock()
+    return EventClock(lambda: torch.Event(device=device, enable_timing=True))

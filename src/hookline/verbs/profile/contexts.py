@@ -1,0 +1,79 @@
+"""Calling contexts: a module, called by a module, called by a module, and so on to the top.
+
+The costs of all calls in one context add up, so that a long run needs no more memory than a short
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import final
+
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, CALLS = range(5)
+PHASES = ("forward", "backward", "recompute")
+
+
+@final
+class Context:
+    """A calling context, with the costs of its own calls and without those inside.
+
+    Args:
+        path: the module's path; None at the top, which stands for the code around the model.
+        parent: the context of the caller; None at the top.
+
+    Attributes:
+        cells: seconds by phase and the number of calls; of the first pass, and of all later passes.
+        flops: floating-point operations by phase.
+        kept: the bytes that a pass keeps for backward; of the pass that keeps most.
+        peak: the most bytes that were alive during a call, of those that the pass had made.
+    """
+
+    __slots__ = ("cells", "children", "chain", "flops", "kept", "parent", "path", "peak")  # noqa: RUF023
+
+    def __init__(self, path: str | None = None, parent: Context | None = None) -> None:
+        self.path = path
+        self.parent = parent
+        self.children: dict[str, Context] = {}
+        self.chain: tuple[Context, ...] = (*(() if parent is None else parent.chain), self)
+        self.cells: tuple[list[float], list[float]] = [0.0] * 5, [0.0] * 5
+        self.flops = [0, 0, 0]
+        self.kept = 0
+        self.peak = 0
+
+    def child(self, path: str) -> Context:
+        """Return the context of a module that is called from here."""
+        found = self.children.get(path)
+        if found is None:
+            found = self.children[path] = Context(path, self)
+        return found
+
+    def again(self, path: str) -> Context:
+        """Return the context that a module had, which is called again from a backward here.
+
+        The backward of a checkpointed region runs in a context inside the region or around it.
+        """
+        for above in reversed(self.chain):
+            if above.path == path:
+                return above
+            if path in above.children:
+                return above.children[path]
+        found = next((one for one in self.chain[0].all() if one.path == path), None)
+        return self.child(path) if found is None else found
+
+    def all(self) -> Iterator[Context]:
+        """Yield this context and all contexts inside, callers first."""
+        yield self
+        for inner in self.children.values():
+            yield from inner.all()
+
+
+def outermost(contexts: Iterable[Context], is_meant: Callable[[str], bool]) -> list[Context]:
+    """Return the contexts of some modules that are not inside another one of these.
+
+    So a recursive module is counted at its outermost call.
+    """
+    return [
+        one for one in contexts
+        if one.path is not None and is_meant(one.path)
+        and not any(above.path is not None and is_meant(above.path) for above in one.chain[:-1])
+    ]  # fmt: skip

@@ -1,0 +1,122 @@
+"""Count the FLOPs and the peak memory of each module: one run on shapes for each kind of runs.
+
+The run calls the model's own Python code, on a copy of the model without numbers. So it counts what
+torch's FLOP counter would count, and disturbs no time. Inside compiled code it counts the eager
+operations that the code was compiled from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import warnings
+from bisect import bisect_right
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Order, backward_number
+from hookline.engine.line.registration import Registrations
+from hookline.engine.pytree import tree
+from hookline.engine.torch_private.graph.fakes import ShapesOnly
+from hookline.engine.torch_private.graph.nodes import next_number, number_of, running_node
+from hookline.engine.torch_private.graph.operations import OperationCounter
+from hookline.verbs.profile.contexts import BACKWARD, FORWARD, RECOMPUTE, Context
+from hookline.verbs.profile.inputs import Kind, Kinds
+
+
+def count_flops(kinds: Kinds) -> tuple[Context, str]:
+    """Count the FLOPs and the peak memory of all runs.
+
+    Returns:
+        The calling contexts, with FLOPs and peaks; and why some are not known, or an empty text.
+    """
+    top, failure = Context(), kinds.failure
+    for kind in kinds.found:
+        if kinds.copy is None or kind.inputs is None:
+            continue
+        counted = _Counted(top, kind)
+        try:
+            # In a context of its own, where no line of the caller sees the run.
+            contextvars.Context().run(_run, kinds.copy, kind, counted)
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            failure = failure or f"the model cannot run on shapes alone: {text}"
+    return top, failure
+
+
+def _run(copy: ShapesOnly, kind: Kind, counted: _Counted) -> None:
+    registrations = Registrations()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        found = stack.enter_context(copy.running(kind.inputs, kind.flags))
+        for device, dtype in kind.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        stack.callback(registrations.end)
+        for path, one in found.modules.items():
+            if not isinstance(one, torch.jit.ScriptModule):
+                counted.attach(registrations, path, one)
+        stack.enter_context(OperationCounter(counted.done).counting())
+        with torch.set_grad_enabled(kind.has_gradients):
+            output = found.modules[kind.path](*found.args, **found.kwargs)
+        outputs = [output] if isinstance(output, Tensor) else tree.distinct(output)
+        reached = [outputs[k] for k in sorted(kind.seeds) if k < len(outputs)]
+        reached = [one for one in reached if one.requires_grad]
+        if reached:
+            torch.autograd.backward(reached, [torch.ones_like(one) for one in reached])
+
+
+@final
+class _Counted:
+    """The calling context of each operation of a run."""
+
+    def __init__(self, top: Context, kind: Kind) -> None:
+        self._stack = [top]
+        self._kind = kind
+        self._numbers: list[int] = []
+        self._owners: list[Context] = []
+
+    def attach(self, registrations: Registrations, path: str, module: nn.Module) -> None:
+        """Register the hooks that keep the stack of calls."""
+        registrations.register(module, "forward_pre", partial(self._enter, path), Order.JOIN)
+        registrations.register(
+            module, "forward", partial(self._leave, path), Order.END, always_call=True
+        )
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        above = self._stack[-1]
+        if len(self._stack) == 1 and backward_number() != -1:
+            self._stack.append(self._owner_in_backward().again(path))
+        else:
+            self._stack.append(above.child(path))
+        self._border()
+
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if any(one.path == path for one in self._stack):
+            while self._stack.pop().path != path:
+                pass  # a module that raised before its hooks were on
+        self._border()
+
+    def _border(self) -> None:
+        self._numbers.append(next_number())
+        self._owners.append(self._stack[-1])
+
+    def _owner_in_backward(self) -> Context:
+        node = running_node()
+        at = -1 if node is None else bisect_right(self._numbers, number_of(node)) - 1
+        return self._owners[min(at, len(self._owners) - 1)] if at >= 0 else self._stack[0]
+
+    def done(self, flops: int, n_bytes: int) -> None:
+        """Charge an operation to the module that runs it."""
+        is_backward = backward_number() != -1
+        if len(self._stack) > 1:
+            context, phase = self._stack[-1], RECOMPUTE if is_backward else FORWARD
+        else:
+            context, phase = self._owner_in_backward(), BACKWARD
+        times = self._kind.n_backwards if is_backward else self._kind.n_runs
+        context.flops[phase] += flops * times
+        for one in context.chain:
+            one.peak = max(one.peak, n_bytes)

@@ -1,0 +1,182 @@
+"""The kinds of runs that a profile has seen: runs with inputs of the same shapes do the same work.
+
+Of each kind the inputs are copied without their numbers. The FLOPs of a kind are counted once, on
+the copies, when they are asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import backward_number, every_tensor
+from hookline.engine.autograd.written_views import GradHook
+from hookline.engine.torch_private.autograd import hook_node_before
+from hookline.engine.torch_private.graph.fakes import ShapesOnly, flags_of
+from hookline.engine.torch_private.graph.nodes import memory_of
+
+_MOST_KINDS = 16
+_ATOMS = (int, float, bool, str, type(None))
+
+
+@final
+class Kind:
+    """The runs of a module with inputs of the same shapes.
+
+    Args:
+        path: the module's path.
+        has_gradients: whether gradients were enabled.
+        autocast: the devices and dtypes of autocast.
+
+    Attributes:
+        inputs: the arguments and keyword arguments, without numbers; None if they were not copied.
+        flags: the modes of all modules.
+        n_runs: the number of runs.
+        n_backwards: the number of backwards through these runs.
+        seeds: the indices of the outputs that a gradient has reached.
+    """
+
+    __slots__ = (
+        "autocast", "flags", "has_gradients", "inputs", "n_backwards", "n_runs", "path", "seeds",
+    )  # fmt: skip
+
+    def __init__(self, path: str, *, has_gradients: bool, autocast: tuple[Any, ...]) -> None:
+        self.path = path
+        self.has_gradients = has_gradients
+        self.autocast = autocast
+        self.inputs: Any = None
+        self.flags: list[Any] = []
+        self.n_runs = 0
+        self.n_backwards = 0
+        self.seeds: set[int] = set()
+
+
+@final
+class Run:
+    """One run of an outermost module.
+
+    Args:
+        kind: its kind.
+        memory: the memory of the model's own tensors, for the first run of a kind.
+    """
+
+    __slots__ = ("_backward", "is_new", "kind", "memory")
+
+    def __init__(self, kind: Kind, memory: set[int] | None) -> None:
+        self.kind = kind
+        self.is_new = memory is not None
+        self.memory = memory or set()
+        self._backward: int | None = None
+
+    def await_outputs(self, outputs: Any) -> None:
+        """Note which outputs a gradient reaches."""
+        for index, tensor in enumerate(outputs):
+            node = tensor.grad_fn
+            if node is not None:
+                hook_node_before(node, GradHook(partial(self._reached, index)))
+
+    def _reached(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
+        self.kind.seeds.add(index)
+        if self._backward != backward_number():
+            self._backward = backward_number()
+            self.kind.n_backwards += 1
+
+
+@final
+class Kinds:
+    """The kinds of runs of a model.
+
+    Args:
+        model: the model.
+        modules: its modules, by path.
+        wants_flops: whether the inputs are copied, so that FLOPs can be counted.
+
+    Attributes:
+        wants_flops: whether the inputs are copied.
+        found: the kinds.
+        failure: why the FLOPs of some runs are not known; empty where all are.
+        seconds: the time that copying took.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: dict[str, nn.Module], *, wants_flops: bool
+    ) -> None:
+        self._model: nn.Module | None = model
+        self._by_path = modules
+        self.wants_flops = wants_flops
+        self._by_key: dict[Any, Kind] = {}
+        self.found: list[Kind] = []
+        self.copy: ShapesOnly | None = None
+        self.failure = ""
+        self.seconds = 0.0
+
+    def begin(self, path: str, args: Any, kwargs: Any) -> Run:
+        """Return the run that begins with these arguments."""
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        )
+        has_gradients = torch.is_grad_enabled()
+        is_training = self._model is not None and self._model.training
+        key = path, has_gradients, is_training, autocast, _form(args), _form(kwargs)
+        kind = self._by_key.get(key)
+        memory = None
+        if kind is None:
+            kind = Kind(path, has_gradients=has_gradients, autocast=autocast)
+            self._by_key[key] = kind
+            self.found.append(kind)
+            memory = self._memory()
+            self._copy_inputs(kind, args, kwargs)
+        kind.n_runs += 1
+        return Run(kind, memory)
+
+    def _memory(self) -> set[int]:
+        if self._model is None:
+            return set()
+        return {memory_of(one)[0] for one in (*self._model.parameters(), *self._model.buffers())}
+
+    def _copy_inputs(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        if self.failure or self._model is None or not self.wants_flops:
+            return
+        if len(self.found) > _MOST_KINDS:
+            self.failure = f"the inputs had more than {_MOST_KINDS} different shapes"
+            return
+        began = time.perf_counter()
+        try:
+            if self.copy is None:
+                self.copy = ShapesOnly(self._model, self._by_path)
+            kind.inputs = self.copy.copied((args, kwargs))
+            kind.flags = flags_of(self._model)
+        except Exception as error:
+            self.failure = f"the model cannot be copied: {_first_line(error)}"
+        self.seconds += time.perf_counter() - began
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self._model, self._by_path = None, {}
+        if self.copy is not None:
+            self.copy.release()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"
+
+
+def _form(value: Any) -> Any:
+    """Describe inputs so that equal descriptions mean equal work."""
+    if isinstance(value, Tensor):
+        size = tuple(value.shape) if not value.is_nested else id(value)
+        return size, value.dtype, value.device, value.requires_grad
+    if isinstance(value, _ATOMS):
+        return value
+    if type(value) in (tuple, list):
+        return tuple(map(_form, value))
+    if type(value) is dict:
+        return tuple((repr(key), _form(part)) for key, part in value.items())
+    return type(value), tuple(map(_form, every_tensor(value)))

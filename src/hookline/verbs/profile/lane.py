@@ -1,0 +1,291 @@
+"""The account of one thread: which module the time goes to at present.
+
+Time is charged at borders: where a module begins or ends, where a backward enters the part of the
+graph that another module made, and around the steps of an optimizer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import partial
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.engine import backward_number
+from hookline.engine.autograd.written_views import GradHook
+from hookline.engine.pytree import tree
+from hookline.engine.torch_private.autograd import hook_node_before
+from hookline.engine.torch_private.graph.nodes import (
+    at_end_of_inner_backward,
+    kept_by,
+    memory_of,
+    next_number,
+    nodes_below,
+    number_of,
+)
+from hookline.verbs.profile.clocks import Clock
+from hookline.verbs.profile.contexts import (
+    BACKWARD,
+    CALLS,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Context,
+)
+from hookline.verbs.profile.inputs import Run
+from hookline.verbs.shared.stopwatch import is_above
+
+_MOST_EVENTS = 200_000  # of a thread, for the trace
+_MOST_BORDERS = 8192
+Event = tuple[Context, int, Any, Any]
+
+
+# What is charged: a context, one of its cells, and the slot of the phase.
+Account = tuple[Context, list[float], int]
+
+
+@final
+class Call:
+    """A call of a module that is under way.
+
+    Args:
+        key: the id of the frame of the call; the frame itself is not kept alive.
+        account: the account of the call.
+        before: the account to go on with when the call has ended.
+        lowest: the number of the first node of the graph that the call can make.
+
+    Attributes:
+        began: the mark at which the module began; None before.
+        run: the kind of the run, for an outermost call.
+    """
+
+    __slots__ = ("account", "before", "began", "key", "lowest", "run")
+
+    def __init__(self, key: int, account: Account, before: Account, lowest: int) -> None:
+        self.key = key
+        self.account = account
+        self.before = before
+        self.lowest = lowest
+        self.began: Any = None
+        self.run: Run | None = None
+
+
+@final
+class Lane:
+    """The calls of one thread, its clock, and the account that is charged.
+
+    Args:
+        clock: the clock.
+        top: the context of the code around the model.
+        keep_events: whether events are kept for a trace.
+
+    Attributes:
+        account: the account that is charged at present.
+        calls: the calls under way, outermost first.
+        events: the finished calls and the stretches of backward: context, phase, first and last
+            mark.
+        n_lost: the number of events that were not kept.
+        closed: whether the line has ended.
+    """
+
+    def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
+        self.clock = clock
+        self.name = name
+        self.top: Account = top, top.cells[0], FORWARD
+        self.account = self.top
+        self.calls: list[Call] = []
+        self.events: list[Event] = []
+        self.n_lost = 0
+        self.closed = False
+        self._tasks: list[tuple[int, Account]] = []
+        # The borders of calls among the numbers of nodes: from this number on, this context.
+        self._numbers: list[int] = []
+        self._owners: list[Account] = []
+        self._hooked: set[int] = set()
+        clock.pause()
+        self._start: Any = clock.resume()
+
+    # -- accounts ---------------------------------------------------------------------------------
+
+    def _charge(self, mark: Any) -> None:
+        """Charge the time since the last border to the present account."""
+        context, cell, slot = self.account
+        self.clock.charge(cell, slot, self._start, mark)
+        if slot == BACKWARD:
+            self._note((context, slot, self._start, mark))
+
+    def _note(self, event: Event) -> None:
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append(event)
+        else:
+            self.n_lost += 1
+
+    def switch(self, account: Account) -> None:
+        """Charge another account from now on."""
+        self._charge(self.clock.pause())
+        self.account = account
+        self._start = self.clock.resume()
+
+    def end(self) -> None:
+        """Charge the rest, and charge nothing any more."""
+        if not self.closed:
+            self._charge(self.clock.pause())
+            self.closed = True
+            self.clock.resume()
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def enter(self, path: str, frame: FrameType, *, is_first: bool, is_again: bool) -> Call:
+        """Begin the call of a module: the clock stands still until `begin`."""
+        mark = self.clock.pause()
+        calls = self.calls
+        while calls and not is_above(calls[-1].key, frame):
+            self.account = calls.pop().before  # Ctrl-C ended it, and torch called no hook
+        if not calls and backward_number() == -1:
+            self._tasks.clear()  # of a backward that raised
+            self.account = self.top
+        self._charge(mark)
+        self._start = mark
+        above = self.account[0]
+        context = above.again(path) if is_again and not calls else above.child(path)
+        cell = context.cells[not is_first]
+        account = context, cell, RECOMPUTE if is_again else FORWARD
+        call = Call(id(frame), account, self.account, next_number())
+        self.account = account
+        if not is_again:
+            cell[CALLS] += 1
+        calls.append(call)
+        return call
+
+    def begin(self, call: Call) -> None:
+        """Let the clock go on: the module runs."""
+        self._owns(call.account)
+        call.began = self._start = self.clock.resume()
+
+    def leave(self, call: Call) -> None:
+        """Stop the clock when the module has run, until `finish`."""
+        mark = self.clock.pause()
+        while self.calls[-1] is not call:
+            self.calls.pop()
+        self._charge(mark)
+        self._start = mark
+        if call.began is not None:
+            self._note((call.account[0], call.account[2], call.began, mark))
+        self._owns(call.before)
+
+    def finish(self, call: Call, output: Any) -> None:
+        """End the call: hook the graph that it made, and let the clock go on."""
+        self.calls.pop()
+        if output is not None and torch.is_grad_enabled():
+            self._hook_outputs(call, output)
+        if not self.calls and len(self._numbers) > _MOST_BORDERS:
+            self._forget_oldest()
+        self.account = call.before
+        self._start = self.clock.resume()
+
+    def find(self, frame: FrameType) -> Call | None:
+        """Return the call with this frame."""
+        key = id(frame)
+        return next((call for call in reversed(self.calls) if call.key == key), None)
+
+    # -- the graph --------------------------------------------------------------------------------
+
+    def _hook_outputs(self, call: Call, output: Any) -> None:
+        found = (output,) if isinstance(output, Tensor) else tree.distinct(output)
+        roots = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+        for node in roots:
+            self._hook(node, number_of(node))
+        if self.calls or not roots:
+            return
+        nodes, before = nodes_below(roots, call.lowest)
+        last: Context | None = None
+        for number, node in nodes:
+            owner = self._owner(number)[0]
+            if owner is not last:
+                self._hook(node, number)
+                last = owner
+        if before is not None:
+            self._hook(before, number_of(before))
+        run = call.run
+        if run is not None:
+            run.await_outputs(found)
+            if run.is_new:
+                self._note_kept(nodes, run)
+
+    def _owns(self, account: Account) -> None:
+        """Note that the nodes from now on belong to an account; in backward, to its backward."""
+        context, cell, _ = account
+        self._numbers.append(next_number())
+        self._owners.append(account if context.path is None else (context, cell, BACKWARD))
+
+    def _forget_oldest(self) -> None:
+        """Forget the borders of old calls, whose graphs hardly go on into another call."""
+        del self._numbers[: _MOST_BORDERS // 2], self._owners[: _MOST_BORDERS // 2]
+        self._hooked = {number for number in self._hooked if number >= self._numbers[0]}
+
+    def _owner(self, number: int) -> Account:
+        """Return the account of the innermost call that made a node."""
+        at = bisect_right(self._numbers, number) - 1
+        return self._owners[at] if at >= 0 else self.top
+
+    def _hook(self, node: Any, number: int) -> None:
+        """Have backward charge the module that made a node when the node's turn comes."""
+        if number not in self._hooked and number < 2**63:
+            self._hooked.add(number)
+            hook_node_before(node, GradHook(self._arrives, self._owner(number)))
+
+    def _note_kept(self, nodes: list[tuple[int, Any]], run: Run) -> None:
+        """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
+        seen, kept = set(run.memory), dict[Context, int]()
+        for number, node in reversed(nodes):
+            for tensor in kept_by(node):
+                key, n_bytes = memory_of(tensor)
+                if key not in seen:
+                    seen.add(key)
+                    context = self._owner(number)[0]
+                    kept[context] = kept.get(context, 0) + n_bytes
+        for context, n_bytes in kept.items():
+            context.kept = max(context.kept, n_bytes)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _arrives(self, account: Account, grads: tuple[Tensor | None, ...]) -> None:
+        """Charge a module from now on: the hook before a node of its part of the graph."""
+        if self.closed:
+            return
+        mark = self.clock.pause()
+        task = backward_number()
+        if not self._tasks or self._tasks[-1][0] != task:
+            self._tasks.append((task, self.account))
+            at_end_of_inner_backward(partial(self._ends, task))
+        self._charge(mark)
+        self.account = account
+        self._start = self.clock.resume()
+
+    def runs(self, task: int) -> bool:
+        """Tell whether a run of autograd is a backward of this thread's calls."""
+        return bool(self._tasks) and self._tasks[-1][0] == task
+
+    def _ends(self, task: int) -> None:
+        """Charge what was charged before a backward, when the backward has ended."""
+        if self.closed or not any(one == task for one, _ in self._tasks):
+            return
+        self._charge(self.clock.pause())
+        while (ended := self._tasks.pop())[0] != task:
+            pass
+        self.account = ended[1]
+        self._start = self.clock.resume()
+
+    # -- optimizers -------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Charge the optimizer."""
+        self._tasks.clear()
+        self.switch((self.top[0], self.top[1], OPTIMIZER))
+
+    def step_ends(self) -> None:
+        """Charge the code around the model."""
+        self.switch(self.top)

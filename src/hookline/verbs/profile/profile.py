@@ -1,0 +1,295 @@
+"""Measure time, FLOPs and memory of each module, forward and backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+from torch import nn
+
+from hookline.engine import Line, Site, hides, path_text
+from hookline.engine.compile.compiled_modules import is_compiled
+from hookline.engine.line.attachment import AtEnd
+from hookline.engine.torch_private.modules import holds_compiled_call, is_scripted
+from hookline.errors import AttachError, warn
+from hookline.verbs.profile.chrome import write_trace
+from hookline.verbs.profile.clocks import clock_for
+from hookline.verbs.profile.contexts import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Context
+from hookline.verbs.profile.flame import write_flame
+from hookline.verbs.profile.flops import count_flops
+from hookline.verbs.profile.inputs import Kinds
+from hookline.verbs.profile.rows import Row, rows_of, sum_of
+from hookline.verbs.profile.table import ProfileTable, Total
+from hookline.verbs.profile.tap import CompiledRegions, Ledger, OptimizerHooks, ProfileTap
+from hookline.verbs.shared.failing_module import find_failing_module
+from hookline.verbs.shared.verb_line import VerbLine
+from hookline.verbs.summary import Summary, describe_modules
+
+
+@final
+@hides("start")
+class Profile(VerbLine[Line]):
+    """A line that measures each module, and what it has measured.
+
+    It is a context manager, or ended by `remove()`. Its numbers can be read at any time; they are
+    final when it has ended.
+    """
+
+    def __init__(self, line: Line, model: nn.Module, *, flops: bool) -> None:
+        super().__init__(line)
+        self._model: nn.Module | None = model
+        self._described: Summary = describe_modules(line, model)[0]
+        modules = {node.path: node.module for node in line.nodes}
+        self._kinds = Kinds(modules[""], modules, wants_flops=flops)
+        self._ledger = Ledger(self._kinds, partial(clock_for, _device_of(model)))
+        self._failure: str | None = None
+        self._counted: tuple[int, Context, str] | None = None
+
+    def __enter__(self) -> Self:
+        self._line.__enter__()
+        return self
+
+    def start(self) -> None:
+        """Attach the hooks."""
+        line, ledger, model = self._line, self._ledger, self._model
+        assert model is not None
+        inside = _inside_compiled(model)
+        paths = {id(node.module): node.path for node in line.nodes}
+        regions = CompiledRegions(ledger, line.passes, paths)
+        parameters = {id(one) for node in line.nodes for one in node.module.parameters(False)}
+        steps = OptimizerHooks(ledger, line.passes, parameters)
+        with line.all_or_nothing() as registrations:
+            line.attached.append(AtEnd(regions.close))
+            regions.open([one for one in model.modules() if holds_compiled_call(one)])
+            registrations.register_everywhere("step_pre", steps.before)
+            registrations.register_everywhere("step_post", steps.after)
+            for node in line.nodes:
+                if id(node.module) not in inside and not is_scripted(node.module):
+                    site = Site(node.path, module_type=type(node.module).__name__)
+                    registrations.register_all(node.module, ProfileTap(site, line.passes, ledger))
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _ending(self, error: BaseException | None) -> None:
+        if error is not None and self._failure is None:
+            self._failure = self._where_it_failed(error)
+        self._ledger.end()
+
+    def _where_it_failed(self, error: BaseException) -> str:
+        text = (str(error).strip().splitlines() or [""])[0]
+        raised = f"{type(error).__name__}: {text}".rstrip(": ")
+        context, _, slot = self._ledger.lane.account
+        found = None if self._model is None else find_failing_module(self._model, error)
+        if slot in (BACKWARD, RECOMPUTE) and context.path is not None:
+            return f"in the backward of {path_text(context.path)}: {raised}"
+        return f"in {found}: {raised}" if found is not None else f"outside the model: {raised}"
+
+    def _ended(self, error: BaseException | None) -> None:
+        if self._model is None:
+            return
+        self._model = None
+        self._ledger.end()
+        self._kinds.release()
+        if error is None and not self._ledger.passes:
+            elsewhere = self._line.passes.other_contexts
+            why = (
+                "The model ran in another thread or async task.\nMake the profile in that one, or"
+                " give every_thread=True."
+                if elsewhere
+                else "\nRun the forward inside the block: with hl.profile(model): model(x)."
+            )
+            warn(f"hl.profile must see a run of the model, got none. {why}".replace(" \n", "\n"))
+
+    # -- the results ------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> list[Row]:
+        """The modules, in registration order, the root first."""
+        return self.table.rows
+
+    @property
+    def total(self) -> Total:
+        """The costs of the whole block."""
+        return self.table.total
+
+    @property
+    def failure(self) -> str | None:
+        """The module that was running when an exception ended the block; None without one."""
+        return self._failure
+
+    @property
+    def table(self) -> ProfileTable:
+        """All numbers: sums over the passes so far."""
+        return self._table((0, 1), 1)
+
+    @property
+    def per_pass(self) -> ProfileTable:
+        """The numbers of one pass: the mean over all passes after the first.
+
+        The first pass often does more, as it allocates memory or compiles code: it is `first`.
+        Where it is the only one, the numbers are its own.
+        """
+        n_passes = len(self._ledger.passes)
+        return self._table((1,), n_passes - 1) if n_passes > 1 else self._table((0, 1), 1)
+
+    @property
+    def first(self) -> ProfileTable:
+        """The numbers of the first pass."""
+        return self._table((0,), 1)
+
+    def __getitem__(self, path: str) -> Row:
+        """Return the row of a module.
+
+        Raises:
+            SelectionError: there is no module of this path.
+        """
+        return self.table[path]
+
+    def top(self, n: int = 10, by: str = "self") -> ProfileTable:
+        """Return the modules that cost most, as a table; see `ProfileTable.top`."""
+        return self.table.top(n, by)
+
+    def fold(self, depth: int) -> ProfileTable:
+        """Return the table without the modules below a depth; see `ProfileTable.fold`."""
+        return self.table.fold(depth)
+
+    def trace(self, path: str | Path) -> Path:
+        """Write all calls as a Chrome trace: a JSON file that opens in Perfetto.
+
+        Args:
+            path: the file to write.
+
+        Returns:
+            The file.
+        """
+        self._settle()
+        return write_trace(Path(path), self._ledger.lanes, self._described.model_type)
+
+    def flame(self, path: str | Path) -> Path:
+        """Write a flame view: one HTML file, which loads nothing.
+
+        Args:
+            path: the file to write.
+
+        Returns:
+            The file.
+        """
+        lanes = self._settle()
+        return write_flame(Path(path), [lane.top[0] for lane in lanes], self.table)
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def __repr__(self) -> str:
+        return f"<Profile of {self._described.model_type}, {len(self._ledger.passes)} passes>"
+
+    def _repr_html_(self) -> str:
+        """Show the modules and the totals in a notebook."""
+        return self.table._repr_html_()
+
+    def _settle(self) -> list[Any]:
+        for lane in self._ledger.lanes:
+            lane.clock.settle()
+        return self._ledger.lanes
+
+    def _table(self, cells: tuple[int, ...], number: int) -> ProfileTable:
+        lanes = self._settle()
+        counted, failure = self._count()
+        tops = [lane.top[0] for lane in lanes]
+        rows = rows_of(self._described.rows, tops, counted, cells)
+        n_passes = len(self._ledger.passes)
+        is_sum = len(cells) > 1
+        n_all = 1 if is_sum else max(n_passes, 1)
+        rows = [row.over(number, n_all) for row in rows]
+        around = lanes[0].top[1]
+        overhead = sum(lane.clock.overhead for lane in lanes)
+        overhead -= 0 if is_sum else self._kinds.seconds  # once, in the first pass
+        total = Total(
+            time=sum_of(row.self_time for row in rows),
+            optimizer=around[OPTIMIZER] / n_all,
+            outside=around[FORWARD] / n_all,
+            overhead=overhead / n_all,
+            flops=sum_of(row.self_flops for row in rows),
+            activation_bytes=sum(row.self_activation_bytes for row in rows),
+            peak_bytes=max(row.peak_bytes for row in rows),
+            parameters=rows[0].parameters,
+            passes=n_passes if is_sum else number,
+        )
+        notes = (f"FLOPs and peaks are not complete: {failure}.",) if failure else ()
+        return ProfileTable(
+            self._described.model_type, rows, total, is_mean=not is_sum,
+            failure=self._failure, notes=notes,
+        )  # fmt: skip
+
+    def _count(self) -> tuple[Context, str]:
+        """Count the FLOPs of all runs so far."""
+        n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.found)
+        if self._counted is None or self._counted[0] != n_runs:
+            self._counted = n_runs, *count_flops(self._kinds)
+        return self._counted[1:]
+
+
+def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False) -> Profile:
+    """Measure time, FLOPs and memory of each module, forward and backward.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with profile(model) as prof:
+        ...     model(torch.ones(4, 2)).sum().backward()
+        >>> prof["0"].calls, prof["0"].flops.forward, prof["0"].flops.backward
+        (1, 48, 48)
+        >>> prof["0"].self_time.backward > 0
+        True
+        >>> prof.total.seconds > prof.total.time.forward + prof.total.time.backward
+        True
+
+    `print(prof)` shows a table. A module's time in forward is that of its calls. Its time in
+    backward is that of the operations of autograd that its calls have made. Both exist with the
+    modules inside (`time`) and without them (`self_time`). Forwards that checkpointing runs again
+    are counted apart, as recomputation. What belongs to no module, such as the loss, is `outside`
+    in the total. So the parts add up to the whole.
+
+    Times are wall time on a CPU, and times of the device's stream, by events, on an accelerator.
+    They are without hookline's own work, which the total states as `overhead`. What remains of
+    hooks in them is torch's loop over the hooks, about 2 us a call; times that it could change by
+    more than a tenth are marked `~`.
+
+    FLOPs are counted when they are first read, on a copy of the model that has shapes and no
+    numbers, once for each shape of the inputs. The model's Python code runs again for that. In
+    compiled code they are those of the eager operations.
+
+    Args:
+        model: the model.
+        flops: False counts no FLOPs and no peak memory.
+        every_thread: True measures every thread and async task. False measures the calling thread
+            or task, and code that runs in a copy of its context.
+
+    Returns:
+        A line: a context manager, or ended by `remove()`. It also holds the numbers.
+
+    Raises:
+        AttachError: `model` is not a model.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"model must be an nn.Module, got {type(model).__name__}."
+            "\nGive the model that the function calls: hl.profile(model)."
+        )
+    line = Line(model, name="profile", every_thread=every_thread)
+    line.options.quiet = line.options.lenient = True
+    profiling = Profile(line, model, flops=flops)
+    profiling.start()
+    return profiling
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device on which most of a model's parameters are."""
+    devices = [one.device for one in (*model.parameters(), *model.buffers())]
+    return max(set(devices), key=devices.count, default=torch.device("cpu"))
+
+
+def _inside_compiled(model: nn.Module) -> set[int]:
+    """Return the ids of the modules that run inside compiled code."""
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    return {id(one) for module in compiled for one in module.modules()}

@@ -1,0 +1,233 @@
+"""The result of a profile: rows and totals, as a table for the terminal and for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from hookline.display.html import MOST_ROWS, escape, table
+from hookline.display.terminal import Grid, Part, Table, Words, text_of
+from hookline.display.text import plural
+from hookline.display.units import count, duration, share, size
+from hookline.engine import path_text
+from hookline.errors import InputError, SelectionError
+from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row
+from hookline.verbs.summary import indented_name
+
+_N_NEAR = 3
+
+
+@final
+@dataclass(frozen=True)
+class Total:
+    """The costs of a whole block.
+
+    Args:
+        time: the seconds in the model, by phase.
+        optimizer: the seconds in the steps of optimizers that hold a parameter of the model.
+        outside: the seconds in all other code: the loss, the loading of data, waiting for other
+            ranks.
+        overhead: the seconds of hookline's own work, which no other number contains.
+        flops: the floating-point operations of the model.
+        activation_bytes: the bytes that a pass keeps for backward.
+        peak_bytes: the most bytes of tensors, made in a pass, that were alive at once.
+        parameters: the number of elements of all parameters.
+        passes: the number of runs of the model.
+    """
+
+    time: Phases = NOTHING
+    optimizer: float = 0
+    outside: float = 0
+    overhead: float = 0
+    flops: Phases = NOTHING
+    activation_bytes: int = 0
+    peak_bytes: int = 0
+    parameters: int = 0
+    passes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the block, without hookline's own work."""
+        return self.time.all + self.optimizer + self.outside
+
+
+@final
+@dataclass(frozen=True)
+class ProfileTable:
+    """What `hl.profile` has measured. Print it, or read `rows` and `total`.
+
+    Args:
+        model_type: the class of the model.
+        rows: the modules, in registration order, the root first.
+        total: the costs of the whole block.
+        is_mean: whether the numbers are those of one pass, a mean over several.
+        failure: the module that was running when an exception ended the block, and the exception.
+        notes: what is not known, and why.
+    """
+
+    model_type: str
+    rows: list[Row]
+    total: Total
+    is_mean: bool = False
+    failure: str | None = None
+    notes: tuple[str, ...] = ()
+    is_sorted: bool = False
+
+    def __getitem__(self, path: str) -> Row:
+        """Return the row of a module.
+
+        Raises:
+            SelectionError: there is no module of this path.
+        """
+        for row in self.rows:
+            if path in (row.path, *row.module.aliases) or (path == "(root)" and not row.path):
+                return row
+        near = [row.path for row in self.rows if row.path.endswith(path.rpartition(".")[2])]
+        hint = f" There is {', '.join(near[:_N_NEAR])}." if near else ""
+        raise SelectionError(
+            f"the path must be one of the profile's {len(self.rows)} modules, got {path!r}.{hint}"
+            "\nRead prof.rows for all of them."
+        )
+
+    def top(self, n: int = 10, by: str = "self") -> ProfileTable:
+        """Return the modules that cost most, as a table.
+
+        Args:
+            n: how many.
+            by: what is compared: "self" (the seconds of a module without the modules inside),
+                "time" (with them), "forward", "backward", "recompute", "flops", "activations" or
+                "peak".
+
+        Raises:
+            InputError: `by` is none of these, or `n` is not a positive integer.
+        """
+        if by not in ORDERS:
+            raise InputError(
+                f"by must be one of {', '.join(map(repr, ORDERS))}, got {by!r}."
+                '\nWrite prof.top(10, by="self").'
+            )
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise InputError(f"n must be a positive integer, got {n!r}.\nWrite prof.top(10).")
+        rows = sorted(self.rows, key=ORDERS[by], reverse=True)[:n]
+        return replace(self, rows=rows, is_sorted=True)
+
+    def fold(self, depth: int) -> ProfileTable:
+        """Return the table without the modules below a depth; their costs are in the rows above.
+
+        Args:
+            depth: the greatest depth that is kept. The root has depth 0.
+        """
+        return replace(self, rows=[row for row in self.rows if row.depth <= depth])
+
+    def __str__(self) -> str:
+        return text_of(profile_parts(self), width=None)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Show the modules and the totals in a notebook."""
+        has = _Columns(self)
+        names = [name.replace("^", "") for name in has.names]
+        rows = []
+        for row in self.rows[:MOST_ROWS]:
+            name = (
+                path_text(row.path)
+                if self.is_sorted
+                else ("\u2003\u2003" * row.depth + row.module.name)
+            )
+            rows.append([name, *has.cells(row)])
+        facts = "; ".join(f"{label} {text}" for label, text in _totals(self))
+        head = f"<b>{escape(self.model_type)}</b>: {escape(facts)}"
+        for said in (self.failure, *self.notes):
+            head += f"<br>{escape(said)}" if said else ""
+        return table(head, names, rows, len(self.rows))
+
+
+def profile_parts(found: ProfileTable) -> list[Part]:
+    """Describe a profile for the terminal: the modules, the totals, what failed."""
+    has = _Columns(found)
+    rows: list[list[Words]] = []
+    for row in found.rows:
+        name = path_text(row.path) if found.is_sorted else indented_name(row.module)
+        rows.append([name, *has.cells(row)])
+    quiet = {place for place, row in enumerate(found.rows) if not row.calls}
+    parts: list[Part] = [Table(has.names, rows, quiet), Grid(_totals(found), gap=3)]
+    if found.failure:
+        parts.append([("The block raised", "bold red"), (f"\n{found.failure}", "red")])
+    return parts + [[(note, "dim")] for note in found.notes]
+
+
+Column = tuple[str, Callable[[Row], str], object]
+
+
+class _Columns:
+    """The columns of a table: those in which any module has a number."""
+
+    def __init__(self, found: ProfileTable) -> None:
+        time, flops = found.total.time, found.total.flops
+        every: list[Column] = [
+            ("^type", lambda row: row.module.module_type, True),
+            (">calls", lambda row: f"{row.calls:.4g}" if row.calls else "", True),
+            (">forward", lambda row: _time(row, row.time.forward), True),
+            (">self", lambda row: _time(row, row.self_time.forward), True),
+            (">backward", lambda row: _time(row, row.time.backward), time.backward),
+            (">self", lambda row: _time(row, row.self_time.backward), time.backward),
+            (">recompute", lambda row: _time(row, row.time.recompute), time.recompute),
+            (">FLOPs", lambda row: _count(row.flops.forward), flops.forward),
+            (">backward", lambda row: _count(row.flops.backward), flops.backward),
+            (">recompute", lambda row: _count(row.flops.recompute), flops.recompute),
+            (">kept", lambda row: _size(row.activation_bytes), found.total.activation_bytes),
+            (">peak", lambda row: _size(row.peak_bytes), found.total.peak_bytes),
+            (">parameters", lambda row: f"{row.parameters:,}" if row.parameters else "", True),
+        ]
+        self._shown = [one for one in every if one[2]]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all columns."""
+        return ["^module", *(name for name, _, _ in self._shown)]
+
+    def cells(self, row: Row) -> list[str]:
+        """The texts of a row, without its name."""
+        return [text(row) for _, text, _ in self._shown]
+
+
+def _time(row: Row, seconds: float) -> str:
+    return "" if not seconds else f"{'' if row.is_exact else '~'}{duration(seconds)}"
+
+
+def _count(number: float) -> str:
+    return count(number) if number else ""
+
+
+def _size(n_bytes: float) -> str:
+    return size(n_bytes) if n_bytes else ""
+
+
+def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
+    total = found.total
+    what = "Mean of a pass" if found.is_mean else "Block"
+    time = total.time
+    parts = [
+        ("forward", time.forward), ("backward", time.backward), ("recompute", time.recompute),
+        ("optimizer", total.optimizer), ("outside the model", total.outside),
+    ]  # fmt: skip
+    rows = [(what, f"{duration(total.seconds)}, {plural(total.passes, 'pass', 'passes')}")]
+    rows += [
+        (name.capitalize(), f"{duration(seconds)} ({share(seconds / total.seconds)})")
+        for name, seconds in parts
+        if seconds
+    ]
+    rows.append(("hookline", f"{duration(total.overhead) or '0 ms'}, left out of all times"))
+    rows += [("FLOPs", _flops_text(total.flops))] * bool(total.flops.all)
+    rows += [("Kept for backward", f"{size(total.activation_bytes)} a pass")] * bool(
+        total.activation_bytes
+    )
+    rows += [("Peak of a pass", size(total.peak_bytes))] * bool(total.peak_bytes)
+    return rows
+
+
+def _flops_text(flops: Phases) -> str:
+    names = zip(("forward", "backward", "recompute"), flops, strict=True)
+    return ", ".join(f"{count(number)} {name}" for name, number in names if number)

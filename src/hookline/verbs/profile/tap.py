@@ -1,0 +1,227 @@
+"""The hooks of a profile: around the calls of modules, of compiled code, and of optimizers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ClassVar, final
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.optim import Optimizer
+
+from hookline.engine import Order, Pass, Passes, Site, backward_number
+from hookline.engine.compile.compiled_modules import Borders
+from hookline.engine.taps.base import HookSpec, Tap, call_frame, is_inert, no_callback
+from hookline.verbs.profile.clocks import Clock
+from hookline.verbs.profile.contexts import Context
+from hookline.verbs.profile.inputs import Kinds
+from hookline.verbs.profile.lane import Lane
+
+
+@final
+class Lanes(threading.local):
+    """The lane of each thread.
+
+    Args:
+        every: the list of all lanes, shared by the threads.
+        make_clock: returns the clock of a thread.
+    """
+
+    def __init__(self, every: list[Lane], make_clock: Callable[[], Clock]) -> None:
+        name = threading.current_thread().name
+        self.here = Lane(make_clock(), Context(), name=name)
+        every.append(self.here)
+
+
+@final
+class Ledger:
+    """What the hooks of a profile share.
+
+    Args:
+        kinds: the kinds of runs.
+        make_clock: returns the clock of a thread.
+
+    Attributes:
+        lanes: the lanes of all threads.
+        passes: the numbers of the passes.
+    """
+
+    def __init__(self, kinds: Kinds, make_clock: Callable[[], Clock]) -> None:
+        self.kinds = kinds
+        self.lanes: list[Lane] = []
+        self.passes: set[int] = set()
+        self._in_thread = Lanes(self.lanes, make_clock)
+
+    @property
+    def lane(self) -> Lane:
+        """Return the lane of this thread; in backward, the lane whose backward runs.
+
+        autograd may recompute a checkpointed region in a thread of its own.
+        """
+        task = backward_number()
+        if task != -1:
+            for lane in self.lanes:
+                if lane.runs(task):
+                    return lane
+        return self._in_thread.here
+
+    def enter(self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any) -> None:
+        """Begin the call of a module."""
+        lane = self.lane
+        is_again = current.recomputation is not None
+        call = lane.enter(path, frame, is_first=current.number == 0, is_again=is_again)
+        if len(lane.calls) == 1 and not is_again:
+            self.passes.add(current.number)
+            call.run = self.kinds.begin(path, args, kwargs)
+
+    def end(self) -> None:
+        """Stop all clocks."""
+        for lane in self.lanes:
+            lane.end()
+
+
+@final
+class ProfileTap(Tap):
+    """Charge the calls of a module: the first and the last hook before it and after it."""
+
+    __slots__ = ("_ledger",)
+
+    hooks: ClassVar = (
+        HookSpec("forward_pre", "begin", Order.JOIN, with_kwargs=True),
+        HookSpec("forward_pre", "fire", Order.END),
+        HookSpec("forward", "leave", Order.JOIN, always_call=True),
+        HookSpec("forward", "end", Order.END, always_call=True),
+    )
+
+    def __init__(self, site: Site, passes: Passes, ledger: Ledger) -> None:
+        super().__init__(site, passes, no_callback, Order.RECORD)
+        self._ledger = ledger
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Stop the clock: the first forward-pre hook."""
+        if is_dynamo_compiling():
+            return
+        current = self._pass_of(module)
+        if current is not None:
+            frame = call_frame(sys._getframe(1))
+            self._ledger.enter(self.site.path, frame, current, args, kwargs or {})
+
+    def fire(self, module: nn.Module, args: Any) -> None:
+        """Let the clock go on: the last forward-pre hook."""
+        if is_dynamo_compiling() or is_inert(self):
+            return
+        lane = self._ledger.lane
+        if lane.calls and lane.calls[-1].key == id(call_frame(sys._getframe(1))):
+            lane.begin(lane.calls[-1])
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Stop the clock: the first forward hook, also called when the module raises."""
+        if is_dynamo_compiling() or is_inert(self):
+            return
+        lane = self._ledger.lane
+        call = lane.find(call_frame(sys._getframe(1)))
+        if call is not None:
+            lane.leave(call)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let the clock go on: the last forward hook, also called when the module raises."""
+        if is_dynamo_compiling() or is_inert(self):
+            return
+        lane = self._ledger.lane
+        call = lane.find(call_frame(sys._getframe(1)))
+        if call is not None:
+            lane.finish(call, output)
+
+    def _again(self, current: Pass) -> Pass:
+        return current  # recomputation has a column of its own
+
+
+@final
+class CompiledRegions:
+    """Charge the calls of compiled modules, whose inner modules are no rows of their own.
+
+    Args:
+        ledger: the ledger.
+        passes: the passes of the line.
+        paths: the paths of the model's modules, by their id.
+    """
+
+    def __init__(self, ledger: Ledger, passes: Passes, paths: dict[int, str]) -> None:
+        self._ledger = ledger
+        self._passes = passes
+        self._paths = paths
+        self._borders = Borders(self) if "torch._dynamo" in sys.modules else None
+
+    def open(self, compiled: list[nn.Module]) -> None:
+        """Begin to watch the modules that hold their compiled call, and all others."""
+        if self._borders is not None:
+            self._borders.open()
+            for module in compiled:
+                self._borders.watch(module)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._paths = {}
+        if self._borders is not None:
+            self._borders.remove()
+
+    def covers(self, module: nn.Module) -> bool:
+        """Tell whether a compiled module is one of the model's."""
+        return id(module) in self._paths
+
+    def enter(self, module: nn.Module, frame: FrameType) -> None:
+        """Begin the call."""
+        current = self._passes.in_thread.running
+        if current is None and (current := self._passes.outside()) is None:
+            return
+        local = frame.f_locals
+        args, kwargs = local.get("args", ()), local.get("kwargs", {})
+        self._ledger.enter(self._paths[id(module)], frame, current, args, kwargs)
+        lane = self._ledger.lane
+        lane.begin(lane.calls[-1])
+
+    def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
+        """End the call."""
+        lane = self._ledger.lane
+        call = lane.find(frame)
+        if call is not None and not lane.closed:
+            lane.leave(call)
+            lane.finish(call, output)
+
+    def explain(self, error: BaseException) -> None:
+        """Say nothing of an error."""
+
+
+@final
+class OptimizerHooks:
+    """Charge the steps of the optimizers that hold a parameter of the model.
+
+    Args:
+        ledger: the ledger.
+        passes: the passes of the line.
+        parameters: the ids of the model's parameters.
+    """
+
+    def __init__(self, ledger: Ledger, passes: Passes, parameters: set[int]) -> None:
+        self._ledger = ledger
+        self._passes = passes
+        self._of_model = parameters
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Charge the optimizer: the process-wide hook before a step."""
+        if not is_dynamo_compiling() and self._is_ours(optimizer):
+            self._ledger.lane.step_begins()
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Charge the code around: the process-wide hook after a step."""
+        if not is_dynamo_compiling() and self._is_ours(optimizer):
+            self._ledger.lane.step_ends()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if not self._passes.is_here():
+            return False
+        groups = optimizer.param_groups
+        return any(id(one) in self._of_model for group in groups for one in group["params"])

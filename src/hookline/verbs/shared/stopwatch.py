@@ -1,0 +1,52 @@
+"""A clock that stands still while hookline works: for the times of `hl.watch` and `hl.profile`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import final
+
+
+@final
+class Stopwatch(threading.local):
+    """A clock that can be set back, separately in each thread.
+
+        >>> seconds = iter([10.0, 14.0, 15.0])
+        >>> stopwatch = Stopwatch(lambda: next(seconds))
+        >>> stopped = stopwatch.read()
+        >>> stopwatch.go_on(stopped)  # four seconds later
+        >>> stopwatch.read() - stopped
+        1.0
+
+    Args:
+        clock: a function that returns seconds.
+
+    Attributes:
+        left_out: the seconds that were left out so far in this thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.left_out = 0.0
+
+    def read(self) -> float:
+        """Return the seconds so far, without the times that were left out."""
+        return self._clock() - self.left_out
+
+    def go_on(self, reading: float) -> None:
+        """Leave out the time since a reading."""
+        self.left_out = self._clock() - reading
+
+
+# All lines share one stopwatch: the hooks of one line belong to no other line's model times.
+STOPWATCH = Stopwatch()
+
+
+def is_above(key: int, frame: FrameType) -> bool:
+    """Tell whether the frame with this id is among the callers of the given frame."""
+    above = frame.f_back
+    while above is not None and id(above) != key:
+        above = above.f_back
+    return above is not None

@@ -1,0 +1,173 @@
+"""Time the calls of modules, without the hooks of hookline.
+
+The stopwatch stands still between the first and the last hook of hookline before a forward, and
+between the first and the last after it. So the time of hooks counts for no module, at any depth.
+An exception between two hooks leaves no state to repair.
+
+Two things stay in the times: torch's own loop over the hooks, about 2 us a call, and the time that
+the model loses because hooks have used the caches meanwhile. `Call.is_exact` tells whether these
+matter.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any, ClassVar, final
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import Order, Passes, Site
+from hookline.engine.line.registration import Registrations
+from hookline.engine.taps.base import HookSpec, Tap, is_inert, no_callback
+from hookline.verbs.shared.stopwatch import STOPWATCH, Stopwatch, is_above
+
+# The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
+# Python code and tables that have left the caches (`benchmarks/watching.py`).
+_SECONDS_A_CALL = 30e-6
+_SHARE = 0.1
+
+
+@final
+class Call:
+    """A call of a module that is under way.
+
+    Args:
+        key: the id of the frame of the call; the frame itself is not kept alive.
+        reading: the stopwatch's reading at which it stands still for the hooks of the call.
+
+    Attributes:
+        began: the reading at which the forward began; None before.
+        got: the structure of the inputs, as text.
+        has_run: whether the forward has returned.
+        seconds: the duration of the forward; None while it runs, and if compiled code ran in it.
+        n_calls: the number of calls of watched modules in it, itself included.
+        has_compiled: whether compiled code ran in it, which does more than the model alone.
+        launches: whether it, or a module inside it, returned a tensor on an accelerator.
+    """
+
+    __slots__ = (
+        "began", "got", "has_compiled", "has_run", "key", "launches", "n_calls", "reading",
+        "seconds",
+    )  # fmt: skip
+
+    def __init__(self, key: int, reading: float) -> None:
+        self.key = key
+        self.reading = reading
+        self.began: float | None = None
+        self.got = "?"
+        self.has_run = False
+        self.seconds: float | None = None
+        self.n_calls = 1
+        self.has_compiled = False
+        self.launches = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Tell whether hooks can have changed the time by at most a tenth."""
+        return self.seconds is not None and self.n_calls * _SECONDS_A_CALL <= _SHARE * self.seconds
+
+
+@final
+class Running(threading.local):
+    """The calls of a line's modules that are under way in a thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def begin(self, frame: FrameType, reading: float) -> None:
+        """Add a call, and drop those that ended with an exception."""
+        calls = self.calls
+        while calls and not is_above(calls[-1].key, frame):
+            calls.pop()
+        for call in calls:
+            call.n_calls += 1
+        calls.append(Call(id(frame), reading))
+
+    def find(self, frame: FrameType) -> Call | None:
+        """Return the call with this frame, and drop the inner calls that ended by an exception."""
+        calls, key = self.calls, id(frame)
+        # From the end, because Python reuses the id of a frame, and only for later calls.
+        for number in range(len(calls) - 1, -1, -1):
+            if calls[number].key == key:
+                del calls[number + 1 :]
+                return calls[number]
+        return None
+
+
+@final
+class ClockTap(Tap):
+    """Time the calls of a module, with four hooks around the other hooks of hookline.
+
+    Args:
+        passes: the passes of the line.
+        running: the calls of the line's modules that are under way.
+        stopwatch: the stopwatch of all lines, so that no line counts the hooks of another.
+    """
+
+    __slots__ = ("running", "stopwatch")
+
+    hooks: ClassVar = (
+        HookSpec("forward_pre", "begin", Order.JOIN),
+        HookSpec("forward_pre", "fire", Order.END),
+        HookSpec("forward", "leave", Order.JOIN),
+        HookSpec("forward", "end", Order.END),
+    )
+
+    def __init__(self, passes: Passes, running: Running, stopwatch: Stopwatch) -> None:
+        super().__init__(Site(""), passes, no_callback, Order.RECORD)
+        self.running = running
+        self.stopwatch = stopwatch
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Stop the stopwatch: the first forward-pre hook."""
+        if is_dynamo_compiling():
+            return
+        reading = 0.0 if is_inert(self) else self.stopwatch.read()
+        if self._is_seen(module):
+            self.running.begin(sys._getframe(1), reading)
+
+    def fire(self, module: nn.Module, args: Any) -> None:
+        """Start the stopwatch: the last forward-pre hook."""
+        if is_dynamo_compiling() or not self._is_seen(module):
+            return
+        call = self.running.find(sys._getframe(1))
+        if call is not None:
+            call.began = call.reading
+            self.stopwatch.go_on(call.reading)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Stop the stopwatch: the first forward hook."""
+        if is_dynamo_compiling() or is_inert(self):
+            return
+        reading = self.stopwatch.read()
+        call = self.running.find(sys._getframe(1)) if self._is_seen(module) else None
+        if call is not None:
+            call.reading, call.has_run = reading, True
+            if call.began is not None and not call.has_compiled:
+                call.seconds = reading - call.began
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Start the stopwatch: the last forward hook."""
+        if is_dynamo_compiling() or is_inert(self):
+            return
+        call = self.running.find(sys._getframe(1))  # at the root, the pass has ended already
+        if call is not None:
+            self.running.calls.pop()
+            self.stopwatch.go_on(call.reading)
+
+    def _is_seen(self, module: nn.Module) -> bool:
+        current = self._pass_of(module)
+        if current is None:
+            return False
+        current.calls.get(self)  # makes compiled code that has run print its values now
+        return True
+
+
+def time_calls(
+    module: nn.Module, placements: Registrations, passes: Passes, running: Running
+) -> None:
+    """Register the four hooks of a clock tap on a module."""
+    placements.register_all(module, ClockTap(passes, running, STOPWATCH))

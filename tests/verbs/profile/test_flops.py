@@ -1,0 +1,321 @@
+"""flops: as torch's counter counts, forward and backward, by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import hookline as hl
+from hookline.engine.torch_private.graph.operations import attention_formulas
+from zoo import Checkpointed, SmallNet, encoder, rows_net
+
+
+def by_torch(model, *args, **kwargs):
+    """torch's count of forward and of both together, with the CPU's attention."""
+    counts = []
+    for is_whole in (False, True):
+        model.zero_grad()
+        output = model(*args, **kwargs)  # what the first run alone does is done
+        counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
+        with counter:
+            output = model(*args, **kwargs)
+            if is_whole:
+                (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
+        counts.append(counter.get_total_flops())
+    return counts
+
+
+def attention_block():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+
+
+class Matrices(nn.Module):
+    """Products by operators, in a module without children."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4, 4))
+
+    def forward(self, x):
+        y = torch.einsum("bij,bjk->bik", x, self.weight) @ self.weight
+        return torch.baddbmm(y, x, self.weight)
+
+
+class Conv(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 3, groups=2),
+            nn.Conv2d(2, 2, 1),
+        )  # fmt: skip
+
+
+def frozen(model):
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def weight_normed():
+    return nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+
+
+CASES = {
+    "small": (SmallNet, (2, 3, 8, 8)),
+    "rows": (rows_net, (5, 4)),
+    "convolutions": (Conv, (2, 3, 9, 9)),
+    "matrices": (Matrices, (3, 4, 4)),
+    "attention": (attention_block, (2, 5, 16)),
+    "encoder": (encoder, (2, 5, 8)),
+    "frozen": (lambda: frozen(rows_net()), (5, 4)),
+    "weight norm": (weight_normed, (5, 4)),
+    "parametrized": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_flops_are_those_of_torchs_counter(name):
+    make, shape = CASES[name]
+    model, x = make(), torch.randn(shape)
+    with hl.profile(model) as prof:
+        output = model(x)
+        (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
+    forward, whole = by_torch(model, x)
+    assert prof.total.flops == (forward, whole - forward, 0)
+    assert prof[""].flops == prof.total.flops
+    assert forward > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_flops_have_a_column_of_their_own(reentrant):
+    class Regions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.body = nn.Linear(4, 4), rows_net()
+
+        def forward(self, x):
+            return checkpoint(self.body, self.stem(x), use_reentrant=reentrant)
+
+    model, x = Regions(), torch.randn(5, 4)
+    with hl.profile(model) as prof:
+        model(x).sum().backward()
+    forward, whole = by_torch(model, x)
+    assert prof.total.flops.forward == forward
+    assert prof.total.flops.all == whole
+    assert prof["body.0"].flops.recompute == 2 * 5 * 4 * 4
+    assert prof["stem"].flops.recompute == 0
+
+
+def test_each_module_has_its_own_flops(net, image):
+    counter = FlopCounterMode(display=False)
+    with hl.profile(net) as prof:
+        net(image).sum().backward()
+    with counter:
+        net(image)
+    counts = {
+        path.removeprefix("SmallNet").removeprefix("."): sum(by.values())
+        for path, by in counter.get_flop_counts().items()
+        if path != "Global"
+    }
+    assert {row.path: row.flops.forward for row in prof.rows if row.flops.forward} == {
+        path: count for path, count in counts.items() if count
+    }
+    assert sum(row.self_flops.all for row in prof.rows) == prof.total.flops.all
+
+
+def test_flops_of_several_passes_add_up():
+    model = nn.Linear(4, 3)
+    with hl.profile(model) as prof:
+        for n in (1, 2, 2):
+            model(torch.ones(n, 4)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(10, 4))
+    assert prof.total.flops == (15 * 24, 5 * 24, 0)
+    assert prof.per_pass.total.flops.forward == 15 * 24 / 4
+
+
+def test_inference_has_flops_and_no_backward():
+    model = nn.Linear(4, 3)
+    with torch.inference_mode(), hl.profile(model) as prof:
+        model(torch.ones(2, 4))
+    assert prof.total.flops == (48, 0, 0)
+
+
+def test_an_output_that_no_gradient_reaches_has_no_backward():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 5)
+
+        def forward(self, x):
+            return {"a": self.a(x), "b": self.b(x)}
+
+    model = Two()
+    with hl.profile(model) as prof:
+        model(torch.ones(2, 4))["a"].sum().backward()
+    assert prof["a"].flops.backward == 48
+    assert prof["b"].flops == (80, 0, 0)
+
+
+def test_a_module_that_runs_outside_the_root_has_flops():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with hl.profile(model) as prof:
+        model[1](model[0](torch.ones(2, 4))).sum().backward()
+    assert prof["1"].flops == (24, 48, 0)
+    assert prof["0"].flops == (48, 48, 0)
+
+
+def test_the_models_python_state_is_its_own():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.seen, self.n = nn.Linear(2, 2), [], 0
+            self.register_buffer("total", torch.zeros(2))
+
+        def forward(self, x):
+            self.n += 1
+            self.seen.append(x)
+            self.total += x.sum(0).detach()
+            return self.fc(x)
+
+    model, x, caught = Counting(), torch.ones(1, 2), []
+    model.register_forward_hook(lambda module, args, output: caught.append(output))
+    with hl.record(model, "fc") as run, hl.profile(model) as prof:
+        model(x)
+        assert prof.total.flops.forward == 8
+    assert model.n == len(model.seen) == len(caught) == len(run.passes) == 1
+    assert model.seen[0] is x
+    assert model.total.tolist() == [1, 1]
+    assert run.report().n_fired == 1
+
+
+def test_modes_and_autocast_are_those_of_each_run():
+    class Switched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.kinds = Counter()
+
+        def forward(self, x):
+            x = self.fc(x)
+            return self.fc(x) if self.training and x.dtype is torch.bfloat16 else x
+
+    model, x = Switched(), torch.ones(1, 4)
+    with hl.profile(model) as prof:
+        model(x)
+        model.eval()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x)
+            model.train()
+            model(x)
+        model.eval()
+    assert prof.total.flops.forward == 4 * 32
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_why_flops_are_missing_is_said():
+    class Depends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.a(x) if x.sum() > 1e9 else x
+
+    class NoCopy(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("one is enough")
+
+    with hl.profile(Depends()) as prof:
+        prof._line.root(torch.ones(1, 4))
+    assert prof["a"].flops.forward == 32
+    assert "FLOPs and peaks are not complete: the model cannot run on shapes" in str(prof)
+    with hl.profile(NoCopy(4, 4)) as prof:
+        prof._line.root(torch.ones(1, 4))
+    assert prof.total.flops.all == 0
+    assert "the model cannot be copied: TypeError: one is enough" in str(prof)
+    with hl.profile(nn.Linear(1, 1)) as prof:
+        for n in range(1, 20):
+            prof._line.root(torch.ones(n, 1))
+    assert "more than 16 different shapes" in str(prof)
+    with hl.profile(nn.Linear(1, 1), flops=False) as prof:
+        prof._line.root(torch.ones(1, 1))
+    assert not prof.table.notes
+
+
+def test_a_model_on_the_meta_device_is_counted():
+    model = nn.Linear(4, 3, device="meta")
+    with hl.profile(model) as prof:
+        model(torch.ones(2, 4, device="meta")).sum().backward()
+    assert prof.total.flops == (48, 48, 0)
+
+
+def test_memory_kept_for_backward_is_what_the_graph_saves():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 2))
+    x = torch.ones(32, 8)
+    with hl.profile(model) as prof:
+        model(x).sum().backward()
+    kept = {row.path: row.self_activation_bytes for row in prof.rows}
+    # The input; the ReLU's output, which the second layer needs, too.
+    assert kept == {"": 0, "0": x.nbytes, "1": 32 * 16 * 4, "2": 0, "3": 0}
+    assert prof.total.activation_bytes == prof[""].activation_bytes == x.nbytes + 32 * 16 * 4
+    with torch.no_grad(), hl.profile(model) as prof:
+        model(x)
+    assert prof.total.activation_bytes == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_keeps_less(reentrant):
+    def kept(is_on):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        model = nn.Sequential(nn.Linear(8, 8), body)
+        if is_on:
+            body.forward = lambda x: checkpoint(
+                nn.Sequential.forward, body, x, use_reentrant=reentrant
+            )
+        with hl.profile(model, flops=False) as prof:
+            model(torch.ones(64, 8)).sum().backward()
+        return prof["1"].activation_bytes
+
+    assert kept(is_on=False) == 3 * 64 * 8 * 4
+    assert kept(is_on=True) <= 64 * 8 * 4
+
+
+def test_packed_tensors_are_not_unpacked():
+    unpacked = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: [t], lambda t: unpacked.append(1) or t[0]
+    ):
+        with hl.profile(model) as prof:
+            loss = model(torch.ones(1, 4)).sum()
+            assert not unpacked
+            loss.backward()
+    assert prof.total.activation_bytes == 0
+
+
+def test_the_peak_is_of_what_is_alive_at_once():
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(), nn.ReLU()), nn.ReLU())
+    x = torch.ones(1024)
+    with torch.no_grad(), hl.profile(model) as prof:
+        model(x)
+    # Two outputs are alive while an operation makes the second; no more, without gradients.
+    assert prof["1.0"].peak_bytes == x.nbytes
+    assert prof["1.1"].peak_bytes == prof[""].peak_bytes == 2 * x.nbytes
+
+
+def test_the_zoos_checkpointed_model_is_measured():
+    model = Checkpointed(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    with hl.profile(model) as prof:
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert prof.total.flops.forward == 64 + 64 + 32
+    assert prof.total.flops.recompute == prof["1"].flops.recompute == 64
