@@ -255,6 +255,7 @@ TASKS = {
     "patch an activation from one run into another": "hl.edits.replace(",
     "steer GPT-2 while it generates": "hl.edit(",
     "print each module as it runs": "hl.watch(",
+    "monitor weights and gradients in training": "hl.monitor(",
     "logit lens": "hl.record(",
     "record in a Hugging Face Trainer": "hl.record(",
     "load my own checkpoint": "load_model(",

@@ -16,9 +16,10 @@ FILES = sorted(SRC.rglob("*.py"))
 ROOMS = [
     "hookline.cli", "hookline", "hookline.views", "hookline.verbs", "hookline.verbs.extract",
     "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.watch",
-    "hookline.verbs.profile", "hookline.verbs.record", "hookline.verbs.edit",
-    "hookline.verbs.summary", "hookline.verbs.attach", "hookline.verbs.inventory",
-    "hookline.verbs.shared", "hookline.models", "hookline.stores", "hookline.recordings",
+    "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
+    "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
+    "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.shared",
+    "hookline.models", "hookline.stores", "hookline.recordings", "hookline.curves",
     "hookline.statistics", "hookline.engine", "hookline.engine.line", "hookline.engine.report",
     "hookline.engine.gradients", "hookline.engine.autograd", "hookline.engine.taps",
     "hookline.engine.compile", "hookline.engine.memory", "hookline.engine.passes",
@@ -31,8 +32,8 @@ GROUND = {"hookline.errors", "hookline.display", "hookline.util"}
 ONLY = {
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs", "hookline.stores", "hookline.recordings", "hookline.statistics",
-        "hookline.engine", "hookline.engine.pytree",
+        "hookline.verbs", "hookline.stores", "hookline.recordings", "hookline.curves",
+        "hookline.statistics", "hookline.engine", "hookline.engine.pytree",
     },
 }  # fmt: skip
 # Functions that may import late: what is heavy, when it is asked for.

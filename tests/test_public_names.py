@@ -14,12 +14,13 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
-    "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
-    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
-    "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
-    "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features",
-    "inventory", "open", "plots", "profile", "record", "select", "stats", "summary", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis",
+    "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
+    "ModelError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine",
+    "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "StructureError", "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract",
+    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "stats",
+    "summary", "watch",
 ]
 # fmt: on
 
@@ -35,6 +36,8 @@ SIGNATURES = {
     " **options)",
     "features": "(model, inputs, selector, *, eval=True, **options)",
     "inventory": "(model)",
+    "monitor": "(model, selector=None, *, ports=None, every=1, stats=None, to=None, scaler=None,"
+    " every_thread=False)",
     "open": "(folder, *, verify=False)",
     "profile": "(model, *, flops=True, every_thread=False)",
     "record": "(model, selector=None, *, ports='output', to=None, every_thread=False, **options)",

@@ -9,6 +9,7 @@ run["layer1.0.conv1"]
 
 from typing import TYPE_CHECKING, Any
 
+from hookline.curves import Curves as Curves
 from hookline.engine import EVERYWHERE as EVERYWHERE
 from hookline.engine import Line as Line
 from hookline.engine import Report as Report
@@ -46,6 +47,7 @@ from hookline.verbs import edit as edit
 from hookline.verbs import extract as extract
 from hookline.verbs import features as features
 from hookline.verbs import inventory as inventory
+from hookline.verbs import monitor as monitor
 from hookline.verbs import profile as profile
 from hookline.verbs import record as record
 from hookline.verbs import summary as summary
@@ -58,12 +60,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Diagnosis", "FolderError",
-    "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line", "ModelError",
-    "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine", "Recording",
-    "Report", "Selection", "SelectionError", "Site", "SiteError", "Store", "StructureError",
-    "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract", "features",
-    "inventory", "open", "plots", "profile", "record", "select", "stats", "summary", "watch",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis",
+    "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
+    "ModelError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine",
+    "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "StructureError", "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract",
+    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "stats",
+    "summary", "watch",
 ]  # fmt: skip
 
 

@@ -1,10 +1,11 @@
-"""Open what hookline has written: a recording or a store."""
+"""Open what hookline has written: a recording, a store or the curves of a run."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from hookline.curves import Curves, is_run, open_run
 from hookline.recordings import Recording, open_recording
 from hookline.recordings.manifest import MANIFEST, open_regular
 from hookline.stores.manifest import FORMAT
@@ -14,8 +15,10 @@ from hookline.stores.store import Store, open_store
 _HEAD_BYTES = 200  # the format is among the first keys
 
 
-def open_folder(folder: str | os.PathLike[str], *, verify: bool = False) -> Recording | Store:
-    """Open a recording that `run.save` wrote, or a store that `hl.extract` wrote.
+def open_folder(
+    folder: str | os.PathLike[str], *, verify: bool = False
+) -> Recording | Store | Curves:
+    """Open what `run.save`, `hl.extract` or `hl.monitor(..., to=folder)` wrote.
 
         >>> import hookline as hl
         >>> model = nn.Linear(2, 3)
@@ -25,6 +28,9 @@ def open_folder(folder: str | os.PathLike[str], *, verify: bool = False) -> Reco
         torch.Size([1, 3])
         >>> hl.open(tmp_path / "features")["fc"].shape
         (100, 3)
+
+    The curves of a run may be opened while the training goes on: each look-up sees the steps that
+    were reported by then.
 
     Values are memory-mapped on look-up and keep their dtypes. The first look-up of a value verifies
     its checksum; in a store, the first read from a shard verifies that of the shard's column.
@@ -42,12 +48,14 @@ def open_folder(folder: str | os.PathLike[str], *, verify: bool = False) -> Reco
         verify: verify the checksums of all values now. This reads the whole folder.
 
     Returns:
-        The `Recording`, with the same look-ups as the saved one, or the `Store`.
+        The `Recording`, with the same look-ups as the saved one, the `Store`, or the `Curves`.
 
     Raises:
         FolderError: the folder holds neither, one of another version, a damaged one, or a store
             that is not finished.
     """
+    if is_run(folder):
+        return open_run(folder)
     if _holds_a_store(folder):
         return open_store(folder, verify=verify)
     return open_recording(folder, verify=verify)

@@ -17,6 +17,8 @@ from hookline.verbs.extract.extract import extract as extract
 from hookline.verbs.extract.options import Extracting as Extracting
 from hookline.verbs.inventory import Inventory as Inventory
 from hookline.verbs.inventory import inventory as inventory
+from hookline.verbs.monitor.monitor import MonitorLine as MonitorLine
+from hookline.verbs.monitor.monitor import monitor as monitor
 from hookline.verbs.profile.profile import Profile as Profile
 from hookline.verbs.profile.profile import profile as profile
 from hookline.verbs.profile.table import ProfileTable as ProfileTable
@@ -34,8 +36,8 @@ from hookline.verbs.watch.watch import watch as watch
 
 __all__ = [
     "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Extracting", "Inputs", "Inventory",
-    "Profile", "ProfileTable", "RawLine", "RecordLine", "StoreLine", "Summary", "Watch", "attach",
-    "cam", "clip", "diagnosis_data", "diagnosis_parts", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "profile", "profile_parts", "record", "summary", "summary_parts",
-    "watch",
+    "MonitorLine", "Profile", "ProfileTable", "RawLine", "RecordLine", "StoreLine", "Summary",
+    "Watch", "attach", "cam", "clip", "diagnosis_data", "diagnosis_parts", "doctor", "edit",
+    "edits", "extract", "features", "inventory", "monitor", "profile", "profile_parts", "record",
+    "summary", "summary_parts", "watch",
 ]  # fmt: skip

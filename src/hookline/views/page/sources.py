@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+from hookline.curves import Curves
 from hookline.display.text import plural
-from hookline.errors import InputError
+from hookline.errors import FolderError, InputError
 from hookline.statistics import Moments
 from hookline.stores import Store, excerpt, open_folder
 from hookline.views.page.state import PageState, Shown
@@ -53,6 +54,11 @@ class FolderSource:
             InputError: the store has no such item.
         """
         opened = open_folder(self.folder)
+        if isinstance(opened, Curves):
+            raise FolderError(
+                f"{self.name} must hold a recording or a store, got the curves of a run."
+                "\nPrint them: print(hl.open(folder))."
+            )
         if not isinstance(opened, Store):
             return Shown(opened)
         items = range(min(len(opened), _N_ITEMS)) if self._items is None else self._items

@@ -1,0 +1,17 @@
+"""Numbers by site and step: what a monitor has seen, in memory and in the folder of a run."""
+
+from hookline.curves.curves import Curve as Curve
+from hookline.curves.curves import Curves as Curves
+from hookline.curves.layout import Entry as Entry
+from hookline.curves.layout import Layout as Layout
+from hookline.curves.numbers import numbers_of as numbers_of
+from hookline.curves.reports import Reports as Reports
+from hookline.curves.reports import StepReport as StepReport
+from hookline.curves.run_folder import RunFolder as RunFolder
+from hookline.curves.run_folder import is_run as is_run
+from hookline.curves.run_folder import open_run as open_run
+
+__all__ = [
+    "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "StepReport", "is_run",
+    "numbers_of", "open_run",
+]  # fmt: skip

@@ -1,0 +1,80 @@
+"""The layout of a report: which slots belong to which site and statistic."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hookline.statistics import Statistic
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The slots of one statistic at one site.
+
+    Args:
+        site: the site, as hookline writes it.
+        statistic: the index of the statistic in the layout.
+        width: the number of slots.
+        ranks: the ranks whose slots count in the merged numbers. None counts every rank; a
+            parameter of which each rank holds a copy counts once.
+    """
+
+    site: str
+    statistic: int
+    width: int
+    ranks: tuple[int, ...] | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """The entries of a report, one after the other in its slots.
+
+    Args:
+        statistics: the statistics of all sites.
+        entries: the entries, in registration order of their sites.
+    """
+
+    statistics: tuple[Statistic[Any], ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def width(self) -> int:
+        """Return the number of slots of one rank."""
+        return sum(entry.width for entry in self.entries)
+
+    @functools.cached_property
+    def by_site(self) -> dict[str, list[tuple[Entry, slice]]]:
+        """Return the entries of each site, with their place among the slots."""
+        found: dict[str, list[tuple[Entry, slice]]] = {}
+        start = 0
+        for entry in self.entries:
+            found.setdefault(entry.site, []).append((entry, slice(start, start + entry.width)))
+            start += entry.width
+        return found
+
+    def results(self, site: str, slots: NDArray[Any], rank: int | None) -> list[Any]:
+        """Compute the result of each statistic at a site; nothing where no value came.
+
+        Args:
+            site: the site.
+            slots: the slots of each rank, of shape [ranks, width]. NaN stands for no value.
+            rank: the rank; None merges the ranks that count.
+        """
+        found = []
+        for entry, place in self.by_site.get(site, ()):
+            statistic = self.statistics[entry.statistic]
+            counted = range(len(slots)) if entry.ranks is None else entry.ranks
+            ranks = [one for one in counted if one < len(slots)] if rank is None else [rank]
+            parts = [slots[one, place] for one in ranks]
+            there = [torch.from_numpy(one.copy()) for one in parts if not np.isnan(one).all()]
+            if there:
+                found.append(statistic.result(functools.reduce(statistic.merge, there)))
+        return found

@@ -1,0 +1,51 @@
+"""The single numbers of a statistic's result, by name: what a logger draws as curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from hookline.statistics import Moments
+
+
+def numbers_of(result: Any) -> dict[str, float]:
+    """Return the single numbers of a result, by name.
+
+        >>> numbers_of({"low": -1, "name": "a"})
+        {'low': -1.0}
+
+    Moments give their mean, deviation, extremes, norm, share of zeros and count of non-finite
+    numbers. Other results give what is a number: the items of a mapping, the fields of a dataclass
+    or named tuple, the places of a tuple, or the result itself under the empty name.
+    """
+    if isinstance(result, Moments):
+        return _of_moments(result)
+    if isinstance(result, Real):
+        return {"": float(result)}
+    return {str(name): float(part) for name, part in _parts(result) if isinstance(part, Real)}
+
+
+def _parts(result: Any) -> list[tuple[Any, Any]]:
+    if isinstance(result, Mapping):
+        return list(result.items())
+    if dataclasses.is_dataclass(result):
+        return [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
+    if hasattr(result, "_fields"):
+        return list(zip(result._fields, result, strict=True))
+    return list(enumerate(result)) if isinstance(result, tuple) else []
+
+
+def _of_moments(found: Moments) -> dict[str, float]:
+    is_any = found.finite > 0
+    return {
+        "mean": found.mean,
+        "std": found.std,
+        "min": found.min if is_any else math.nan,
+        "max": found.max if is_any else math.nan,
+        "norm": math.sqrt(found.sum2) if is_any else math.nan,
+        "zero_share": found.zeros / found.finite if is_any else math.nan,
+        "non_finite": float(found.non_finite),
+    }

@@ -1,0 +1,1 @@
+"""Monitor training: statistics of activations, gradients, weights and updates by step."""

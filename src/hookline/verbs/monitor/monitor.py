@@ -1,0 +1,222 @@
+"""Monitor a training: statistics of what flows and of the parameters, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import nn
+
+from hookline.curves import Curves
+from hookline.engine import Order, Report, Selector, Site, is_grouped, no_callback, sharding
+from hookline.errors import AttachError, warn
+from hookline.verbs.attach.everywhere import EverywhereHooks
+from hookline.verbs.attach.raw_taps import EventTap
+from hookline.verbs.monitor.options import Chosen, checked_every, checked_statistics, chosen
+from hookline.verbs.monitor.parameters import Parameters
+from hookline.verbs.monitor.reporting import Reporting
+from hookline.verbs.monitor.scaling import Scaling
+from hookline.verbs.monitor.slots import ALL, FIRST, Slots
+from hookline.verbs.monitor.steps import Steps
+from hookline.verbs.monitor.values import ValueSites
+from hookline.verbs.shared.verb_line import VerbLine
+
+
+@final
+class MonitorLine(VerbLine[EverywhereHooks]):
+    """A line that monitors: `with` gives the curves, and `remove()` ends the line.
+
+    Attributes:
+        curves: the numbers so far.
+    """
+
+    def __init__(self, line: EverywhereHooks, steps: Steps, to: Reporting) -> None:
+        super().__init__(line)
+        self.curves = to.curves
+        self._steps = steps
+        self._to = to
+
+    def __enter__(self) -> Curves:
+        self._line.__enter__()
+        return self.curves
+
+    @property
+    def every(self) -> int:
+        """Every so many steps are reported. Setting it recompiles nothing."""
+        return self._steps.every
+
+    @every.setter
+    def every(self, every: int) -> None:
+        self._steps.every = checked_every(every)
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs. Set it after a resume: `line.step = 1000`."""
+        return self._steps.number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._steps.number = number
+        self._steps.every = self._steps.every
+
+    def report(self) -> Report:
+        """Report the sites that were attached, how often each fired, and why some never did."""
+        return self._line.report()
+
+    def _ended(self, error: BaseException | None) -> None:
+        steps = self._steps
+        if not steps.is_over:
+            try:
+                steps.finish(has_failed=error is not None)
+            finally:
+                self._to.close()
+            if error is None:
+                self._warn()
+
+    def _warn(self) -> None:
+        report, steps = self._line.report(), self._steps
+        if not steps.n_reported:
+            warn(_NOTHING.format(why=_why_nothing(report, steps)))
+        elif steps.told_by == "pass" and report.outside_root == report.passes:
+            n_calls = max((count for _, count in report.fired), default=0)
+            if n_calls > 1:
+                warn(_MERGED.format(model=report.model_type, n=n_calls))
+
+
+_NOTHING = (
+    "hl.monitor reported no step: {why}.\nRun the model and step its optimizer inside the block."
+)
+
+_MERGED = (
+    "hl.monitor: {n} calls of modules were merged into one step, because {model} itself never ran"
+    " and no optimizer of its parameters stepped.\nMonitor the module that you call, or step its"
+    " optimizer inside the block."
+)
+
+
+def _why_nothing(report: Report, steps: Steps) -> str:
+    if steps.number:
+        return f"of {steps.number} steps none was one of every {steps.every}"
+    if not report.passes:
+        return f"{report.model_type} never ran, and no optimizer of its parameters stepped"
+    return "no value came at the selected sites"
+
+
+@final
+class _StepTap(EventTap):
+    """Call a function at the steps of the optimizers that train the model."""
+
+    __slots__ = ()
+
+    def why_silent(self) -> str:
+        """Say that steps were told otherwise."""
+        return "no optimizer of the model made a step while the line lasted"
+
+    @property
+    def is_excused(self) -> bool:
+        """Tell that a model may run without an optimizer."""
+        return True
+
+
+def monitor(
+    model: nn.Module,
+    selector: Selector = None,
+    *,
+    ports: str | Sequence[str] | None = None,
+    every: int = 1,
+    stats: Any = None,
+    to: Any = None,
+    scaler: Any = None,
+    every_thread: bool = False,
+) -> MonitorLine:
+    """Monitor statistics of activations, gradients, weights and updates, step by step.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with monitor(model, every=2) as seen:
+        ...     for _ in range(4):
+        ...         model(torch.ones(4, 2)).sum().backward()
+        ...         optimizer.step()
+        >>> seen.steps.tolist()
+        [0, 2]
+        >>> seen["1"].std.shape, seen["0.weight:update"].ratio.shape
+        ((2,), (2,))
+
+    A step ends with the step of the model's optimizer. All passes before it, as in gradient
+    accumulation, add up to one step. Passes without gradients, as in validation, are left out. If
+    no optimizer ever steps, each pass of the model is a step.
+
+    What is measured costs a step a few hundredths of its time, and steps between reports cost
+    next to nothing. A training computes the same numbers with a monitor as without, bit for bit.
+    The recomputation of checkpointed regions is not counted. In compiled code, statistics of
+    outputs and inputs are computed in the graph.
+
+    On several ranks, each report is one collective. `seen` shows the numbers of all ranks together,
+    and `seen.rank(1)` those of one rank. Logs are written by rank 0.
+
+    If a statistic or a logger raises, a warning says so once, and the training goes on.
+
+    Args:
+        model: the model.
+        selector: which modules and parameters, as in `hl.select`. None is all.
+        ports: what is measured. Of modules "output", "grad_output", "input", "grad_input"; of
+            parameters "value" (before the step), "grad" (as the optimizer gets it: accumulated,
+            reduced, unscaled, clipped) and "update" (the change by the step, with its `ratio` to
+            the weight). None is outputs, their gradients, and all three of parameters.
+        every: every so many steps are reported, from step 0 on.
+        stats: one statistic or several, of `hl.stats` or of your own. None is
+            `hl.stats.moments()`.
+        to: where the numbers go beside memory. A folder, which `hl.open` reads; a file that ends in
+            `.jsonl` or `.parquet`; a `SummaryWriter`, a W&B run, `mlflow` or a run of it, a
+            Lightning logger; a function of `(step, numbers)`; an object with the methods `start`,
+            `write` and `close`; or a list of these.
+        scaler: the `GradScaler`, by whose scale gradients at modules are divided. None finds the
+            scaler at its first step.
+        every_thread: True sees every thread and async task. False sees the calling thread or task,
+            and code that runs in a copy of its context.
+
+    Returns:
+        A line. `with ... as seen` gives its `Curves`. The line's `every` and `step` may be set
+        while it lasts.
+
+    Raises:
+        SelectionError: the selector matches nothing, or a port is unknown.
+        AttachError: `every`, `stats` or `to` is invalid, or the model cannot be hooked.
+        FolderError: the folder is not empty, or cannot be written.
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"hl.monitor must be given a model, got {type(model).__name__}.\nGive the nn.Module"
+            " that is trained."
+        )
+    every, statistics = checked_every(every), checked_statistics(stats)
+    line = EverywhereHooks(model, name="monitor", every_thread=every_thread, lenient=True)
+    line.options.quiet = True
+    try:
+        found = chosen(line, selector, ports)
+        slots = Slots(statistics, len(found.modules))
+        return _attach(line, found, slots, every, to, Scaling(scaler))
+    except BaseException:
+        line.remove()
+        raise
+
+
+def _attach(
+    line: EverywhereHooks, found: Chosen, slots: Slots, every: int, to: Any, scaling: Scaling
+) -> MonitorLine:
+    root = line.root
+    assert root is not None
+    counts = ALL if sharding(root) == "FSDP1" else FIRST  # FSDP1 shards plain tensors
+    parameters = Parameters(found.parameters, slots, counts)
+    reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0)
+    steps = Steps(root, line.passes, slots, parameters, scaling, every, reporting)
+    line.passes.sink = steps
+    values = ValueSites(slots, line.passes, scaling)
+    line.tap(found.modules, values.bind, Order.RECORD)
+    name = type(root).__name__
+    for kind, hook in (("step_pre", steps.before_step), ("step_post", steps.after_step)):
+        site = Site("optimizers", kind, module_type=name)
+        tap = _StepTap(site, line.passes, hook, no_callback)
+        line._caught(kind, steps.trains, tap)
+    return MonitorLine(line, steps, reporting)

@@ -1,0 +1,142 @@
+"""Check the arguments of `hl.monitor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hookline.engine import PORTS, Line, Selection, Selector, Site
+from hookline.engine.pytree import describe
+from hookline.engine.selection.module_tree import ParameterNode
+from hookline.errors import AttachError, SelectionError
+from hookline.statistics import Statistic, stats
+from hookline.verbs.monitor.parameters import KINDS
+
+MODULE_PORTS = tuple(port for port in PORTS if port != "grad")
+ALL_PORTS = (*MODULE_PORTS, *KINDS)
+DEFAULT_PORTS = ("output", "grad_output", *KINDS)
+
+
+class Chosen(NamedTuple):
+    """The sites that are monitored: those of modules, and those of parameters with their nodes."""
+
+    modules: Selection
+    parameters: list[tuple[Site, ParameterNode]]
+
+
+def checked_every(every: Any) -> int:
+    """Return the cadence.
+
+    Raises:
+        AttachError: it is not a positive integer.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise AttachError(
+            f"every= must be a positive integer, got {describe.in_words(every)}."
+            "\nGive every=1 to report each step, or every=100."
+        )
+    return every
+
+
+def checked_statistics(given: Any) -> tuple[Statistic[Any], ...]:
+    """Return the statistics as a tuple; None is the moments.
+
+    Raises:
+        AttachError: one of them is not a statistic.
+    """
+    if given is None:
+        return (stats.moments(),)
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for one in found:
+        if not isinstance(one, Statistic) or isinstance(one, type):
+            raise AttachError(
+                f"stats= must be statistics, got {describe.in_words(one)}."
+                "\nGive stats=hl.stats.moments(), or an object with start, update, merge, result."
+            )
+    if not found:
+        raise AttachError("stats= must name a statistic, got none.\nLeave it out for moments.")
+    return found
+
+
+def checked_ports(ports: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the ports as a tuple; None is the default.
+
+    Raises:
+        SelectionError: a port is unknown, or no port is given.
+    """
+    if ports is None:
+        return DEFAULT_PORTS
+    names = (ports,) if isinstance(ports, str) else tuple(ports)
+    unknown = [name for name in names if name not in ALL_PORTS]
+    if unknown or not names:
+        raise SelectionError(
+            f"ports must be of {', '.join(ALL_PORTS)}, got {unknown[0] if unknown else 'none'!r}."
+            "\nGive ports=('output', 'grad_output'), or of parameters ports=('grad', 'update')."
+        )
+    return names
+
+
+def chosen(line: Line, selector: Selector, ports: str | Sequence[str] | None) -> Chosen:
+    """Return the selected sites: of modules, and of parameters by kind.
+
+    Raises:
+        SelectionError: the selector matches nothing at any of the ports.
+    """
+    names = checked_ports(ports)
+    parts = selector if isinstance(selector, list | tuple | set | frozenset) else [selector]
+    found: list[Any] = []
+    parameters: dict[Site, ParameterNode] = {}
+    for part in parts:
+        modules, measured = _chosen(line, part, names)
+        found += modules
+        parameters.update(measured)
+    order = {id(node.tensor): k for k, node in enumerate(line.module_tree.tensors)}
+    in_order = sorted(
+        parameters.items(), key=lambda one: (order[id(one[1].tensor)], KINDS.index(one[0].port))
+    )
+    return Chosen(Selection(line.module_tree, found), in_order)
+
+
+def _chosen(
+    line: Line, selector: Selector, names: tuple[str, ...]
+) -> tuple[list[Any], list[tuple[Site, ParameterNode]]]:
+    selector, names = _without_kind(selector, names)
+    errors: list[SelectionError] = []
+
+    def places(ports: tuple[str, ...]) -> list[Any]:
+        if not ports or (isinstance(selector, Tensor) and ports != ("grad",)):
+            return []
+        try:
+            return line.select(selector, ports).places
+        except SelectionError as error:
+            errors.append(error)
+            return []
+
+    modules = places(tuple(port for port in names if port in MODULE_PORTS))
+    tensors = places(("grad",) if set(names) & set(KINDS) else ())
+    if not modules and not tensors and errors:
+        raise errors[0]
+    # A selector with a port of its own gives sites of this port at each call.
+    of_modules = [place for place in modules if place[0].port != "grad"]
+    kinds = [kind for kind in KINDS if kind in names]
+    measured = [
+        (replace(site, port=kind), node)
+        for site, node in tensors
+        if isinstance(node, ParameterNode)
+        for kind in kinds
+    ]
+    return of_modules, measured
+
+
+def _without_kind(selector: Selector, names: tuple[str, ...]) -> tuple[Selector, tuple[str, ...]]:
+    """Split the kind off a text such as `fc.weight:update`."""
+    if isinstance(selector, str):
+        path, colon, port = selector.rpartition(":")
+        if colon and port in KINDS:
+            return f"{path}:grad", (port,)
+        if colon and port in MODULE_PORTS:
+            return selector, (port,)
+    return selector, names

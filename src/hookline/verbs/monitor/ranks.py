@@ -1,0 +1,167 @@
+"""Gather the slots of all ranks: one collective for a report."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.curves import Entry, Layout
+from hookline.engine import gather_json, is_grouped, ranks_of
+from hookline.errors import RanksError, warn
+from hookline.statistics import Statistic
+from hookline.verbs.monitor.slots import ALL, FIRST, MINE, SiteSlots, packed
+
+_QUESTION = "hl.monitor"
+
+
+@final
+class Ranks:
+    """Turn the slots of a step into a layout and the slots of each rank.
+
+    All ranks agree on a layout when a site appears. Each later report is one all_gather.
+
+    Args:
+        statistics: the statistics of each site.
+    """
+
+    def __init__(self, statistics: tuple[Statistic[Any], ...]) -> None:
+        self._statistics = statistics
+        self._layout = Layout(statistics, ())
+        self._said: list[list[Any]] = []
+        self._places: list[tuple[int, int, int]] = []
+        self._version = -1
+        self._is_alone = False
+
+    @property
+    def number(self) -> int:
+        """Return this process's rank; 0 without a process group."""
+        return dist.get_rank() if is_grouped() else 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """Tell whether other ranks take part."""
+        return is_grouped() and dist.get_world_size() > 1 and not self._is_alone
+
+    def report(
+        self, sites: list[SiteSlots], taken: dict[str, list[Tensor]], version: int, *, is_last: bool
+    ) -> tuple[Layout, NDArray[Any]]:
+        """Gather a step's slots.
+
+        Args:
+            sites: the sites that ever had a value here.
+            taken: their slots.
+            version: the version of the sites.
+            is_last: whether the line has ended, so that other ranks may not come.
+
+        Returns:
+            The layout, and the slots of each rank, of shape [ranks, width].
+        """
+        mine = packed(sites, taken)
+        if not self.is_grouped:
+            return self._alone(sites, version), mine.cpu().numpy()[None]
+        try:
+            return self._together(sites, mine, version, is_last=is_last)
+        except RanksError as error:
+            self._is_alone, self._version = True, -1
+            first = str(error).splitlines()[0].rstrip(".")
+            warn(
+                f"hl.monitor shows this rank's numbers alone: {first}."
+                "\nCall hl.monitor on every rank, outside of `if rank == 0:`."
+            )
+            return self._alone(sites, version), mine.cpu().numpy()[None]
+
+    def _alone(self, sites: list[SiteSlots], version: int) -> Layout:
+        if version != self._version:
+            entries = [
+                Entry(one.name, number, width)
+                for one in sites
+                for number, width in enumerate(one.widths)
+            ]
+            self._layout, self._version = Layout(self._statistics, tuple(entries)), version
+        return self._layout
+
+    def _together(
+        self, sites: list[SiteSlots], mine: Tensor, version: int, *, is_last: bool
+    ) -> tuple[Layout, NDArray[Any]]:
+        is_new = version != self._version
+        if not self._said:
+            self._agree(sites, version)
+            is_new = False
+        elif is_last:
+            gather_json(_QUESTION, "end", ranks_of(None, _QUESTION))
+        gathered = _all_gather(self._placed(mine, is_new=is_new))
+        if gathered[:, 0].any():  # a site has appeared on some rank
+            self._agree(sites, version)
+            gathered = _all_gather(self._placed(mine, is_new=False))
+        return self._layout, gathered[:, 1:]
+
+    def _agree(self, sites: list[SiteSlots], version: int) -> None:
+        """Agree on the layout of all ranks: the sites of rank 0, then those of other ranks."""
+        said = [[one.name, list(one.widths), one.counts] for one in sites]
+        everyone = gather_json(_QUESTION, said, ranks_of(None, _QUESTION))
+        known = [{name: (widths, counts) for name, widths, counts in one} for one in everyone]
+        names = dict.fromkeys(name for one in known for name in one)
+        entries: list[Entry] = []
+        for name in names:
+            holders = [rank for rank, one in enumerate(known) if name in one]
+            widths = known[holders[0]][name][0]
+            ranks = _counted({rank: known[rank][name][1] for rank in holders}, len(known))
+            entries += [Entry(name, k, width, ranks) for k, width in enumerate(widths)]
+        self._places = _places(sites, entries)
+        self._layout, self._version = Layout(self._statistics, tuple(entries)), version
+        self._said = said or [[]]
+
+    def _placed(self, mine: Tensor, *, is_new: bool) -> Tensor:
+        """Put this rank's slots at their places in the layout; NaN stands for missing ones."""
+        placed = torch.full((1 + self._layout.width,), np.nan, dtype=torch.float64)
+        placed[0] = float(is_new)
+        mine = mine.cpu()
+        if not is_new:
+            for at, start, width in self._places:
+                placed[at : at + width] = mine[start : start + width]
+        return placed
+
+
+def _places(sites: list[SiteSlots], entries: list[Entry]) -> list[tuple[int, int, int]]:
+    """Return where this rank's sites go: the place in the layout, the place here, the width.
+
+    A report begins with one number: whether a site has appeared. A site whose width differs from
+    rank 0's has no place.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    at = 1
+    for entry in entries:
+        first, width = spans.get(entry.site, (at, 0))
+        spans[entry.site] = first, width + entry.width
+        at += entry.width
+    places, start = [], 0
+    for site in sites:
+        width = sum(site.widths)
+        if spans[site.name][1] == width:
+            places.append((spans[site.name][0], start, width))
+        start += width
+    return places
+
+
+def _counted(counts: dict[int, str], n_ranks: int) -> tuple[int, ...] | None:
+    """Return the ranks that count for a site, given what each rank says of it."""
+    said = set(counts.values())
+    if said == {ALL} and len(counts) == n_ranks:
+        return None
+    if said == {FIRST}:
+        return (min(counts),)
+    return tuple(rank for rank, one in counts.items() if one in (ALL, MINE))
+
+
+def _all_gather(mine: Tensor) -> NDArray[Any]:
+    backend = str(dist.get_backend())
+    if "gloo" not in backend and "mpi" not in backend:
+        mine = mine.to(torch.accelerator.current_accelerator())
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found).cpu().numpy()

@@ -1,0 +1,69 @@
+"""The scale of a loss under automatic mixed precision, by which gradients are divided."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hookline.errors import warn
+
+_MOST_FRAMES = 16  # between an optimizer's hook and the scaler's step
+
+
+@final
+class Scaling:
+    """Divide gradients by the scale of a `GradScaler`.
+
+    Without a given scaler, the scaler is found when it first steps an optimizer.
+
+    Args:
+        scaler: the scaler, or None.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        self._has_looked = scaler is not None
+
+    def unscaled(self, grad: Tensor) -> Tensor:
+        """Return a gradient without the scale of the loss."""
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is None:
+            return grad
+        with torch.no_grad():
+            scale = scaler.scale(torch.ones((), device=grad.device))
+            return _divided(grad.detach(), scale)
+
+    def look(self, step: int) -> None:
+        """Look for a scaler that is stepping an optimizer: called in the optimizer's hook."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        frame, left = sys._getframe(1), _MOST_FRAMES
+        while frame.f_back is not None and left:
+            frame, left = frame.f_back, left - 1
+            if frame.f_code.co_qualname == "GradScaler.step":
+                scaler = frame.f_locals["self"]
+                if scaler.is_enabled():
+                    self._scaler = weakref.ref(scaler)
+                    warn(
+                        f"hl.monitor: gradients at modules in step {step} are multiplied by"
+                        f" GradScaler's {scaler.get_scale():g}; those of later steps are unscaled."
+                        "\nGive hl.monitor(..., scaler=scaler) to unscale them from the start."
+                    )
+                return
+
+
+def of_parameter(optimizer: Any, grad: Tensor) -> Tensor:
+    """Return a parameter's gradient without the scale that a fused optimizer divides by itself."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return _divided(grad, scale) if isinstance(scale, Tensor) else grad
+
+
+def _divided(grad: Tensor, scale: Tensor) -> Tensor:
+    # In float32: in half precision, small gradients would become 0.
+    wide = grad if grad.dtype is torch.float64 else grad.float()
+    return wide / scale.to(wide.device)

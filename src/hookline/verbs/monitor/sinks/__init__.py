@@ -1,0 +1,7 @@
+"""Where reports are written: one file for each logger, imported when it is used."""
+
+from hookline.verbs.monitor.sinks.choose import writers_for as writers_for
+from hookline.verbs.monitor.sinks.writer import ReportWriter as ReportWriter
+from hookline.verbs.monitor.sinks.writer import name_of as name_of
+
+__all__ = ["ReportWriter", "name_of", "writers_for"]

@@ -1,0 +1,83 @@
+"""Choose the writers for the argument `to=` of `hl.monitor`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hookline.engine.pytree import describe
+from hookline.errors import AttachError
+from hookline.verbs.monitor.sinks.files import FunctionWriter, JsonLinesWriter, RunWriter
+from hookline.verbs.monitor.sinks.lightning import writer_of_lightning
+from hookline.verbs.monitor.sinks.mlflow import MlflowWriter
+from hookline.verbs.monitor.sinks.parquet import ParquetWriter
+from hookline.verbs.monitor.sinks.tensorboard import TensorBoardWriter
+from hookline.verbs.monitor.sinks.wandb import WandbWriter
+from hookline.verbs.monitor.sinks.writer import ReportWriter
+
+# What makes the writer for objects of a class, by the class's package and name. No logger is
+# imported for this.
+_BY_CLASS: dict[tuple[str, str], Callable[[Any], ReportWriter]] = {
+    ("torch", "SummaryWriter"): TensorBoardWriter,
+    ("wandb", "Run"): WandbWriter,
+    ("mlflow", "Run"): MlflowWriter.of_run,
+    ("lightning", "Logger"): writer_of_lightning,
+    ("pytorch_lightning", "Logger"): writer_of_lightning,
+}
+_BY_MODULE: dict[str, Callable[[Any], ReportWriter]] = {
+    "wandb": WandbWriter.of_module,
+    "mlflow": lambda _: MlflowWriter(None),
+}
+
+
+def writers_for(to: Any) -> list[ReportWriter]:
+    """Return the writers for `to=`; none for None.
+
+    Raises:
+        AttachError: nothing can be written to an object of this kind.
+        FolderError: a folder cannot be used.
+    """
+    if to is None:
+        return []
+    if isinstance(to, list | tuple):
+        return [writer for one in to for writer in writers_for(one)]
+    return [_writer_for(to)]
+
+
+def _writer_for(to: Any) -> ReportWriter:
+    if isinstance(to, str | os.PathLike):
+        return _file_writer(Path(to))
+    make = _maker_for(to)
+    if make is not None:
+        return make(to)
+    if isinstance(to, ReportWriter) and not isinstance(to, type):
+        return to
+    if callable(to):
+        return FunctionWriter(to)
+    raise AttachError(
+        f"to= must be a folder, a file, a logger, a function or a list, got"
+        f" {describe.in_words(to)}."
+        "\nGive to='runs/1', to=SummaryWriter('tb'), to=wandb.run, or a function of"
+        " (step, numbers)."
+    )
+
+
+def _file_writer(path: Path) -> ReportWriter:
+    if path.suffix == ".jsonl":
+        return JsonLinesWriter(path)
+    if path.suffix == ".parquet":
+        return ParquetWriter(path)
+    return RunWriter(path)
+
+
+def _maker_for(to: Any) -> Callable[[Any], ReportWriter] | None:
+    if isinstance(to, ModuleType):
+        return _BY_MODULE.get(to.__name__)
+    for kind in type(to).__mro__:
+        make = _BY_CLASS.get((kind.__module__.partition(".")[0], kind.__name__))
+        if make is not None:
+            return make
+    return None

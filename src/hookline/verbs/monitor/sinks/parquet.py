@@ -1,0 +1,70 @@
+"""Write reports to a parquet file: a row for each number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, final
+
+from hookline.curves import StepReport
+from hookline.errors import FolderError
+
+_GROUP_ROWS = 2**16
+
+
+@final
+class ParquetWriter:
+    """Write a parquet file with the columns step, seconds, site, name and number.
+
+    A parquet file is readable once it is closed, at the end of the monitor.
+
+    Args:
+        path: a file that does not exist yet.
+
+    Raises:
+        FolderError: the file exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._file: Any = None
+        self._rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        if path.exists():
+            raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
+
+    def start(self, first: StepReport) -> None:
+        """Open the file."""
+        import pyarrow
+        from pyarrow import parquet
+
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kinds = {"i": pyarrow.int64(), "f": pyarrow.float64(), "s": pyarrow.string()}
+        schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
+        self._file = parquet.ParquetWriter(self._path, schema)
+
+    def write(self, report: StepReport) -> None:
+        """Add the rows of a report."""
+        for name, number in report.numbers().items():
+            site, _, short = name.rpartition("/")
+            row = report.step, report.seconds, site or short, short if site else "", number
+            for column, cell in zip(self._rows.values(), row, strict=True):
+                column.append(cell)
+        if len(self._rows["step"]) >= _GROUP_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow
+
+        self._file.write_table(pyarrow.table(self._rows, self._file.schema))
+        for column in self._rows.values():
+            column.clear()
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        if self._file is not None:
+            self._flush()
+            self._file.close()
+            self._file = None
+
+
+_COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}

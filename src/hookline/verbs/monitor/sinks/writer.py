@@ -1,0 +1,33 @@
+"""The protocol of a writer of reports: three methods."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from hookline.curves import StepReport
+
+
+@runtime_checkable
+class ReportWriter(Protocol):
+    """Writes the reports of a monitor.
+
+    Any object with these three methods may be given as `to=`. If one of them raises, the training
+    goes on, and the report is tried again with the next one.
+    """
+
+    def start(self, first: StepReport) -> None:
+        """Prepare for writing; called with the first report before it is written."""
+        ...
+
+    def write(self, report: StepReport) -> None:
+        """Write a report: `report.step`, `report.seconds` and `report.numbers()`."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is being written. A logger that the user opened stays open."""
+        ...
+
+
+def name_of(writer: Any) -> str:
+    """Return the name of a writer for messages."""
+    return str(getattr(writer, "name", type(writer).__name__))

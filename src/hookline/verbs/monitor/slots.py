@@ -1,0 +1,281 @@
+"""The slots of each site, for the step that runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Site, has_numbers, is_dtensor, local_part
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.tree import Leaf
+from hookline.errors import HooklineWarning, warn
+from hookline.statistics import Statistic
+
+# Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
+# first, as each holds a copy; of a DTensor this rank ("mine"), or another that holds the same part.
+ALL, FIRST, MINE, NOT_MINE = "all", "first", "mine", "not mine"
+_PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
+
+
+@final
+class SiteSlots:
+    """The slots of one site: one tensor for each statistic.
+
+    Args:
+        site: the site.
+        order: its place among the sites.
+        of: the slots of all sites.
+        counts: which ranks count, if the value is not a DTensor.
+
+    Attributes:
+        slots: the slots in this step; None before the first value.
+        widths: the number of slots of each statistic; empty before the first value ever.
+    """
+
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_empty",
+        "_of",
+        "counts",
+        "is_off",
+        "name",
+        "order",
+        "slots",
+        "widths",
+    )
+
+    def __init__(self, site: Site, order: tuple[int, int], of: Slots, counts: str = ALL) -> None:
+        self.name = str(site)
+        self.order = order
+        self.slots: list[Tensor] | None = None
+        self.widths: tuple[int, ...] = ()
+        self.counts = counts
+        self.is_off = False
+        self._device: torch.device | None = None
+        self._dtype: torch.dtype | None = None
+        self._empty: list[Tensor] = []
+        self._of = of
+
+    def add(self, value: Tensor) -> None:
+        """Measure one more value. Training goes on if this fails."""
+        if self.is_off:
+            return
+        try:
+            if type(value) not in _PLAIN:
+                self.counts = counts_of(value) or self.counts
+                value = local_part(value)
+            if value.requires_grad:
+                value = value.detach()
+            device = value.device
+            if device != self._device or value.dtype is not self._dtype or not value.numel():
+                self._prepare(value)
+                if self.is_off:
+                    return
+            if torch.is_autocast_enabled(device.type):
+                with torch.autocast(device.type, enabled=False):
+                    self._update(value)
+            else:
+                self._update(value)
+        except HooklineWarning:
+            raise  # the user has made warnings errors
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            self._leave_out(f"its statistic raised {type(error).__name__}: {first}")
+
+    def _update(self, value: Tensor) -> None:
+        slots = self._empty if self.slots is None else self.slots
+        pairs = zip(self._of.statistics, slots, strict=True)
+        self.slots = [one.update(mine, value) for one, mine in pairs]
+
+    def _prepare(self, value: Tensor) -> None:
+        """Look at the first value of a dtype or device, and at each empty one."""
+        if not (value.is_floating_point() or value.is_complex()):
+            self._leave_out(f"its values are {str(value.dtype).removeprefix('torch.')}")
+        elif not has_numbers(value):
+            self._leave_out("its values have no data")
+        else:
+            if not value.numel():
+                self._of.complain(self.name, "had an empty value, which counts as no elements")
+            self._dtype = value.dtype
+            if self._device != value.device:
+                self._move(value)
+
+    def _leave_out(self, why: str) -> None:
+        self.is_off = True
+        self._of.complain(self.name, f"is left out: {why}")
+
+    def _move(self, value: Tensor) -> None:
+        """Make empty slots on the value's device; the slots so far move along."""
+        self._device = value.device
+        self._empty = [one.start(value) for one in self._of.statistics]
+        if self.slots is not None:
+            pairs = zip(self.slots, self._empty, strict=True)
+            self.slots = [mine.to(empty.device) for mine, empty in pairs]
+        self.has(self._empty)
+
+    def merge(self, slots: list[Tensor]) -> None:
+        """Merge slots that compiled code has computed, or that were set aside."""
+        if self.slots is None:
+            self.slots = slots
+            self.has(slots)
+        else:
+            statistics = self._of.statistics
+            self.slots = [
+                one.merge(mine, other)
+                for one, mine, other in zip(statistics, self.slots, slots, strict=True)
+            ]
+
+    def has(self, slots: list[Tensor]) -> None:
+        """Note the widths of the slots; statistics with other widths begin a new layout."""
+        widths = tuple(one.numel() for one in slots)
+        if widths != self.widths:
+            self.widths = widths
+            self._of.changed()
+
+
+@final
+class Slots:
+    """The slots of all sites, for the step that runs.
+
+    Args:
+        statistics: the statistics of each site.
+        n_modules: the number of sites of modules, which come before those of parameters.
+
+    Attributes:
+        is_on: whether this step is reported. Hooks look at it once, and do nothing else if not.
+        needs_grad: whether values of runs without gradients are left out.
+        version: increases when a site appears, so that the layout of reports changes.
+    """
+
+    def __init__(self, statistics: tuple[Statistic[Any], ...], n_modules: int) -> None:
+        self.statistics = statistics
+        self.n_modules = n_modules
+        self.is_on = True
+        self.needs_grad = False
+        self.version = 0
+        self._sites: dict[str, SiteSlots] = {}
+        self._told: set[str] = set()
+        self._complaints: list[tuple[str, str]] = []
+
+    def site(self, site: Site, order: tuple[int, int], counts: str = ALL) -> SiteSlots:
+        """Return the slots of a site, which are made on first use."""
+        name = str(site)
+        if name not in self._sites:
+            self._sites[name] = SiteSlots(site, order, self, counts)
+        return self._sites[name]
+
+    def changed(self) -> None:
+        """Note that the layout has changed."""
+        self.version += 1
+
+    def sites(self) -> list[SiteSlots]:
+        """Return the sites that ever had a value, in order."""
+        found = [one for one in self._sites.values() if one.widths]
+        return sorted(found, key=lambda one: one.order)
+
+    def take(self) -> dict[str, list[Tensor]]:
+        """Return the slots of each site that had a value in this step, and begin a new step."""
+        taken = {}
+        for site in self._sites.values():
+            if site.slots is not None:
+                taken[site.name], site.slots = site.slots, None
+        return taken
+
+    def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
+        """Tell whether a module had a value, if any module is selected."""
+        modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
+        return not modules or any(one.is_off or one.name in taken for one in modules)
+
+    def put(self, taken: dict[str, list[Tensor]]) -> None:
+        """Merge slots that were taken before."""
+        for name, slots in taken.items():
+            self._sites[name].merge(slots)
+
+    def complain(self, site: str, what: str) -> None:
+        """Keep a warning about a site, once for each site; `tell` gives them together."""
+        if site not in self._told:
+            self._told.add(site)
+            self._complaints.append((site, what))
+
+    def tell(self) -> None:
+        """Warn of what was complained of since the last call."""
+        complaints, self._complaints = self._complaints, []
+        if complaints:
+            site, what = complaints[0]
+            more = len(complaints) - 1
+            others = f" (and {_named(complaints[1:])})" if more else ""
+            warn(
+                f"hl.monitor: {site} {what}{others}."
+                "\nSelect sites of floating values, or give stats= that can measure these."
+            )
+
+
+def _named(complaints: list[tuple[str, str]]) -> str:
+    return ", ".join(site for site, _ in complaints[:4]) + (", …" if len(complaints) > 4 else "")
+
+
+def packed(sites: list[SiteSlots], taken: dict[str, list[Tensor]]) -> Tensor:
+    """Pack the slots of all sites into one float64 tensor; NaN stands for sites without a value."""
+    if not sites:
+        return torch.empty(0, dtype=torch.float64)
+    device = next((slots[0].device for slots in taken.values()), torch.device("cpu"))
+    parts = []
+    for site in sites:
+        slots = taken.get(site.name)
+        if slots is None:
+            parts.append(_absent(sum(site.widths), device))
+        else:
+            parts += [one if one.device == device else one.to(device) for one in slots]
+    return torch.cat(parts)
+
+
+def _absent(width: int, device: torch.device) -> Tensor:
+    return torch.full((width,), math.nan, dtype=torch.float64, device=device)
+
+
+def graph_slots(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:
+    """Return the function that measures a value inside compiled code.
+
+    All sites share the function, so that they need one graph.
+    """
+
+    def measure(tensor: Tensor) -> Any:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return ()
+        value = tensor.detach()
+        return tuple([one.update(one.start(value), value) for one in statistics])
+
+    def inside(value: Any) -> Any:
+        return tree.map_tensors(measure, value)
+
+    return inside
+
+
+def by_leaf(result: Any) -> dict[Leaf, list[Tensor]]:
+    """Return the slots of each tensor of a value, from the result of `graph_slots`."""
+    found: dict[Leaf, list[Tensor]] = {}
+    for leaf, slots in tree.tensors(result):
+        found.setdefault(leaf[:-1], []).append(slots)
+    return found
+
+
+def counts_of(tensor: Tensor) -> str | None:
+    """Tell whether this rank counts for a DTensor: the first rank that holds a part does.
+
+    None for plain tensors.
+    """
+    if not is_dtensor(tensor):
+        return None
+    spread: Any = tensor
+    coordinate = spread.device_mesh.get_coordinate()
+    counts = coordinate is not None and all(
+        position == 0
+        for position, placement in zip(coordinate, spread.placements, strict=True)
+        if placement.is_replicate()
+    )
+    return MINE if counts else NOT_MINE

@@ -1,0 +1,191 @@
+"""Measure the values at modules: outputs, inputs and their gradients."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from hookline.engine import (
+    Bound,
+    GradientCallback,
+    GradOutputTap,
+    Order,
+    Pass,
+    Passes,
+    PendingGradient,
+    Site,
+    SplitCallback,
+)
+from hookline.engine.gradients.ports import GradInputTap
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.outlines import Slot
+from hookline.engine.pytree.tree import Leaf
+from hookline.verbs.monitor.scaling import Scaling
+from hookline.verbs.monitor.slots import SiteSlots, Slots, by_leaf, graph_slots
+
+
+@final
+class ValueSites:
+    """Bind the sites of modules to their slots.
+
+    Args:
+        slots: the slots of all sites.
+        passes: the passes of the line.
+        scaling: divides gradients by the scale of the loss.
+    """
+
+    def __init__(self, slots: Slots, passes: Passes, scaling: Scaling) -> None:
+        self._slots = slots
+        self._passes = passes
+        self._scaling = scaling
+        self._inside = graph_slots(slots.statistics)
+        self._n = 0
+
+    def bind(self, site: Site) -> Bound:
+        """Return the callback or the tap for the next site."""
+        at = _AtLeaves(site, self._n, self._slots)
+        self._n += 1
+        if site.port == "grad_output":
+            return _GradOutputTap(site, self._passes, _Gradients(at, self._slots, self._scaling))
+        if site.port == "grad_input":
+            return _GradInputTap(site, self._passes, _Gradients(at, self._slots, self._scaling))
+        return SplitCallback(_measure(at, self._slots), self._inside, _merge(at, self._slots))
+
+
+@final
+class _AtLeaves:
+    """The slots of the tensors of one site's value, by leaf."""
+
+    __slots__ = ("_by_leaf", "_number", "_site", "_slots", "whole")
+
+    def __init__(self, site: Site, number: int, slots: Slots) -> None:
+        self._site = site
+        self._number = number
+        self._slots = slots
+        self._by_leaf: dict[Leaf, SiteSlots] = {}
+        self.whole = self.at(())
+
+    def at(self, leaf: Leaf) -> SiteSlots:
+        found = self._by_leaf.get(leaf)
+        if found is None:
+            site = replace(self._site, leaf=self._site.leaf + leaf)
+            order = self._number, len(self._by_leaf)
+            found = self._by_leaf[leaf] = self._slots.site(site, order)
+        return found
+
+
+def _measure(at: _AtLeaves, slots: Slots) -> Any:
+    """Return the callback of an output or an input."""
+    whole = at.whole
+
+    def callback(current: Pass, value: Any) -> None:
+        if not slots.is_on or (slots.needs_grad and _is_outside_training(current)):
+            return
+        if type(value) is Tensor:
+            whole.add(value)
+            return
+        for leaf, tensor in tree.tensors(value):
+            at.at(leaf).add(tensor)
+
+    return callback
+
+
+def _merge(at: _AtLeaves, slots: Slots) -> Any:
+    """Return the callback for the slots that compiled code has computed."""
+
+    def callback(current: Pass, result: Any) -> None:
+        if not slots.is_on or (slots.needs_grad and _is_outside_training(current)):
+            return
+        for leaf, found in by_leaf(result).items():
+            at.at(leaf).merge(found)
+
+    return callback
+
+
+def _is_outside_training(current: Pass) -> bool:
+    """Tell whether a value flows without gradients, as in validation.
+
+    The first run of a reentrant checkpoint has gradients disabled, too.
+    """
+    return not torch.is_grad_enabled() and current.region is None
+
+
+@final
+class _Gradients(GradientCallback):
+    """Measure the gradients at one site."""
+
+    __slots__ = ("_at", "_scaling", "slots")
+    optional = True
+
+    def __init__(self, at: _AtLeaves, slots: Slots, scaling: Scaling) -> None:
+        self._at = at
+        self.slots = slots
+        self._scaling = scaling
+
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+        """Measure the gradient of one tensor."""
+        if self.slots.is_on:
+            leaf = () if pending.form is None else _leaf_of(pending.form, slot)
+            self._at.at(leaf).add(self._scaling.unscaled(grad))
+
+
+def _leaf_of(form: Any, slot: int) -> Leaf:
+    """Return the leaf of a slot in an outline."""
+    if isinstance(form, Slot):
+        return ()
+    for key, part in tree.items(form) or ():
+        if isinstance(part, Slot):
+            if int(part) == slot:
+                return (key,)
+        elif part is not None and _has(part, slot):
+            return (key, *_leaf_of(part, slot))
+    return ()
+
+
+def _has(form: Any, slot: int) -> bool:
+    if isinstance(form, Slot):
+        return int(form) == slot
+    return any(_has(part, slot) for _, part in tree.items(form) or ())
+
+
+@final
+class _GradOutputTap(GradOutputTap):
+    """Hook gradients only in steps that are reported."""
+
+    __slots__ = ()
+    on: _Gradients
+
+    def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
+        super().__init__(site, passes, on, Order.GRAD_RECORD)
+
+    def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Wait for the gradients of the output: the forward hook."""
+        if is_dynamo_compiling():
+            return super().fire(module, args, output)
+        if not self.on.slots.is_on:
+            return None
+        return self.look(module, output, id(sys._getframe(1)))
+
+
+@final
+class _GradInputTap(GradInputTap):
+    """Hook gradients only in steps that are reported."""
+
+    __slots__ = ()
+    on: _Gradients
+
+    def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
+        super().__init__(site, passes, on, Order.GRAD_RECORD)
+
+    def fire(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for the gradients of the inputs: the forward-pre hook."""
+        if not is_dynamo_compiling() and not self.on.slots.is_on:
+            return None
+        return super().fire(module, args, kwargs)

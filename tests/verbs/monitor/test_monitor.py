@@ -1,0 +1,602 @@
+"""Monitoring a training: what is measured, when, and that nothing of the training changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import math
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+from zoo import Looped, Nested, SmallNet
+
+OPTIMIZER = importlib.import_module("torch.optim.optimizer")
+EVERYTHING = ("input", "output", "grad_input", "grad_output", "value", "grad", "update")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(k, n=16):
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(k))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer, steps, n_parts=1):
+    for k in range(steps):
+        optimizer.zero_grad()
+        for part in batch(k).chunk(n_parts):
+            (model(part).square().sum() / 16).backward()
+        optimizer.step()
+
+
+def moments_of(tensor):
+    statistic = hl.stats.moments()
+    return statistic.result(statistic.update(statistic.start(tensor), tensor))
+
+
+def assert_equal_curves(one, other, tolerance=1e-6):
+    assert one.sites == other.sites
+    assert one.steps.tolist() == other.steps.tolist()
+    for site in one.sites:
+        assert one[site].names == other[site].names
+        for name in one[site].names:
+            np.testing.assert_allclose(
+                getattr(one[site], name), getattr(other[site], name),
+                rtol=tolerance, atol=1e-12, err_msg=f"{site} {name}",
+            )  # fmt: skip
+
+
+# -- what is measured ---------------------------------------------------------------------------
+
+
+def test_values_at_each_port_are_those_that_a_recording_has():
+    model = net()
+    ports = ("input", "output", "grad_input", "grad_output")
+    with hl.record(model, ports=ports) as run:
+        model(batch(0).requires_grad_()).square().sum().backward()
+    with hl.monitor(model, ports=ports) as seen:
+        model(batch(0).requires_grad_()).square().sum().backward()
+    assert set(seen.sites) == {str(site) for site in run.sites}
+    for site in seen.sites:
+        assert seen[site].results == [moments_of(run[site])]
+
+
+def test_weights_gradients_and_updates_are_those_of_the_step():
+    model = net()
+    optimizer = sgd(model)
+    with hl.monitor(model, ports=("value", "grad", "update")) as seen:
+        train(model, optimizer, 1)
+        before = {name: one.detach().clone() for name, one in model.named_parameters()}
+        train(model, optimizer, 1)
+    for name, parameter in model.named_parameters():
+        assert seen[f"{name}:value"].results[1] == moments_of(before[name])
+        assert seen[f"{name}:grad"].results[1] == moments_of(parameter.grad)
+        assert seen[f"{name}:update"].results[1] == moments_of(parameter - before[name])
+        ratio = (parameter - before[name]).norm() / before[name].norm()
+        assert seen[f"{name}:update"].ratio[1] == pytest.approx(ratio.item(), rel=1e-6)
+
+
+def test_a_model_alone_gives_all_kinds_of_sites():
+    model = net()
+    with hl.monitor(model) as seen:
+        train(model, sgd(model), 1)
+    for site in ("(root)", "1", "1:grad_output", "0.weight:value", "0.bias:grad", "2.bias:update"):
+        assert site in seen
+    assert seen["0.weight"].site == "0.weight:value"
+
+
+@pytest.mark.parametrize(
+    ("selector", "ports", "sites"),
+    [
+        ("0", "output", ["0"]),
+        ("0", None, ["0", "0:grad_output", "0.weight:value", "0.weight:grad", "0.weight:update",
+                     "0.bias:value", "0.bias:grad", "0.bias:update"]),
+        ("0.weight:update", None, ["0.weight:update"]),
+        ("1:grad_output", None, ["1:grad_output"]),
+        (nn.ReLU, None, ["1", "1:grad_output"]),
+        (["1", "2.bias:grad"], "output", ["1", "2.bias:grad"]),
+        ("*.bias", ("value",), ["0.bias:value", "2.bias:value"]),
+    ],
+)  # fmt: skip
+def test_selectors_choose_modules_and_parameters(selector, ports, sites):
+    model = net()
+    with hl.monitor(model, selector, ports=ports) as seen:
+        train(model, sgd(model), 1)
+    assert list(seen.sites) == sites
+
+
+def test_a_parameter_itself_is_a_selector():
+    model = net()
+    with hl.monitor(model, model[0].weight) as seen:
+        train(model, sgd(model), 1)
+    assert list(seen.sites) == ["0.weight:value", "0.weight:grad", "0.weight:update"]
+
+
+def test_each_tensor_of_a_nested_value_has_a_curve():
+    model = nn.Sequential(nn.Linear(4, 4), Nested())
+    with hl.monitor(model, "1", ports=("output", "grad_output")) as seen:
+        out = model(batch(0))
+        out["pair"].left.sum().backward()
+    leaf = seen["1:output.pair.left"]
+    assert leaf.count.tolist() == [64]
+    assert seen["1:grad_output.pair.left"].mean.tolist() == [1.0]
+
+
+def test_all_calls_of_a_module_are_one_value_and_a_call_is_one():
+    model = Looped()
+    with hl.monitor(model, ["block", "block#1"], ports="output") as seen:
+        model(torch.randn(5, 2))
+    assert seen["block"].count.tolist() == [30]
+    assert seen["block#1"].count.tolist() == [10]
+
+
+def test_nan_is_counted_and_stays_in_the_curve():
+    model = net()
+    with hl.monitor(model, "0", ports="output") as seen:
+        model(batch(0))
+        model(batch(0) * float("nan"))
+    assert seen["0"].non_finite.tolist() == [0, 128]
+    assert math.isnan(seen["0"].mean[1])
+    assert "!" in str(seen)
+
+
+class Range:
+    def start(self, value):
+        return torch.full((2,), -math.inf, dtype=torch.float64, device=value.device)
+
+    def update(self, slots, value):
+        low, high = value.aminmax()
+        return torch.maximum(slots, torch.stack([-low, high]).double())
+
+    def merge(self, slots, other):
+        return torch.maximum(slots, other)
+
+    def result(self, slots):
+        return {"low": -slots[0].item(), "high": slots[1].item()}
+
+
+def test_several_statistics_and_ones_own():
+    model = net()
+    with hl.monitor(model, "0", ports="output", stats=[hl.stats.moments(), Range()]) as seen:
+        model(batch(0))
+    value = model[0](batch(0))
+    assert seen["0"].low.tolist() == [value.min().item()]
+    assert seen["0"].std[0] == pytest.approx(value.std(correction=0).item())
+    assert seen.at(0)["0/high"] == value.max().item()
+
+
+# -- steps --------------------------------------------------------------------------------------
+
+
+def test_only_every_nth_step_is_reported():
+    model = net()
+    with hl.monitor(model, every=3) as seen:
+        train(model, sgd(model), 8)
+    assert seen.steps.tolist() == [0, 3, 6]
+
+
+def test_the_cadence_and_the_number_of_the_step_can_be_set():
+    model = net()
+    optimizer = sgd(model)
+    line = hl.monitor(model, every=2)
+    with line as seen:
+        line.step = 100
+        train(model, optimizer, 3)
+        line.every = 10
+        train(model, optimizer, 18)
+    assert seen.steps.tolist() == [100, 102, 110, 120]
+
+
+def test_unreported_steps_measure_nothing():
+    calls = []
+
+    class Counting(Range):
+        def update(self, slots, value):
+            calls.append(1)
+            return super().update(slots, value)
+
+    model = net()
+    with hl.monitor(model, ports=EVERYTHING, stats=Counting(), every=100):
+        train(model, sgd(model), 1)
+        calls.clear()
+        train(model, sgd(model), 5)
+    assert not calls
+
+
+def test_accumulated_parts_equal_the_whole_batch():
+    whole, parts = net(), net()
+    ports = ("output", "grad_output", "value", "grad", "update")
+    with hl.monitor(whole, ports=ports) as expected:
+        train(whole, sgd(whole), 3)
+    with hl.monitor(parts, ports=ports) as seen:
+        train(parts, sgd(parts), 3, n_parts=4)
+    assert_equal_curves(seen, expected, 1e-5)
+
+
+def test_passes_are_steps_where_no_optimizer_steps():
+    model = net()
+    with hl.monitor(model, "1", ports="output", every=2) as seen:
+        for k in range(5):
+            model(batch(k))
+    assert seen.steps.tolist() == [0, 2, 4]
+    assert seen["1"].count.tolist() == [128, 128, 128]
+
+
+def test_passes_without_gradients_are_no_part_of_a_training_step():
+    model = net()
+    optimizer = sgd(model)
+    with hl.monitor(model, "1", ports="output") as seen:
+        with torch.no_grad():
+            model(batch(7))  # the sanity check of a trainer
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            model(batch(8))
+        train(model, optimizer, 1)
+    assert seen["1"].count.tolist() == [128, 128]
+
+
+def test_two_optimizers_of_one_model_make_one_step():
+    model = net()
+    one, other = sgd(model[0]), sgd(model[2])
+    with hl.monitor(model, ports=("output", "update")) as seen:
+        for k in range(4):
+            model(batch(k)).sum().backward()
+            one.step()
+            other.step()
+    assert seen.steps.tolist() == [0, 1, 2, 3]
+    last = seen["2.weight:update"].count
+    assert last.tolist() == [16, 16, 16, 16]
+
+
+def test_optimizers_of_other_models_are_not_heard():
+    model, other = net(), net()
+    with hl.monitor(model, "1", ports="output") as seen:
+        for k in range(2):
+            model(batch(k))
+            train(other, sgd(other), 1)
+    assert seen.steps.tolist() == [0, 1]
+
+
+def test_a_step_with_a_closure_measures_the_closures_gradients():
+    model = net()
+    optimizer = sgd(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(0)).square().sum()
+        loss.backward()
+        return loss
+
+    with hl.monitor(model, ports=("output", "grad", "update")) as seen:
+        for _ in range(2):
+            optimizer.step(closure)
+            expected = [moments_of(one.grad) for one in model.parameters()]
+    assert [seen[f"{n}:grad"].results[1] for n, _ in model.named_parameters()] == expected
+    assert seen["0"].count.tolist() == [128, 128]
+
+
+def test_a_root_that_is_never_called_is_told_by_the_optimizer():
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+    root = Module()
+    optimizer = sgd(root)
+    with hl.monitor(root, "net.1", ports="output") as seen:
+        for k in range(3):
+            root.net(batch(k)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                root.net(batch(9))
+    assert seen["net.1"].count.tolist() == [128, 128, 128]
+
+
+def test_a_root_that_is_never_called_and_never_trained_is_said():
+    root = nn.ModuleDict({"net": net()})
+    with pytest.warns(hl.HooklineWarning, match="were merged into one step"):
+        with hl.monitor(root, "net.1", ports="output") as seen:
+            for k in range(3):
+                root["net"](batch(k))
+    assert seen["net.1"].count.tolist() == [384]
+
+
+# -- regimes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_is_not_counted(reentrant):
+    class Part(nn.Module):
+        def __init__(self, is_checkpointed):
+            super().__init__()
+            self.inner, self.head = net(), nn.Linear(2, 2)
+            self.is_checkpointed = is_checkpointed
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            run = self.inner
+            x = checkpoint(run, x, use_reentrant=reentrant) if self.is_checkpointed else run(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    plain = Part(False)
+    again = copy.deepcopy(plain)
+    again.is_checkpointed = True
+    ports = ("output", "grad_output", "grad", "update")
+    with hl.monitor(plain, ports=ports) as expected:
+        train(plain, sgd(plain), 3)
+    with hl.monitor(again, ports=ports) as seen:
+        train(again, sgd(again), 3)
+    assert_equal_curves(seen, expected)
+
+
+def test_gradients_are_unscaled_with_a_scaler():
+    plain, scaled = net(), net()
+    with hl.monitor(plain) as expected:
+        train(plain, sgd(plain), 3)
+    optimizer, scaler = sgd(scaled), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hl.monitor(scaled, scaler=scaler) as seen:
+        train_scaled(scaled, optimizer, scaler, 3)
+    assert_equal_curves(seen, expected)
+
+
+def train_scaled(model, optimizer, scaler, steps):
+    for k in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(k)).square().sum() / 16).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_scaler_is_found_and_its_scale_named():
+    model = net()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.warns(hl.HooklineWarning, match="step 0 are multiplied by GradScaler's 1024"):
+        with hl.monitor(model, "1", ports="grad_output") as seen:
+            train_scaled(model, optimizer, scaler, 2)
+    plain = net()
+    with hl.monitor(plain, "1", ports="grad_output") as expected:
+        train(plain, sgd(plain), 2)
+    ratio = seen["1:grad_output"].std / expected["1:grad_output"].std
+    assert ratio.tolist() == pytest.approx([1024, 1])
+
+
+def test_fused_optimizers_under_a_scaler_give_unscaled_gradients():
+    plain, scaled = net(), net()
+    with hl.monitor(plain, ports="grad") as expected:
+        train(plain, torch.optim.AdamW(plain.parameters(), fused=True), 2)
+    optimizer = torch.optim.AdamW(scaled.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hl.monitor(scaled, ports="grad", scaler=scaler) as seen:
+        train_scaled(scaled, optimizer, scaler, 2)
+    assert_equal_curves(seen, expected, 1e-5)
+
+
+def test_statistics_under_autocast_are_of_the_values():
+    model = net()
+    with hl.record(model, "0") as run, torch.autocast("cpu", torch.bfloat16):
+        model(batch(0))
+    with hl.monitor(model, "0", ports="output") as seen, torch.autocast("cpu", torch.bfloat16):
+        model(batch(0))
+    assert seen["0"].results == [moments_of(run["0"])]
+
+
+@pytest.mark.compiles
+def test_compiled_counts_equal_the_plain_ones(fresh_dynamo):
+    plain, model = net(), net()
+    ports = ("output", "grad_output", "grad", "update")
+    with hl.monitor(plain, ports=ports) as expected:
+        train(plain, sgd(plain), 4)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    line = hl.monitor(model, ports=ports)
+    with line as seen:
+        train(compiled, sgd(model), 4)
+    assert_equal_curves(seen, expected, 1e-5)
+
+
+@pytest.mark.compiles
+def test_the_cadence_recompiles_nothing(fresh_dynamo):
+    model = net()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizer = sgd(model)
+    line = hl.monitor(model, ports=("output", "grad_output"), every=2)
+    with line as seen:
+        train(compiled, optimizer, 3)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            train(compiled, optimizer, 3)
+            line.every = 3
+            train(compiled, optimizer, 4)
+    assert seen.steps.tolist() == [0, 2, 4, 6, 9]
+    assert seen["0"].count.tolist() == [128] * 5
+
+
+# -- nothing changes ----------------------------------------------------------------------------
+
+
+def train_digits(monitored, tmp_path):
+    from hookline.models.demo.net import DigitsNet
+
+    torch.manual_seed(0)
+    model = DigitsNet().train()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    line = None
+    if monitored:
+        line = hl.monitor(model, ports=EVERYTHING, every=3, to=tmp_path / "run")
+    for k in range(500):
+        generator = torch.Generator().manual_seed(k)
+        x = torch.rand(16, 1, 8, 8, generator=generator)
+        y = torch.randint(0, 10, (16,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    if line is not None:
+        line.remove()
+        assert len(line.curves) == 167
+        assert len(hl.open(tmp_path / "run")) == 167
+    return model.state_dict(), torch.rand(3)
+
+
+@pytest.mark.slow
+def test_500_steps_give_the_same_weights_bit_for_bit(tmp_path):
+    weights, drawn = train_digits(False, tmp_path)
+    monitored, drawn_monitored = train_digits(True, tmp_path)
+    for name in weights:
+        assert torch.equal(weights[name], monitored[name]), name
+    assert torch.equal(drawn, drawn_monitored)
+
+
+def test_no_hook_stays_after_the_line():
+    model = net()
+    before = str(hl.inventory(model))
+    with hl.monitor(model, ports=EVERYTHING):
+        train(model, sgd(model), 2)
+    assert str(hl.inventory(model)) == before
+    assert not OPTIMIZER._global_optimizer_pre_hooks
+    assert not OPTIMIZER._global_optimizer_post_hooks
+
+
+def test_the_curves_keep_no_model_and_no_tensor_alive():
+    model = net()
+    with hl.monitor(model) as seen:
+        train(model, sgd(model), 2)
+    known = [weakref.ref(model), *(weakref.ref(one) for one in model.parameters())]
+    del model
+    gc.collect()
+    assert not any(one() is not None for one in known)
+    assert seen["1"].count.tolist() == [128, 128]
+
+
+# -- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2", None])
+def test_a_cadence_that_is_no_positive_integer_is_refused(every):
+    with pytest.raises(hl.AttachError, match="every= must be a positive integer, got"):
+        hl.monitor(net(), every=every)
+
+
+@pytest.mark.parametrize("to", [3, object(), {"a": 1}, 2.5])
+def test_an_unknown_place_to_write_is_refused(to):
+    with pytest.raises(hl.AttachError, match="to= must be a folder, a file, a logger"):
+        hl.monitor(net(), to=to)
+
+
+@pytest.mark.parametrize("stats", ["mean", torch.mean, Range, [], [Range(), 1]])
+def test_what_is_no_statistic_is_refused(stats):
+    with pytest.raises(hl.AttachError, match="stats= must"):
+        hl.monitor(net(), stats=stats)
+
+
+def test_unknown_ports_and_selectors_are_refused():
+    with pytest.raises(hl.SelectionError, match="ports must be of input, output"):
+        hl.monitor(net(), ports="weights")
+    with pytest.raises(hl.SelectionError, match="fc"):
+        hl.monitor(net(), "fc")
+    with pytest.raises(hl.AttachError, match="must be given a model"):
+        hl.monitor({"a": torch.zeros(1)})
+    assert not OPTIMIZER._global_optimizer_pre_hooks
+
+
+def test_integer_values_are_left_out_and_said_once():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    with pytest.warns(hl.HooklineWarning, match="input is left out: .* int64 .and 0:input") as told:
+        with hl.monitor(model, ports=("input", "output")) as seen:
+            for _ in range(3):
+                model(torch.zeros(4, dtype=torch.long))
+    assert len(told) == 1
+    assert list(seen.sites) == ["(root)", "0", "1:input", "1"]
+
+
+def test_an_empty_value_is_said_once_and_counts_as_none():
+    model = net()
+    with pytest.warns(hl.HooklineWarning, match="empty value") as told:
+        with hl.monitor(model, "1", ports="output") as seen:
+            model(batch(0, 0))
+            model(batch(0))
+            model(batch(0, 0))
+    assert len(told) == 1
+    assert seen["1"].count.tolist() == [0, 128, 0]
+    assert math.isnan(seen["1"].mean[0])
+
+
+def test_a_statistic_that_raises_is_said_and_training_goes_on():
+    class Raises(Range):
+        def update(self, slots, value):
+            raise ValueError("no idea")
+
+    model = net()
+    with pytest.warns(hl.HooklineWarning) as told:
+        with hl.monitor(model, stats=Raises()):
+            train(model, sgd(model), 3)
+    assert "raised ValueError: no idea" in str(told[0].message)
+    plain = net()
+    train(plain, sgd(plain), 3)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_warning_made_an_error_ends_the_training_when_asked():
+    class Raises(Range):
+        def update(self, slots, value):
+            raise ValueError("no idea")
+
+    model = net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hl.HooklineWarning)
+        with pytest.raises(hl.HooklineWarning, match="no idea"):
+            with hl.monitor(model, stats=Raises()):
+                train(model, sgd(model), 3)
+
+
+def test_no_step_at_all_is_said():
+    with pytest.warns(hl.HooklineWarning, match="reported no step: Sequential never ran"):
+        with hl.monitor(net()):
+            pass
+
+
+def test_a_model_swapped_in_training_is_said_once():
+    model, other = net(), net()
+    optimizer = sgd(model)
+    with pytest.warns(hl.HooklineWarning, match="no value came .* at step 1") as told:
+        with hl.monitor(model, ports=("output", "grad")) as seen:
+            train(model, optimizer, 1)
+            for _ in range(3):
+                other(batch(0)).sum().backward()
+                optimizer.step()
+    assert len(told) == 1
+    assert np.isnan(seen["1"].mean).tolist() == [False, True, True, True]
+
+
+def test_a_block_that_raises_keeps_what_was_reported():
+    model = net()
+    with pytest.raises(ZeroDivisionError):
+        with hl.monitor(model) as seen:
+            train(model, sgd(model), 2)
+            raise ZeroDivisionError
+    assert seen.steps.tolist() == [0, 1]
+
+
+def test_values_that_are_overwritten_are_measured_before():
+    torch.manual_seed(0)
+    model = SmallNet()
+    x = torch.randn(2, 3, 8, 8)
+    with hl.record(model, "**.bn", copy=True) as run:
+        model(x)
+    with hl.monitor(model, "**.bn", ports="output") as seen:
+        model(x)
+    for site in seen.sites:
+        np.testing.assert_allclose(seen[site].mean[0], moments_of(run[site]).mean)
