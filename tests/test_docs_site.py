@@ -259,7 +259,7 @@ TASKS = {
     "logit lens": "hl.record(",
     "record in a Hugging Face Trainer": "hl.record(",
     "load my own checkpoint": "load_model(",
-    "find the first NaN": "hl.record(",
+    "find the first NaN": "hl.check(",
     "which units are dead": "hl.record(",
     "why does my hook not fire": "hl.doctor(",
     "list every hook on a model": "hl.inventory(",

@@ -15,7 +15,8 @@ FILES = sorted(SRC.rglob("*.py"))
 # room and from those below it.
 ROOMS = [
     "hookline.cli", "hookline", "hookline.views", "hookline.verbs", "hookline.verbs.extract",
-    "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.watch",
+    "hookline.verbs.doctor", "hookline.verbs.cam", "hookline.verbs.clip", "hookline.verbs.check",
+    "hookline.verbs.watch",
     "hookline.verbs.profile", "hookline.verbs.monitor", "hookline.verbs.monitor.sinks",
     "hookline.verbs.record", "hookline.verbs.edit", "hookline.verbs.summary",
     "hookline.verbs.attach", "hookline.verbs.inventory", "hookline.verbs.shared",

@@ -14,12 +14,13 @@ from small_stores import write_store
 
 # fmt: off
 NAMES = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis", "Finding",
     "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine",
-    "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "stats",
+    "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError",
+    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "StructureError", "Summary", "attach", "cam", "check", "clip", "doctor", "edit", "edits",
+    "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record", "select",
+    "stats",
     "summary", "watch",
 ]
 # fmt: on
@@ -28,6 +29,7 @@ SIGNATURES = {
     "attach": "(model=None, *, every_thread=False)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
+    "check": "(model, *, every_thread=False)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",

@@ -10,12 +10,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from markdown.extensions.toc import slugify
-from torch import nn
 from typer.testing import CliRunner
 
-import hookline as hl
 from hookline.cli.app import app
 from hookline.models._torchvision_import import import_torchvision
 from hookline.models.packages import import_package
@@ -88,65 +85,6 @@ def test_the_docs_examples_run_in_order_and_print_as_shown(page, tmp_path):
                 exec(compile(code, f"{page.name} block {k}", "exec"), namespace)
             if k + 1 < len(blocks) and blocks[k + 1][0] == "text":
                 assert out.getvalue() == blocks[k + 1][1]
-
-
-class Parts(nn.Module):
-    """Gives structures; of its second part a tensor deep inside is not a number."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.LSTM(2, 2), nn.LSTM(2, 2), nn.LSTM(2, 2)
-        self.empty = nn.Identity()
-        nn.init.constant_(self.second.bias_ih_l0, float("nan"))
-
-    def forward(self, x):
-        x, _ = self.first(x)
-        self.empty(None)
-        return self.last(self.second(x)[0])
-
-
-class SecondCall(nn.Module):
-    """Divides by zero in the second call of its part, in place, and only in the second pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.log, self.relu = Logarithm(), nn.ReLU(inplace=True)
-        self.passes = 0
-
-    def forward(self, x):
-        self.passes += 1
-        return self.relu(self.log(self.log(x) + (0 if self.passes < 2 else -9)))
-
-
-class Logarithm(nn.Module):
-    def forward(self, x):
-        return x.log_()
-
-
-def recipe_for_the_first_nan():
-    """The recipe behind its own model and recording."""
-    text = (ROOT / "docs" / "recipes.md").read_text().partition("\n### Where does the first NaN")[2]
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    return code[code.index("def is_finite") :]
-
-
-@pytest.mark.parametrize(
-    ("model", "x", "expected"),
-    [
-        (Parts(), torch.ones(3, 2), "second (LSTM), call 0 of pass 0"),
-        (SecondCall(), torch.full((3, 2), 9.0), "log (Logarithm), call 1 of pass 1"),
-        (nn.LSTM(2, 2), torch.ones(3, 2), ""),
-        (nn.LSTM(2, 2), torch.full((3, 2), float("nan")), ""),
-    ],
-)
-def test_the_recipe_for_the_first_nan_names_who_makes_it(model, x, expected):
-    with hl.record(model, ports=("input", "output"), copy=True) as run:
-        model(x.clone())
-        model(x.clone())
-    out = StringIO()
-    with redirect_stdout(out):
-        exec(recipe_for_the_first_nan(), {"hl": hl, "run": run})
-    assert out.getvalue().partition("\n")[0] == expected
 
 
 @pytest.mark.processes

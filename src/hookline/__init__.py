@@ -23,6 +23,7 @@ from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning
 from hookline.errors import InputError as InputError
 from hookline.errors import ModelError as ModelError
+from hookline.errors import NonFiniteError as NonFiniteError
 from hookline.errors import NotRecordedError as NotRecordedError
 from hookline.errors import OverwrittenError as OverwrittenError
 from hookline.errors import RanksError as RanksError
@@ -35,12 +36,14 @@ from hookline.stores import Store as Store
 from hookline.stores import open_folder as open
 from hookline.verbs import ClassMaps as ClassMaps
 from hookline.verbs import Diagnosis as Diagnosis
+from hookline.verbs import Finding as Finding
 from hookline.verbs import Inventory as Inventory
 from hookline.verbs import Profile as Profile
 from hookline.verbs import RawLine as RawLine
 from hookline.verbs import Summary as Summary
 from hookline.verbs import attach as attach
 from hookline.verbs import cam as cam
+from hookline.verbs import check as check
 from hookline.verbs import clip as clip
 from hookline.verbs import doctor as doctor
 from hookline.verbs import edit as edit
@@ -60,12 +63,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis",
+    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis", "Finding",
     "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError", "RawLine",
-    "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "attach", "cam", "clip", "doctor", "edit", "edits", "extract",
-    "features", "inventory", "monitor", "open", "plots", "profile", "record", "select", "stats",
+    "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError",
+    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
+    "StructureError", "Summary", "attach", "cam", "check", "clip", "doctor", "edit", "edits",
+    "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record", "select",
+    "stats",
     "summary", "watch",
 ]  # fmt: skip
 

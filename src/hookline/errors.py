@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class HooklineError(Exception):
@@ -60,6 +60,21 @@ class ModelError(HooklineError, ValueError):
 
 class InputError(HooklineError, ValueError):
     """An input cannot be read or does not fit the model."""
+
+
+class NonFiniteError(HooklineError, FloatingPointError):
+    """A model has made a NaN or an infinity.
+
+    Attributes:
+        finding: who made it: `print(error.finding)` says all that is known (`hl.check`).
+    """
+
+    def __init__(self, message: str, finding: Any) -> None:
+        super().__init__(message)
+        self.finding = finding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.finding)
 
 
 class HooklineWarning(UserWarning):

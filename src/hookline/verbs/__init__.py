@@ -4,6 +4,9 @@ from hookline.verbs.attach.raw_line import RawLine as RawLine
 from hookline.verbs.attach.raw_line import attach as attach
 from hookline.verbs.cam.cam import cam as cam
 from hookline.verbs.cam.class_maps import ClassMaps as ClassMaps
+from hookline.verbs.check.check import CheckLine as CheckLine
+from hookline.verbs.check.check import check as check
+from hookline.verbs.check.finding import Finding as Finding
 from hookline.verbs.clip.clip import ClipLine as ClipLine
 from hookline.verbs.clip.clip import clip as clip
 from hookline.verbs.clip.report import ClipReport as ClipReport
@@ -35,9 +38,9 @@ from hookline.verbs.watch.watch import Watch as Watch
 from hookline.verbs.watch.watch import watch as watch
 
 __all__ = [
-    "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Extracting", "Inputs", "Inventory",
-    "MonitorLine", "Profile", "ProfileTable", "RawLine", "RecordLine", "StoreLine", "Summary",
-    "Watch", "attach", "cam", "clip", "diagnosis_data", "diagnosis_parts", "doctor", "edit",
-    "edits", "extract", "features", "inventory", "monitor", "profile", "profile_parts", "record",
-    "summary", "summary_parts", "watch",
+    "CheckLine", "ClassMaps", "ClipLine", "ClipReport", "Diagnosis", "Extracting", "Finding",
+    "Inputs", "Inventory", "MonitorLine", "Profile", "ProfileTable", "RawLine", "RecordLine",
+    "StoreLine", "Summary", "Watch", "attach", "cam", "check", "clip", "diagnosis_data",
+    "diagnosis_parts", "doctor", "edit", "edits", "extract", "features", "inventory", "monitor",
+    "profile", "profile_parts", "record", "summary", "summary_parts", "watch",
 ]  # fmt: skip

@@ -115,6 +115,7 @@ class Recomputation:
     __slots__ = (
         "_changes", "_ran", "_runs", "current", "has_gradients", "region", "rest", "roots",
     )  # fmt: skip
+    is_repetition = False
 
     def __init__(self, region: CheckpointedRegion, rest: list[Pass]) -> None:
         self.region = region
@@ -258,7 +259,9 @@ class _Checkpoint:
         self._draws: list[Tensor] = []
         for passes in _WATCH.lines():
             current = passes.in_thread.running
-            if current is not None:
+            again = None if current is None else current.recomputation
+            # In a repeated run, the recomputation is a part of the repetition.
+            if current is not None and (again is None or not again.is_repetition):
                 self._add(passes, current, None)
         THREAD.checkpoints = (*THREAD.checkpoints, self)
 

@@ -160,16 +160,20 @@ class Passes:
 
     Attributes:
         sink: an object to tell when passes begin.
+        at_root: called with each pass that a run of the root begins, and the frame of the root's
+            call; None for verbs that need neither.
     """
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "closed", "compiler", "every_thread", "failed",
-        "in_thread", "other_contexts", "outside_root", "sink", "started", "switch", "transformed",
+        "_latest", "_lock", "_numbers", "_open", "at_root", "closed", "compiler", "every_thread",
+        "failed", "in_thread", "other_contexts", "outside_root", "sink", "started", "switch",
+        "transformed",
     )  # fmt: skip
 
     def __init__(self, *, every_thread: bool = False) -> None:
         self.in_thread = _ThreadPasses()
         self.sink: Sink | None = None
+        self.at_root: Callable[[Pass, FrameType], None] | None = None
         self.switch = Switch()
         self.compiler: Compiler | None = None
         self.every_thread = every_thread
@@ -208,7 +212,7 @@ class Passes:
         for current in list(self._open.values()):  # other threads' passes too
             self._finish(current, failed=False)
         self.in_thread, self.sink, self._latest = _ThreadPasses(), None, None
-        self.compiler = None
+        self.compiler = self.at_root = None
         self.switch.is_on = False
 
     def is_here(self) -> bool:
@@ -267,6 +271,8 @@ class Passes:
                 current = local.current = self._start(is_transformed=mode is not None)
             # First, so that `end` ends the pass if the lines below raise.
             current.roots.begin(frame, root)
+            if self.at_root is not None:
+                self.at_root(current, frame)
             for one in THREAD.checkpoints:
                 one.pass_begins(self, current, by_root=True)
             if self.compiler is not None:
@@ -362,6 +368,11 @@ class Passes:
         current.failed = failed
         self.failed += failed
         current.roots.clear()
+
+
+def lines_here() -> tuple[Passes, ...]:
+    """Return the passes of the lines that were made in this context and are still on."""
+    return _still_open()
 
 
 # The reason why a line has seen nothing of a run.

@@ -106,3 +106,14 @@ def _parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout is torch.strided else []
+
+
+def traced_node() -> tuple[int, str, list[str]] | None:
+    """Return the number and name of the node that autograd runs, and its forward's traceback.
+
+    Anomaly mode keeps the traceback. None outside of a backward.
+    """
+    node = running_node()
+    if node is None:
+        return None
+    return number_of(node), node.name(), node.metadata.get("traceback_", [])

@@ -1,0 +1,215 @@
+"""What a check has found: who made a value that is not finite, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from hookline.display.text import escape_invisible, plural
+from hookline.display.units import measure
+from hookline.engine import path_text
+from hookline.errors import NonFiniteError
+from hookline.statistics import Moments
+
+_MOST_PASSED = 6
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of source code.
+
+    Args:
+        filename: the file.
+        lineno: the number of the line.
+        function: the function that the line is in.
+        text: the line itself; empty if the source is not there.
+    """
+
+    filename: str
+    lineno: int
+    function: str = ""
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.filename}:{self.lineno}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The numbers of one tensor.
+
+    Args:
+        name: the input, parameter or buffer.
+        shape: its shape.
+        dtype: its dtype, such as "float32".
+        moments: its statistics; None if it holds no floating numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    moments: Moments | None = None
+
+    def __str__(self) -> str:
+        head = f"{self.name} {self.dtype}{list(self.shape)}"
+        if self.moments is None:
+            return head
+        one = self.moments
+        text = f"{head}  from {measure(one.min)} to {measure(one.max)}, mean {measure(one.mean)}"
+        text = text if one.finite else f"{head}  no finite number"
+        return f"{text}, {one.non_finite} not finite" if one.non_finite else text
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Who made a value that is not finite, told apart from who passed it on.
+
+    Args:
+        kind: "forward", "backward", "parameter", "buffer", "input" or "loss": where the value was
+            made, or where it was already.
+        path: the path of the module that made it, or of the parameter, buffer or input that held
+            it.
+        module_type: the class of that module.
+        call: the number of the module's call within the pass; None where there is none.
+        step: the number of the pass, from 0 for each line; None before the first.
+        n_nan: the number of NaNs.
+        n_inf: the number of infinities.
+        n_total: the number of elements.
+        operation: the operation that made it, such as "aten.log.default", or that read it first;
+            None if not known.
+        function: the function that was called, such as "log"; in a backward the node of the graph,
+            such as "LogBackward0"; None if not known.
+        line: the nearest line of code outside torch; None if not known.
+        inputs: the inputs of the operation, or of the module where the operation is not known.
+        parameters: the parameters and buffers of the module.
+        suspect: the parameter, buffer or input that is the likely cause; None without one.
+        passed_on: the sites that passed the value on, in the order in which they ran.
+        vanished: whether the value was gone before the pass ended.
+        rank: the rank that made it, in a distributed job.
+        notes: what else there is to say.
+        file: the file that keeps the inputs, for `hookline replay`; None if none was asked for.
+    """
+
+    kind: str
+    path: str
+    module_type: str = ""
+    call: int | None = None
+    step: int | None = 0
+    n_nan: int = 0
+    n_inf: int = 0
+    n_total: int = 0
+    operation: str | None = None
+    function: str | None = None
+    line: SourceLine | None = None
+    inputs: tuple[Measured, ...] = ()
+    parameters: tuple[Measured, ...] = ()
+    suspect: str | None = None
+    passed_on: tuple[str, ...] = ()
+    vanished: bool = False
+    rank: int | None = None
+    notes: tuple[str, ...] = ()
+    file: str | None = None
+
+    @property
+    def site(self) -> str:
+        """The site that made the value, or held it."""
+        call = f"#{self.call}" if self.call else ""
+        return escape_invisible(path_text(self.path) + call)
+
+    @property
+    def message(self) -> str:
+        """The message of the error: two lines."""
+        where = f" at {self.line}" if self.line else ""
+        by = self.function or self.operation
+        verb = "made" if self.kind in ("forward", "backward") else "read"
+        made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        if self.kind == "loss":
+            what = f"the gradient of the output {self.site}"
+        elif self.kind == "backward":
+            what = f"gradients in the backward of {self.site}"
+        elif self.kind == "forward":
+            what = f"the output of {self.site}"
+        else:
+            what = f"the {self.kind} {self.site}"
+        type_name = f" ({self.module_type})" if self.module_type else ""
+        loss = ": the loss made it" if self.kind == "loss" else ""
+        step = "before the first step" if self.step is None else f"in step {self.step}"
+        return (
+            f"{what}{type_name} must be finite, got {self._counts()} {step}"
+            f"{rank}{made}{loss}.\n{self._remedy()}"
+        )
+
+    def _counts(self) -> str:
+        parts = [f"{self.n_nan} NaN" * bool(self.n_nan), f"{self.n_inf} inf" * bool(self.n_inf)]
+        counts = " and ".join(filter(None, parts)) or "a value that is not"
+        return f"{counts} of {plural(self.n_total, 'value')}" if self.n_total else counts
+
+    def _remedy(self) -> str:
+        more = "print(error.finding) says more"
+        suspect = f"Look at {self.suspect}; " if self.suspect else "Look at its inputs: "
+        return f"{suspect}{more}."
+
+    def error(self) -> NonFiniteError:
+        """Return the error that says this."""
+        return NonFiniteError(self.message, self)
+
+    def __str__(self) -> str:
+        first, _, _ = self.message.partition("\n")
+        lines = [first]
+        if self.operation:
+            lines.append(f"  operation: {self.function or '?'} ({self.operation})")
+        if self.line:
+            within = f", in {self.line.function}" if self.line.function else ""
+            lines.append(f"  line: {self.line}{within}: {self.line.text}".rstrip(": "))
+        lines += [f"  input: {one}" for one in self.inputs]
+        lines += [f"  {self.module_type or 'module'} holds: {one}" for one in self.parameters]
+        if self.suspect:
+            lines.append(f"  suspect: {self.suspect}")
+        if self.passed_on:
+            names = ", ".join(self.passed_on[:_MOST_PASSED])
+            lines.append(f"  passed on by: {names}{', …' * (len(self.passed_on) > _MOST_PASSED)}")
+        if self.vanished:
+            lines.append("  it was gone before the pass ended, so nothing was raised")
+        lines += [f"  {note}" for note in self.notes]
+        if self.file:
+            lines.append(f"  kept: hookline replay {self.file}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as a dict that JSON can hold."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        found["line"] = self.line and [
+            self.line.filename, self.line.lineno, self.line.function, self.line.text
+        ]  # fmt: skip
+        for name in ("inputs", "parameters"):
+            found[name] = [
+                [one.name, list(one.shape), one.dtype, one.moments and one.moments.as_json()]
+                for one in found[name]
+            ]
+        return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Finding:
+        """Read the dict that `as_json` made.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is not such a dict.
+        """
+        found = {name: data[name] for name in Finding.__dataclass_fields__}
+        found["line"] = SourceLine(*data["line"]) if data["line"] else None
+        for name in ("inputs", "parameters"):
+            found[name] = tuple(
+                Measured(one, tuple(shape), dtype, Moments.from_json(fields) if fields else None)
+                for one, shape, dtype, fields in data[name]
+            )
+        found["passed_on"], found["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
+        return Finding(**found)
+
+    def with_(self, **changes: Any) -> Finding:
+        """Return the finding with some fields changed."""
+        return replace(self, **changes)

@@ -1,0 +1,124 @@
+"""Tell whether tensors are finite: by deferred sums while the model trains, exactly afterwards.
+
+No NaN and no infinity vanishes in a sum. A sum of finite numbers may overflow, so a sum that is not
+finite is a suspicion, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Flag
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine import is_wrapped, local_part
+from hookline.engine.pytree import tree
+from hookline.statistics import Moments
+
+# Sums of these overflow, or lose their digits, unless they are added up in float32.
+_WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+
+class Kind(Flag):
+    """The kinds of numbers that are not finite."""
+
+    NONE = 0
+    NAN = 1
+    INF = 2
+    MINUS_INF = 4
+
+
+def total(value: Any) -> Tensor | None:
+    """Return a number that is not finite if any number of a value is not; None without numbers."""
+    if type(value) is Tensor and value.dtype is torch.float32 and value.layout is torch.strided:
+        return value.detach().sum()
+    sums = [_sum(tensor) for _, tensor in tree.tensors(value) if is_measurable(tensor)]
+    if not sums:
+        return None
+    if len(sums) == 1:
+        return sums[0]
+    first = sums[0].device
+    return torch.stack([one.to(first, torch.float32) for one in sums]).sum()
+
+
+def total_nan(value: Any) -> Tensor | None:
+    """Do the same for a site where infinities are meant: only a NaN makes the number not finite."""
+    plain = [local_part(one) for _, one in tree.tensors(value) if is_measurable(one)]
+    return total([torch.nan_to_num(one.detach(), torch.nan, 0.0, 0.0) for one in plain])
+
+
+def extremes(value: Any) -> Tensor | None:
+    """Do the same for a site where sums overflow; it takes twice the time, and is exact."""
+    plain = [flat(one) for _, one in tree.tensors(value) if is_measurable(one) and one.numel()]
+    real = [torch.view_as_real(one) if one.is_complex() else one for one in plain]
+    # Zero times an infinity or a NaN is a NaN.
+    return total([torch.stack(torch.aminmax(one.float() if one.dtype not in _WIDE else one)) * 0.0
+                  for one in real])  # fmt: skip
+
+
+def is_measurable(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds numbers that may be infinite."""
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return is_number and not tensor.is_meta and not tensor.is_quantized and not is_wrapped(tensor)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor holds on this rank, without their graph."""
+    tensor = local_part(tensor.detach())
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    plain = flat(tensor)
+    return plain.sum() if plain.dtype in _WIDE else plain.sum(dtype=torch.float32)
+
+
+def are_finite(sums: Sequence[Tensor]) -> list[bool]:
+    """Read many numbers at once: one transfer for each device and dtype.
+
+    Returns:
+        For each number, whether it is finite. An empty list if all are.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, one in enumerate(sums):
+        groups.setdefault((one.dtype, one.device), []).append(index)
+    found = [True] * len(sums)
+    with torch.no_grad():
+        for members in groups.values():
+            finite = torch.stack([sums[index] for index in members]).isfinite()
+            if not finite.all():
+                for index, is_finite in zip(members, finite.tolist(), strict=True):
+                    found[index] = is_finite
+    return [] if all(found) else found
+
+
+def kinds_in(tensor: Tensor) -> Kind:
+    """Return the kinds of numbers in a tensor that are not finite; exact."""
+    if not is_measurable(tensor) or not tensor.numel():
+        return Kind.NONE
+    plain = flat(tensor)
+    if plain.isfinite().all():
+        return Kind.NONE
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    found = Kind.NAN if plain.isnan().any() else Kind.NONE
+    found |= Kind.INF if (plain == torch.inf).any() else Kind.NONE
+    return found | (Kind.MINUS_INF if (plain == -torch.inf).any() else Kind.NONE)
+
+
+def moments(tensor: Tensor) -> Moments:
+    """Measure the numbers of a tensor; those of a complex tensor as real and imaginary parts."""
+    plain = flat(tensor)
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()
+    return Moments.of(wide.cpu().numpy())
+
+
+Measure = Callable[[Any], Tensor | None]

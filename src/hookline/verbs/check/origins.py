@@ -1,0 +1,344 @@
+"""Follow values that are not finite through the operations of one run, to the one that made them.
+
+An operation has made such a value if its inputs were finite and its output is not. Infinities may
+be meant: a mask that is filled with -inf, a buffer of -inf, the memory of `torch.empty`. These are
+followed, too, and nothing is said of them, until an operation makes of them something else: a NaN
+of a row that is masked out whole.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookline.engine.torch_private.graph.nodes import traced_node
+from hookline.verbs.check.finding import Measured, SourceLine
+from hookline.verbs.check.non_finite import Kind, is_measurable, kinds_in, moments
+
+# Folders whose frames are of no user: torch, hookline.
+_OURS = str(Path(__file__).parents[2])
+_TORCHS = str(Path(torch.nn.__file__).parents[1])
+# Operations whose memory is not written yet.
+_EMPTY = ("empty", "new_empty", "resize")
+_TRACEBACK_LINE = 'File "'
+
+
+@final
+@dataclass(slots=True)
+class Origin:
+    """A value that was not finite, where it began.
+
+    Args:
+        number: the number of the operation, in the order of the run; -1 for values from outside.
+        kind: "operation", or where the value was: "parameter", "buffer", "input", "constant".
+        name: the name of the parameter, buffer or input.
+        operation: the operation, such as "aten.log.default".
+        function: the function that was called.
+        line: the nearest line of code outside torch.
+        frames: the running calls of modules, the outermost first.
+        node: the number of the node of the graph that ran; None in a forward.
+        inputs: the inputs of the operation.
+        n_nan: the number of NaNs that it made.
+        n_inf: the number of infinities.
+        n_total: the number of elements.
+    """
+
+    number: int
+    kind: str
+    name: str = ""
+    operation: str | None = None
+    function: str | None = None
+    line: SourceLine | None = None
+    frames: tuple[Any, ...] = ()
+    node: int | None = None
+    inputs: tuple[Measured, ...] = ()
+    n_nan: int = 0
+    n_inf: int = 0
+    n_total: int = 0
+
+
+@final
+@dataclass(slots=True)
+class _Mark:
+    """A tensor that is not finite; the mark holds it, so that its memory is not used again.
+
+    Args:
+        tensor: the tensor.
+        kinds: what is in it.
+        origin: where it began; None for what is meant.
+        is_empty: whether it is memory that was never written.
+    """
+
+    tensor: Tensor
+    kinds: Kind
+    origin: Origin | None
+    is_empty: bool = False
+
+
+@final
+@dataclass(slots=True)
+class Outside:
+    """The tensors that a run gets from outside, by their memory: kind and name."""
+
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Name a tensor; the first name of a memory counts."""
+        key = memory(tensor)
+        if key is not None:
+            self.names.setdefault(key, (kind, name))
+
+
+@final
+class FunctionNames(TorchFunctionMode):
+    """Note the name of the outermost function of torch that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: str | None = None
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        before = self.name
+        try:
+            self.name = before or getattr(function, "__name__", None)
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.name = before
+
+
+@final
+class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follow values that are not finite through the operations in a block.
+
+    Args:
+        outside: the names of parameters, buffers and inputs.
+        frames: returns the running calls of modules.
+        names: notes the name of the running function.
+    """
+
+    def __init__(
+        self, outside: Outside, frames: Callable[[], tuple[Any, ...]], names: FunctionNames
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outside = outside
+        self._frames = frames
+        self._names = names
+        self._marks: dict[int, list[_Mark]] = {}
+        self._count = 0
+        self._operation: str | None = None
+        self.found: list[Origin] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._count, self._operation = self._count + 1, str(function)
+        given = [one for one in _flat((args, kwargs)) if isinstance(one, Tensor)]
+        written = _written(function, args, kwargs)
+        # What is written to is read and copied before.
+        before = {id(one): (self._read(one), one.clone()) for one in written}
+        output = function(*args, **kwargs)
+        made = {id(one): one for one in _flat(output) if isinstance(one, Tensor)}
+        made.update((id(one), one) for one in written)
+        self._look(function, (args, kwargs), given, before, list(made.values()))
+        return output
+
+    def mark_of(self, tensor: Tensor) -> _Mark | None:
+        """Return what is known of a tensor that is not finite; None if it is finite."""
+        return self._read(tensor)
+
+    def _read(self, tensor: Tensor) -> _Mark | None:
+        kinds = _kinds(tensor)
+        if not kinds:
+            return None
+        key = memory(tensor)
+        known = self._marks.get(-1 if key is None else key, ())
+        bad = [mark for mark in known if mark.origin is not None and mark.kinds & kinds]
+        if bad:
+            return _Mark(tensor, kinds, bad[0].origin)
+        if known:
+            return _Mark(tensor, kinds, None, is_empty=any(mark.is_empty for mark in known))
+        return self._from_outside(tensor, key, kinds)
+
+    def _from_outside(self, tensor: Tensor, key: int | None, kinds: Kind) -> _Mark:
+        kind, name = self._outside.names.get(-1 if key is None else key, ("constant", ""))
+        meant = {"parameter": Kind.NONE, "input": Kind.MINUS_INF}
+        is_meant = not kinds & ~meant.get(kind, Kind.INF | Kind.MINUS_INF)
+        origin = None if is_meant else _counted(Origin(-1, kind, name), tensor)
+        if origin is not None:
+            origin.operation, origin.function = self._operation, self._names.name
+            origin.line = _line_of_code()
+            origin.frames = self._frames()
+            origin.number = self._count
+            self.found.append(origin)
+        mark = _Mark(tensor, kinds, origin)
+        if key is not None:
+            self._marks.setdefault(key, []).append(mark)
+        return mark
+
+    def _look(
+        self,
+        function: Any,
+        arguments: Any,
+        given: list[Tensor],
+        before: dict[int, tuple[_Mark | None, Tensor]],
+        made: list[Tensor],
+    ) -> None:
+        """Mark the outputs of an operation, and note the operation if it made what is in them."""
+        bad = [(tensor, kinds) for tensor in made if (kinds := _kinds(tensor))]
+        if not bad:
+            return
+        known = self._known(given, before)
+        origin = _first_origin(known)
+        name = str(function).partition(".")[2].partition(".")[0]
+        is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in known)
+        meant = _all_kinds(mark.kinds for mark in known) | _scalars(arguments)
+        if origin is None and not is_empty and _all_kinds(kinds for _, kinds in bad) & ~meant:
+            was = [before[id(one)][1] if id(one) in before else one for one in given]
+            origin = self._new(function, was, [one for one, _ in bad])
+        for tensor, one in bad:
+            key = memory(tensor)
+            if key is not None:
+                mark = _Mark(tensor, one, origin, is_empty)
+                self._marks.setdefault(key, []).insert(0, mark)
+
+    def _known(
+        self, given: list[Tensor], before: dict[int, tuple[_Mark | None, Tensor]]
+    ) -> list[_Mark]:
+        marks = [before[id(one)][0] if id(one) in before else self._read(one) for one in given]
+        return [mark for mark in marks if mark is not None]
+
+    def _new(self, function: Any, given: list[Tensor], bad: list[Tensor]) -> Origin:
+        node = traced_node()
+        origin = Origin(
+            self._count,
+            "operation",
+            operation=str(function),
+            function=self._names.name if node is None else node[1],
+            line=_line_of_code() if node is None else _line_of_forward(node[2]),
+            frames=self._frames(),
+            node=None if node is None else node[0],
+            inputs=tuple(measured(self._name_of(one, k), one) for k, one in enumerate(given)),
+        )
+        for tensor in bad:
+            _counted(origin, tensor)
+        self.found.append(origin)
+        return origin
+
+    def _name_of(self, tensor: Tensor, index: int) -> str:
+        key = memory(tensor)
+        kind, name = self._outside.names.get(-1 if key is None else key, ("", ""))
+        return f"{kind} {name}" if kind else f"[{index}]"
+
+
+def measured(name: str, tensor: Tensor) -> Measured:
+    """Measure a tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    numbers = moments(tensor) if is_measurable(tensor) else None
+    return Measured(name, tuple(tensor.shape), dtype, numbers)
+
+
+def memory(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory; None if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _counted(origin: Origin, tensor: Tensor) -> Origin:
+    n_nan = int(tensor.isnan().sum())
+    origin.n_nan += n_nan
+    origin.n_inf += int((~tensor.isfinite()).sum()) - n_nan
+    origin.n_total += tensor.numel()
+    return origin
+
+
+def _kinds(tensor: Tensor) -> Kind:
+    try:
+        return kinds_in(tensor)
+    except (RuntimeError, NotImplementedError):  # a layout or a dtype without these operations
+        return Kind.NONE
+
+
+def _first_origin(marks: list[_Mark]) -> Origin | None:
+    return next((mark.origin for mark in marks if mark.origin is not None), None)
+
+
+def _all_kinds(kinds: Iterable[Kind]) -> Kind:
+    found = Kind.NONE
+    for one in kinds:
+        found |= one
+    return found
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the arguments that an operation writes to."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [one for one in _flat(value) if isinstance(one, Tensor)]
+    return found
+
+
+def _scalars(arguments: Any) -> Kind:
+    """Return the kinds of numbers that are written out in the arguments: these are meant."""
+    found = Kind.NONE
+    for one in _flat(arguments):
+        if isinstance(one, float) and math.isnan(one):
+            found |= Kind.NAN
+        elif isinstance(one, float) and math.isinf(one):
+            found |= Kind.INF if one > 0 else Kind.MINUS_INF
+    return found
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_OURS, _TORCHS, "<"))
+
+
+def _line_of_code() -> SourceLine | None:
+    """Return the nearest line up the stack that is outside torch and hookline."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not _is_ours(code.co_filename):
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return SourceLine(code.co_filename, frame.f_lineno, code.co_name, text)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _line_of_forward(traceback: list[str]) -> SourceLine | None:
+    """Return the same line of the forward, from the traceback that anomaly mode has kept."""
+    for entry in reversed(traceback):
+        place, _, text = entry.strip().partition("\n")
+        filename, number, function = [*place.removeprefix(_TRACEBACK_LINE).split(", "), "", ""][:3]
+        filename = filename.rstrip('"')
+        lineno = number.removeprefix("line ")
+        if lineno.isdigit() and not _is_ours(filename):
+            source = (text.strip().splitlines() or [""])[0]
+            return SourceLine(filename, int(lineno), function.removeprefix("in "), source)
+    return None

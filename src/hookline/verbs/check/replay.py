@@ -1,0 +1,288 @@
+"""Repeat a run of a model, operation by operation, to find who made a value that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import Order, Passes, is_grouped, path_text
+from hookline.engine.compile.compiled_modules import inside_compiled
+from hookline.engine.line.registration import Registrations
+from hookline.engine.passes.repetition import repeated
+from hookline.engine.pytree import tree
+from hookline.engine.pytree.call_arguments import Arguments
+from hookline.engine.pytree.describe import leaf_text
+from hookline.engine.selection.module_tree import ModuleNode, walk
+from hookline.engine.torch_private.graph.nodes import next_number
+from hookline.engine.torch_private.hooks import tensor_hook_dict
+from hookline.engine.torch_private.modules import buffers, is_scripted, parameters, unwrap
+from hookline.verbs.check.finding import Finding, Measured
+from hookline.verbs.check.non_finite import is_measurable
+from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured, memory
+from hookline.verbs.check.run import Run
+
+# A parameter above this size is a likely cause: float16 ends at 65,504.
+_LARGE = 1e4
+_CHECKPOINT = "CheckpointFunctionBackward"
+
+
+@final
+@dataclass(slots=True, eq=False)
+class ModuleCall:
+    """One call of a module in the repeated run.
+
+    Args:
+        node: the module.
+        number: the number of the call; None in a recomputation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        rng: the random state when the call began.
+        first: the number of the first node of the graph that the call made.
+        last: the number after the last one; None while the call runs.
+        bad: whether its output was not finite.
+        origin: who made it.
+    """
+
+    node: ModuleNode
+    number: int | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rng: Tensor
+    first: int
+    last: int | None = None
+    bad: bool = False
+    origin: Origin | None = None
+
+
+@final
+class Replay:
+    """One repeated run, and what was found in it.
+
+    Args:
+        root: the model, as it is called.
+        run: the run to repeat.
+        passes: the passes of the line that repeats it.
+
+    Attributes:
+        calls: the calls of modules, in the order in which they began.
+        output: the output of the repeated run.
+        is_bad: whether numbers of the output are not finite.
+        origin: who made these; None if they are meant.
+        reproduced: the sites whose outputs are not finite here, whoever made them.
+    """
+
+    def __init__(self, root: nn.Module, run: Run, passes: Passes) -> None:
+        self._passes = passes
+        self._root = unwrap(inside_compiled(root))
+        self._run = run
+        self._running: list[ModuleCall] = []
+        self._counts: dict[int, int] = {}
+        self._is_backward = False
+        self._names = FunctionNames()
+        self._outside = Outside()
+        self.origins = Origins(self._outside, lambda: tuple(self._running), self._names)
+        self.calls: list[ModuleCall] = []
+        self.output: Any = None
+        self.is_bad = False
+        self.has_numbers = False
+        self.origin: Origin | None = None
+
+    def forward(self) -> None:
+        """Repeat the forward."""
+        run = self._run
+        assert run.args is not None
+        with repeated(self._passes), run.repeated_state(self._root), self._hooked():
+            self._name_tensors()
+            anomaly = torch.autograd.set_detect_anomaly(run.has_grad, check_nan=False)
+            with anomaly, self._names, self.origins:
+                self.output = self._root(*run.args, **run.kwargs)
+            self._judge_output()
+
+    def _judge_output(self) -> None:
+        for _, tensor in tree.tensors(self.output):
+            self.has_numbers = self.has_numbers or is_measurable(tensor)
+            mark = self.origins.mark_of(tensor)
+            if mark is not None:
+                self.is_bad = True
+                self.origin = self.origin or mark.origin
+
+    def backward(self) -> Origin | None:
+        """Repeat the backward of the repeated forward, from the gradients of its outputs.
+
+        Returns:
+            Who made what is not finite in a parameter's gradient.
+        """
+        grads = self._run.gradients
+        outputs = [one for one in tree.distinct(self.output) if one.requires_grad]
+        pairs = [(outputs[slot], grad) for slot, grad in grads.items() if slot < len(outputs)]
+        wanted = [one for one in self._root.parameters() if one.requires_grad]
+        if not pairs or not wanted:
+            return None
+        # A checkpoint runs its modules again, in the backward.
+        watched = (
+            repeated(self._passes),
+            self._hooked(),
+            torch.autograd.set_detect_anomaly(True, False),
+        )
+        self._is_backward = True
+        with watched[0], watched[1], watched[2], self.origins:
+            found = _gradients([one for one, _ in pairs], wanted, [one for _, one in pairs])
+        marks = [self.origins.mark_of(one) for one in found if one is not None]
+        made = [mark.origin for mark in marks if mark is not None and mark.origin is not None]
+        return min(made, key=lambda one: one.number, default=None)
+
+    # -- watching the modules --------------------------------------------------------------------
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Note the calls of modules in the block."""
+        registrations = Registrations()
+        with ExitStack() as stack:
+            stack.callback(registrations.end)
+            for node in walk(self._root):
+                if not is_scripted(node.module):
+                    self._watch(registrations, node)
+            yield
+
+    def _watch(self, registrations: Registrations, node: ModuleNode) -> None:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            number = None if self._is_backward else self._counts.get(id(module), 0)
+            self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+            call = ModuleCall(node, number, args, kwargs, torch.get_rng_state(), next_number())
+            self._running.append(call)
+            self.calls.append(call)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            call = self._running.pop()
+            call.last = next_number()
+            marks = [self.origins.mark_of(one) for _, one in tree.tensors(output)]
+            found = [mark for mark in marks if mark is not None]
+            call.bad = bool(found)
+            call.origin = next((mark.origin for mark in found if mark.origin is not None), None)
+
+        registrations.register(node.module, "forward_pre", begin, Order.HOOK, with_kwargs=True)
+        registrations.register(node.module, "forward", end, Order.RECORD, always_call=True)
+
+    def _name_tensors(self) -> None:
+        for node in walk(self._root):
+            prefix = f"{node.path}." if node.path else ""
+            for name, held in parameters(node.module).items():
+                if held is not None:
+                    self._outside.add("parameter", prefix + name, held)
+            for name, buffer in buffers(node.module).items():
+                if buffer is not None:
+                    self._outside.add("buffer", prefix + name, buffer)
+        given = Arguments().bind(self._root, self._run.args or (), self._run.kwargs)
+        for leaf, tensor in tree.tensors(given):
+            self._outside.add("input", f":input{leaf_text(leaf)}", tensor)
+
+    # -- the finding -----------------------------------------------------------------------------
+
+    def call_of(self, origin: Origin) -> ModuleCall | None:
+        """Return the innermost call of a module that an operation belongs to."""
+        if origin.node is None:
+            return origin.frames[-1] if origin.frames else None
+        number = origin.node
+        inside = [one for one in self.calls if one.first <= number < (one.last or number + 1)]
+        return inside[-1] if inside else None
+
+    def finding(self, origin: Origin, kind: str) -> Finding:
+        """Describe who made a value that is not finite."""
+        call = self.call_of(origin)
+        is_outside = origin.kind != "operation"
+        node = None if call is None else call.node
+        held = () if node is None else _held(node)
+        path = origin.name if is_outside else "" if node is None else node.path
+        inputs = origin.inputs
+        if is_outside and call is not None and not inputs:
+            inputs = _inputs(call)
+        kept = [one for one in held if not one.name.startswith("num_batches")]
+        return Finding(
+            kind=origin.kind if is_outside else kind,
+            path=path or ("a tensor of the model" if origin.kind == "constant" else ""),
+            module_type="" if is_outside or node is None else node.type_name,
+            call=None if is_outside or call is None else call.number,
+            step=self._run.step,
+            n_nan=origin.n_nan,
+            n_inf=origin.n_inf,
+            n_total=origin.n_total,
+            operation=origin.operation,
+            function=origin.function,
+            line=origin.line,
+            inputs=inputs,
+            parameters=tuple(kept),
+            suspect=f"{origin.kind} {path}" if is_outside else _suspect(kept, node),
+            passed_on=self._passed_on(origin, call),
+        )
+
+    def _passed_on(self, origin: Origin, maker: ModuleCall | None) -> tuple[str, ...]:
+        return tuple(
+            path_text(one.node.path) + (f"#{one.number}" if one.number else "")
+            for one in self.calls
+            if one.bad and one is not maker and one.origin is origin
+            and (maker is None or self.calls.index(one) > self.calls.index(maker))
+        )  # fmt: skip
+
+
+def _gradients(
+    outputs: list[Tensor], wanted: Sequence[Tensor], grads: list[Tensor]
+) -> list[Tensor | None]:
+    """Compute gradients and leave every `.grad` as it is."""
+    # torch.autograd.grad, which leaves them alone, is refused by reentrant checkpoints.
+    is_refused = _CHECKPOINT in [type(node).__name__ for node in _nodes(outputs)]
+    if not is_refused:
+        return list(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    if is_grouped() or any(tensor_hook_dict(one, "accumulated") for one in wanted):
+        raise RuntimeError("a reentrant checkpoint would call the hooks on accumulated gradients")
+    before = [one.grad for one in wanted]
+    try:
+        for one in wanted:
+            one.grad = None
+        torch.autograd.backward(outputs, grads)
+        return [one.grad for one in wanted]
+    finally:
+        for one, grad in zip(wanted, before, strict=True):
+            one.grad = grad
+
+
+def _nodes(outputs: list[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the graph of some tensors."""
+    waiting: list[Any] = [one.grad_fn for one in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            yield node
+
+
+def _inputs(call: ModuleCall) -> tuple[Measured, ...]:
+    given = Arguments().bind(call.node.module, call.args, call.kwargs)
+    return tuple(measured(f"input{leaf_text(leaf)}", one) for leaf, one in tree.tensors(given))
+
+
+def _held(node: ModuleNode) -> tuple[Measured, ...]:
+    both = {**parameters(node.module), **buffers(node.module)}
+    return tuple(measured(name, one) for name, one in both.items() if one is not None)
+
+
+def _suspect(held: list[Measured], node: ModuleNode | None) -> str | None:
+    """Name the parameter or buffer that is not finite, or else the largest if it is very large."""
+    known = [(one, one.moments) for one in held if one.moments is not None]
+    bad = [one.name for one, moments in known if moments.non_finite]
+    large = sorted(known, key=lambda one: one[1].max_abs)
+    name = bad[0] if bad else None
+    if name is None and large and large[-1][1].max_abs > _LARGE:
+        name = large[-1][0].name
+    if name is None or node is None:
+        return name
+    return f"{node.path}.{name}" if node.path else name
+
+
+__all__ = ["ModuleCall", "Replay", "memory"]

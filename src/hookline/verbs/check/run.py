@@ -1,0 +1,179 @@
+"""What a check keeps of a run of the root, to be able to repeat it: references, few copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engine import every_tensor
+from hookline.engine.compile.compiled_modules import inside_compiled
+from hookline.engine.pytree import tree
+from hookline.engine.torch_private.modules import buffers, unwrap
+from hookline.verbs.shared.run_model import restore_state
+
+_DEVICES = ("cpu", "cuda")
+
+
+@final
+class Run:
+    """One run of the root.
+
+    Args:
+        step: the number of the run, from 0.
+
+    Attributes:
+        sums: a number for each output of a leaf module, in the order of the run: the number of the
+            site, and a tensor that is not finite if any element is not.
+        args: the root's arguments; None where they are not known.
+        kwargs: its keyword arguments.
+        gradients: the gradients of the root's outputs, by slot, once they have arrived.
+        finding: what was found in the forward.
+    """
+
+    __slots__ = (
+        "_autocast", "_before", "_is_inference", "_rng", "_tensors", "args", "finding",
+        "gradients", "has_grad", "is_waiting", "kwargs", "step", "sums",
+    )  # fmt: skip
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.sums: list[tuple[int, Tensor]] = []
+        self.args: tuple[Any, ...] | None = None
+        self.kwargs: dict[str, Any] = {}
+        self.gradients: dict[int, Tensor] = {}
+        self.finding: Any = None
+        self.is_waiting = False
+        self.has_grad = torch.is_grad_enabled()
+        self._tensors: list[tuple[Tensor, int | None]] = []
+        self._before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._rng: list[Tensor] = []
+
+    def begin(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
+        """Keep references to the root's arguments, and the random state."""
+        local = frame.f_locals
+        owner = local.get("self", local.get("optimized"))
+        owner = local["held"]() if owner is None and "held" in local else owner
+        if not isinstance(owner, nn.Module) or unwrap(inside_compiled(owner)) is not unwrap(root):
+            return
+        self.args, self.kwargs = local["args"], local["kwargs"]
+        if changing.copies_inputs:
+            self.args, self.kwargs = tree.map_tensors(_copy, (self.args, self.kwargs))
+        found = every_tensor((self.args, self.kwargs))
+        self._tensors = [(one, _version(one)) for one in found]
+        self._rng = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._rng += torch.cuda.get_rng_state_all()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _DEVICES
+        ]
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._before = changing.copies(root)
+
+    def are_inputs_overwritten(self) -> bool:
+        """Tell whether an input has been overwritten in place since the run began."""
+        return any(_version(one) != version for one, version in self._tensors)
+
+    def why_not_repeatable(self) -> str | None:
+        """Say why the run cannot be repeated; None if it can."""
+        if self.args is None:
+            return "the arguments of the model's call are not known"
+        found = every_tensor((self.args, self.kwargs))
+        if [id(one) for one in found] != [id(one) for one, _ in self._tensors]:
+            return "an argument of the model was changed by the run, such as a cache that grows"
+        if self.are_inputs_overwritten():
+            return "an input of the model was overwritten in place after the run began"
+        return None
+
+    @contextmanager
+    def repeated_state(self, root: nn.Module) -> Iterator[None]:
+        """Put buffers, random states and modes as they were when the run began, for the block."""
+        with ExitStack() as stack:
+            stack.enter_context(restore_state(root))
+            for table, name, copy in self._before:
+                held = table.get(name)
+                if held is not None and held.shape == copy.shape:
+                    table[name] = copy.clone()
+            torch.set_rng_state(self._rng[0])
+            if len(self._rng) > 1:
+                torch.cuda.set_rng_state_all(self._rng[1:])
+            for kind, is_on, dtype in self._autocast:
+                if is_on or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.has_grad))
+            yield
+
+    def drop(self) -> None:
+        """Release everything, because nothing of the run is repeated any more."""
+        self.args, self.kwargs, self._tensors, self._before = None, {}, [], []
+        self.gradients, self.sums = {}, []
+
+
+@final
+class ChangingBuffers:
+    """The buffers of a model that its forward writes to, as batch norm does.
+
+    All buffers are copied before the first run in each mode. From the second on, only those that
+    have changed in an earlier run are.
+
+    Attributes:
+        copies_inputs: whether an earlier run has overwritten its inputs, so that copies are kept.
+    """
+
+    __slots__ = ("_all", "_changing", "_is_training", "_versions", "copies_inputs")
+
+    def __init__(self) -> None:
+        self.copies_inputs = False
+        self._all: list[tuple[dict[str, Tensor | None], str]] = []
+        self._changing: list[tuple[dict[str, Tensor | None], str]] = []
+        self._is_training: bool | None = None
+        self._versions: list[tuple[int, int | None]] | None = None
+
+    def copies(self, root: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+        """Copy the buffers that the run may change."""
+        if self._is_training is not root.training:
+            self._is_training = root.training
+            self._all = [
+                (table, name)
+                for module in root.modules()
+                for table in (buffers(module),)
+                for name, held in table.items()
+                if held is not None and not held.is_meta
+            ]
+            self._versions = [_state(table, name) for table, name in self._all]
+            return self._copied(self._all)
+        if self._versions is not None:
+            self._learn(self._versions)
+        return self._copied(self._changing)
+
+    def _learn(self, before: list[tuple[int, int | None]]) -> None:
+        self._versions = None
+        self._changing = [
+            place for place, state in zip(self._all, before, strict=True) if _state(*place) != state
+        ]
+
+    @staticmethod
+    def _copied(
+        places: list[tuple[dict[str, Tensor | None], str]],
+    ) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+        held = [(table, name, table.get(name)) for table, name in places]
+        return [(table, name, one.detach().clone()) for table, name, one in held if one is not None]
+
+
+def _state(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
+    held = table.get(name)
+    return id(held), None if held is None else _version(held)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
