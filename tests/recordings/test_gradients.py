@@ -90,6 +90,13 @@ def test_what_is_zero_everywhere_or_gets_nothing_is_dead(model, x):
     assert "4 dead: 0.weight:grad" in str(flow)
 
 
+def test_a_single_number_that_is_zero_is_all_zeros():
+    model = nn.Linear(2, 1)
+    with hl.record(model, "bias:grad") as run:
+        (model(torch.ones(3, 2)) * 0).sum().backward()
+    assert run.gradients()["bias:grad"].zeros == 1
+
+
 def test_what_is_frozen_is_none_and_not_dead(model, x):
     model[0].requires_grad_(False)
     with hl.record(model, ports=("grad", "grad_output")) as run:

@@ -103,6 +103,15 @@ def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["run"]
 
 
+def test_a_file_of_others_in_the_folder_of_a_rank_is_kept(tmp_path):
+    folder = recorded(1).save(tmp_path / "run")
+    (folder / "rank0").mkdir()
+    (folder / "rank0" / "thesis.txt").write_text("years of work")
+    with pytest.raises(hl.FolderError, match=r"rank0 holds other files \(thesis.txt\)"):
+        recorded(2).save(folder)
+    assert (folder / "rank0" / "thesis.txt").exists()
+
+
 def test_two_names_are_exchanged_in_one_step_where_possible(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()

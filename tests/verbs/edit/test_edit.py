@@ -310,6 +310,13 @@ def test_ready_made_edits_do_not_round_silently():
         assert model(torch.tensor([4.0 + 0j])).tolist() == [4 + 1j]
 
 
+def test_ready_made_edits_of_an_8_bit_float_say_what_to_do_instead():
+    model = nn.Sequential(nn.Identity())
+    with hl.edit(model, "0", hl.edits.clamp(0, 1)):
+        with pytest.raises(hl.StructureError, match=r"which is float8(.|\n)*t\.float\(\)"):
+            model(torch.ones(2).to(torch.float8_e4m3fn))
+
+
 @pytest.mark.trap(37)
 def test_a_recorder_before_the_edit_sees_the_unedited_value():
     model, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), []

@@ -117,3 +117,12 @@ def test_a_large_array_is_known_by_rows_that_are_spread(monkeypatch):
     assert source_of(rows).identity() == before
     rows[999] = 1
     assert source_of(rows).identity() != before
+
+
+@pytest.mark.parametrize("row", [0, 1, 7, 9])
+def test_a_small_array_is_known_by_all_of_its_rows(monkeypatch, row):
+    monkeypatch.setattr(arrays, "_PIECE_BYTES", 32)
+    rows = np.zeros((10, 2), np.float32)
+    before = source_of(rows, batch_size=2).identity()
+    rows[row] = 1
+    assert source_of(rows, batch_size=2).identity() != before

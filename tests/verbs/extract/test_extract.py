@@ -277,6 +277,15 @@ def test_rows_of_changing_shape_without_a_mask_are_refused(tmp_path):
     assert store["(root)"].shape == (16, 4)
 
 
+def test_a_finished_store_of_batches_is_not_made_again(tmp_path):
+    batches, options = ROWS.split(7), {"shard_bytes": 20_000}
+    hl.extract(nn.Identity(), iter(batches), "", tmp_path / "s", **options)
+    made = {path: path.stat().st_ino for path in (tmp_path / "s").glob("shard-*")}
+    assert len(made) == 5  # the last one is shorter
+    hl.extract(nn.Identity(), iter(batches), "", tmp_path / "s", **options)
+    assert {path: path.stat().st_ino for path in (tmp_path / "s").glob("shard-*")} == made
+
+
 def test_a_square_value_is_not_guessed_to_be_of_tokens(tmp_path):
     with pytest.raises(hl.StructureError, match="clearly of items or of tokens"):
         hl.extract(nn.Identity(), torch.ones(4, 3), "", tmp_path / "s", mask=lambda x: x > 0)

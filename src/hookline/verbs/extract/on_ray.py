@@ -236,11 +236,14 @@ def _import_ray() -> Any:
     Raises:
         HooklineError: it is not installed.
     """
+    variables = dict(os.environ)
     try:
         import ray
         import ray.data
     except ImportError as error:
         raise HooklineError(f"engine='ray' needs ray.\n{how_to_install('ray')}") from error
+    finally:
+        _put_back(variables)  # Ray sets one when it is imported
     return ray
 
 
@@ -305,11 +308,15 @@ def _left_as_found() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        os.environ.update(variables)
+        _put_back(variables)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def _put_back(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 @contextmanager
