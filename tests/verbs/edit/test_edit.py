@@ -310,7 +310,7 @@ def test_ready_made_edits_do_not_round_silently():
         assert model(torch.tensor([4.0 + 0j])).tolist() == [4 + 1j]
 
 
-def test_ready_made_edits_of_an_8_bit_float_say_what_to_do_instead():
+def test_ready_made_edits_of_an_8_bit_float_say_what_to_do():
     model = nn.Sequential(nn.Identity())
     with hl.edit(model, "0", hl.edits.clamp(0, 1)):
         with pytest.raises(hl.StructureError, match=r"which is float8(.|\n)*t\.float\(\)"):
