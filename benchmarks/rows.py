@@ -15,6 +15,7 @@ from benchmarks.drawing import drawing_row
 from benchmarks.engines import ray_row
 from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
+from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
 from benchmarks.reading import opening_row, reading_row, shuffled_row
 from benchmarks.saving import look_up_row, saving_row, stack_row
@@ -338,6 +339,9 @@ ROWS = (
         6,
         look_up_row(32, 2**20, "look up and sum 32 values of 4 MiB, a value", 1.50),
     ),
+    Row("stats-1e3", 60, 10, measuring_row(10**3, 1.80, 200)),
+    Row("stats-1e5", 60, 10, measuring_row(10**5, 0.60, 20)),
+    Row("stats-1e7", 15, 5, measuring_row(10**7, 0.30, 1)),
     Row("stack", 20, 5, stack_row(16_000, 16, "stack the values of 16,000 passes, a value", 8e-6)),
 )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.statistics.elements import CHUNK_NUMEL, real64, slot_device, to_measure
+from hookline.statistics.elements import CHUNK_NUMEL, real, slot_device, to_measure
 
 
 @final
@@ -85,7 +85,7 @@ class CovarianceStatistic:
         for part in to_measure(value):
             rows = part.reshape(-1, n)
             for piece in [rows] if traces else torch.split(rows, max(1, CHUNK_NUMEL // max(1, n))):
-                slots = self.merge(slots, _of_rows(real64(piece)))
+                slots = self.merge(slots, _of_rows(real(piece).to(torch.float64)))
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:

@@ -57,8 +57,25 @@ def strided(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def chunks(tensor: Tensor, numel: int) -> Iterator[Tensor]:
-    """Yield views of a tensor, split along its longest dimension until each is small enough."""
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the elements of any tensor in chunks of float64; for complex ones the magnitude.
+
+    Raises:
+        RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
+    """
+    for part in strided(tensor.detach()):
+        for chunk in chunks(part):
+            yield real(chunk).to(torch.float64)
+
+
+def chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
+    """Yield views of a tensor, split along its longest dimension until each is small enough.
+
+    Args:
+        tensor: a strided tensor.
+        numel: the most elements of a view; None is `CHUNK_NUMEL`.
+    """
+    numel = CHUNK_NUMEL if numel is None else numel
     if tensor.numel() <= numel:
         yield tensor
         return
@@ -87,11 +104,6 @@ def real(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.float64)
-
-
-def real64(chunk: Tensor) -> Tensor:
-    """Convert a chunk to float64; take the magnitude of complex numbers."""
-    return real(chunk).to(torch.float64)
 
 
 def slot_device(value: Tensor) -> torch.device:

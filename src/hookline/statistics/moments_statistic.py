@@ -11,7 +11,6 @@ from torch import Tensor
 from hookline.engine.torch_private.functorch import is_ordinary
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.elements import (
-    CHUNK_NUMEL,
     chunks,
     in_memory_order,
     real,
@@ -77,12 +76,15 @@ class MomentsStatistic:
         if part.dtype in _COMPILED_DTYPES and part.numel() > 1:
             function = self._compiled(part)
             if function is not None:
-                for piece in chunks(part, LONGEST if part.is_contiguous() else CHUNK_NUMEL):
+                for piece in chunks(part, LONGEST if part.is_contiguous() else None):
                     slots = function(slots, piece.reshape(-1).contiguous())
                 return slots
-        for piece in chunks(part, CHUNK_NUMEL):
+        for piece in chunks(part):
             flat = real(piece).reshape(-1)
-            slots = self._by_numpy(slots, flat) if flat.is_cpu else _reduce(slots, flat)
+            if flat.is_cpu:
+                slots = _slots(_moments(slots) + Moments.of(flat.numpy()))
+            else:
+                slots = _reduce(slots, flat)
         return slots
 
     def _compiled(self, part: Tensor) -> Reduction | None:
@@ -95,9 +97,22 @@ class MomentsStatistic:
         self._until_compiled -= numel
         return _COMPILED.find(part, compile=self._until_compiled < 0)
 
-    def _by_numpy(self, slots: Tensor, flat: Tensor) -> Tensor:
-        """Measure on the CPU, as a store measures the rows that it writes."""
-        return _slots(_moments(slots) + Moments.of(flat.numpy()))
+
+def measure(tensor: Tensor) -> Moments:
+    """Measure one tensor without compiling anything.
+
+    Raises:
+        StructureError: it is a meta tensor.
+        RuntimeError: torch cannot read its numbers.
+    """
+    if not tensor.is_cpu:
+        statistic = MomentsStatistic(compile=False)
+        return statistic.result(statistic.update(statistic.start(tensor), tensor))
+    found = Moments()
+    for part in to_measure(tensor):
+        for piece in chunks(in_memory_order(part)):
+            found = found + Moments.of(real(piece).reshape(-1).numpy())
+    return found
 
 
 def _slots(found: Moments) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,14 +9,15 @@ import torch
 from torch import Tensor
 
 from hookline.engine.pytree import tree
+from hookline.statistics import Moments, measure
+from hookline.statistics.elements import pieces
+from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
 
-# Tensors are read in chunks whose float64 copy takes at most 64 MiB.
-CHUNK_NUMEL = 64 * 1024**2 // 8
+# Between these magnitudes neither squares nor fourth powers overflow or vanish.
+_LARGE = 1e75
 
-# Larger sparse tensors (1 GiB as dense float32) are not made dense.
-DENSE_NUMEL = 2**28
-
-_LARGE = 1e150
+# Below this share of the mean, sums of squares give fewer than eight digits of the deviation.
+_COARSE = 1e-4
 
 
 @final
@@ -91,118 +90,33 @@ def site_statistics(value: Any) -> Statistics | None:
     tensor = main_tensor(value)
     if tensor is None:
         return None
-    moments = _RunningMoments()
-    for piece in pieces(tensor):
-        moments.add(piece)
+    found = measure(tensor)
+    mean, std = _mean_and_std(tensor, found)
+    has_numbers = found.finite > 0
     return Statistics(
-        mean=moments.mean,
-        std=moments.std,
-        min=moments.low,
-        max=moments.high,
-        zeros=moments.n_zeros / moments.numel if moments.numel else None,
-        non_finite=moments.numel - moments.n_finite,
-        numel=moments.numel,
+        mean=mean if has_numbers else None,
+        std=std if has_numbers else None,
+        min=found.min if has_numbers else None,
+        max=found.max if has_numbers else None,
+        zeros=found.zeros / found.count if found.count else None,
+        non_finite=found.non_finite,
+        numel=found.count,
         shape=str(list(tensor.shape)) if not tensor.is_nested else "nested",
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
 
 
-def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the elements of any tensor in chunks of float64; for complex ones the magnitude.
-
-    Raises:
-        RuntimeError: torch cannot read the numbers, or a sparse tensor is too large.
-    """
-    for part in _dense(tensor.detach()):
-        for chunk in _chunks(part):
-            yield _real(chunk)
-
-
-@final
-class _RunningMoments:
-    """The running mean, standard deviation and range of chunks of float64."""
-
-    def __init__(self) -> None:
-        self.numel = 0
-        self.n_finite = 0
-        self.n_zeros = 0
-        self.mean: float | None = None
-        self.std: float | None = None
-        self.low: float | None = None
-        self.high: float | None = None
-
-    def add(self, chunk: Tensor) -> None:
-        """Add a chunk; NaN and infinity are counted and left out."""
-        self.numel += chunk.numel()
-        self.n_zeros += chunk.numel() - int(chunk.count_nonzero())
-        if not chunk.numel():
-            return
-        low, high = _bounds(chunk)
-        # aminmax propagates NaN, so finite bounds mean that all elements are finite.
-        if not (math.isfinite(low) and math.isfinite(high)):
-            chunk = chunk[chunk.isfinite()]
-            if not chunk.numel():
-                return
-            low, high = _bounds(chunk)
-        peak = max(abs(low), abs(high))
-        # Outside this range the squares would overflow or underflow.
-        scale = peak if peak and not 1 / _LARGE < peak < _LARGE else 1.0
-        std, mean = torch.std_mean(chunk / scale if scale != 1 else chunk, correction=0)
-        self._merge(chunk.numel(), float(mean) * scale, float(std) * scale)
-        self.low = low if self.low is None else min(self.low, low)
-        self.high = high if self.high is None else max(self.high, high)
-
-    def _merge(self, n_new: int, mean: float, std: float) -> None:
-        n_old, self.n_finite = self.n_finite, self.n_finite + n_new
-        if self.mean is None or self.std is None:
-            self.mean, self.std = mean, std
-            return
-        old, new = n_old / self.n_finite, n_new / self.n_finite
-        gap = mean - self.mean
-        # hypot, because the sum of squares could overflow even if its root does not.
-        self.std = math.hypot(
-            self.std * math.sqrt(old), std * math.sqrt(new), gap * math.sqrt(old * new)
-        )
-        self.mean += gap * new
-
-
-def _bounds(chunk: Tensor) -> tuple[float, float]:
-    low, high = torch.aminmax(chunk)
-    return float(low), float(high)
-
-
-def _dense(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor as strided tensors."""
-    if tensor.is_nested:
-        yield from tensor.unbind()
-    elif tensor.is_quantized:
-        yield tensor.dequantize()
-    elif tensor.layout is not torch.strided:
-        if tensor.numel() > DENSE_NUMEL:
-            raise RuntimeError(
-                f"a {str(tensor.layout).removeprefix('torch.')} tensor of {tensor.numel():,}"
-                " elements is too large to be made dense"
-            )
-        yield tensor.to_dense()
-    else:
-        yield tensor
-
-
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of a tensor, split along its longest dimension until each is small enough."""
-    if tensor.numel() <= CHUNK_NUMEL:
-        yield tensor
-        return
-    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
-    n_parts = math.ceil(tensor.numel() / CHUNK_NUMEL)
-    for part in torch.split(tensor, max(tensor.shape[longest] // n_parts, 1), dim=longest):
-        yield from _chunks(part)
-
-
-def _real(chunk: Tensor) -> Tensor:
-    """Convert a chunk to float64; take the magnitude of complex numbers."""
-    if chunk.device.type == "mps":  # MPS has no float64
-        chunk = chunk.cpu()
-    if chunk.is_complex():
-        return chunk.to(torch.complex128).abs()
-    return chunk.to(torch.float64)
+def _mean_and_std(tensor: Tensor, found: Moments) -> tuple[float, float]:
+    """Return the mean and the standard deviation; by deviations where the sums are too coarse."""
+    mean, std, unit = found.mean, found.std, found.max_abs
+    is_fine = 1 / _LARGE < unit < _LARGE and std >= abs(mean) * _COARSE
+    if is_fine or not unit or found.min == found.max:
+        return mean, std
+    scale = 1.0 if 1 / _LARGE < unit < _LARGE else unit
+    finite = (
+        piece[piece.isfinite()] if found.non_finite else piece.reshape(-1)
+        for piece in pieces(tensor)
+    )
+    blocks = (block for part in finite for block in torch.split(part, BLOCK_NUMEL) if len(block))
+    mean, std = mean_and_std(block / scale if scale != 1 else block for block in blocks)
+    return mean * scale, std * scale

@@ -33,11 +33,10 @@ from hookline.engine import (
 from hookline.engine.pytree import describe, tree
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.torch_private.modules import is_scripted
+from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
 from hookline.verbs.watch.clock_tap import Call, Running, time_calls
-
-_CHUNK = 2**16  # elements whose float64 copy, of 512 KiB, stays in a core's cache
 
 
 @final
@@ -277,19 +276,11 @@ def _mean_and_std(tensor: Tensor) -> tuple[float, float]:
     if tensor.device.type != "cpu":
         both = torch.std_mean(tensor.float(), correction=0)
         return both[1].item(), both[0].item()
-    count, total_mean, squares = 0, 0.0, 0.0
-    for part in torch.split(tensor.reshape(-1), _CHUNK):
-        deviations = part.double()
-        n, mean = len(part), deviations.mean().item()
-        deviations = deviations - mean
-        # Merge two means and two sums of squared deviations (Chan, Golub and LeVeque).
-        apart = mean - total_mean
-        squares += torch.dot(deviations, deviations).item() + apart**2 * (count * n / (count + n))
-        count += n
-        total_mean += apart * (n / count)
-    if not math.isfinite(total_mean):
-        return tensor.double().mean().item(), math.nan  # inf if all infinities have one sign
-    return total_mean, math.sqrt(squares / count)
+    blocks = torch.split(tensor.reshape(-1), BLOCK_NUMEL)
+    mean, std = mean_and_std(block.double() for block in blocks)
+    if math.isfinite(mean):
+        return mean, std
+    return tensor.double().mean().item(), math.nan  # inf if all infinities have one sign
 
 
 def _is_elsewhere(value: Any) -> bool:

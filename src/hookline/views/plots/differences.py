@@ -12,9 +12,10 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
+from hookline.statistics.elements import pieces
 from hookline.views.plots.checks import Source
 from hookline.views.plots.values import Value, one_pass, walk
-from hookline.views.statistics import pieces, site_statistics
+from hookline.views.statistics import site_statistics
 
 _ROUNDING = 1e-13
 

@@ -15,8 +15,9 @@ from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
+from hookline.statistics.elements import DENSE_NUMEL
 from hookline.views.plots.checks import Source, check_sample, check_source
-from hookline.views.statistics import DENSE_NUMEL, main_tensor
+from hookline.views.statistics import main_tensor
 
 _LETTERS = "NCTLDHW"
 _USUAL = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
