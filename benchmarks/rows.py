@@ -17,6 +17,7 @@ from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
 from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
+from benchmarks.profiling import profile_row
 from benchmarks.reading import opening_row, reading_row, shuffled_row
 from benchmarks.saving import look_up_row, saving_row, stack_row
 from benchmarks.scaling import select_row
@@ -192,6 +193,12 @@ ROWS = (
         gradient_row(
             models.gpt2, "gradients of 12 blocks of a GPT-2, forward and backward", 1.06, calls=1
         ),
+    ),
+    Row(
+        "profile-gpt2",
+        20,
+        5,
+        profile_row(models.gpt2, "profile a step of training of a GPT-2", 1.05, calls=4),
     ),
     Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),
     Row("compiled-record", 100, 10, _compiled_gpt2("record", "record 12 blocks", 1.03)),

@@ -256,6 +256,7 @@ TASKS = {
     "steer GPT-2 while it generates": "hl.edit(",
     "print each module as it runs": "hl.watch(",
     "monitor weights and gradients in training": "hl.monitor(",
+    "which layer is slow in backward": "hl.profile(",
     "logit lens": "hl.record(",
     "record in a Hugging Face Trainer": "hl.record(",
     "load my own checkpoint": "load_model(",

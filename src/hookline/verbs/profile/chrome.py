@@ -48,7 +48,7 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 def _complete_events(lane: Lane) -> Iterator[dict[str, Any]]:
     seconds = lane.clock.seconds
     stretches: list[tuple[Context, float, float]] = []
-    for context, phase, first, last in lane.events:
+    for context, phase, first, last in zip(*[iter(lane.events)] * 4, strict=True):
         start, end = seconds(first), seconds(last)
         if phase == BACKWARD:
             stretches.append((context, start, end))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hookline.engine import backward_number
-from hookline.engine.autograd.written_views import GradHook
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.autograd import hook_node_before
 from hookline.engine.torch_private.graph.nodes import (
@@ -38,13 +37,33 @@ from hookline.verbs.profile.contexts import (
 from hookline.verbs.profile.inputs import Run
 from hookline.verbs.shared.stopwatch import is_above
 
-_MOST_EVENTS = 200_000  # of a thread, for the trace
+_MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
 _MOST_BORDERS = 8192
-Event = tuple[Context, int, Any, Any]
 
 
-# What is charged: a context, one of its cells, and the slot of the phase.
-Account = tuple[Context, list[float], int]
+@final
+class Account:
+    """What is charged: a context, one of its cells, and the slot of the phase.
+
+    It is also the hook on the nodes of the graph that belong to it. There is one object for all of
+    them, because objects that live until backward would make Python's garbage collector run.
+    """
+
+    __slots__ = ("backward", "cell", "context", "inner", "lane", "slot")
+
+    def __init__(self, lane: Lane, context: Context, cell: list[float], slot: int) -> None:
+        # The accounts of the modules that are called from here, in the same pass and phase.
+        self.inner: dict[str, Account] = {}
+        self.backward: Account | None = None
+        self.lane = lane
+        self.context = context
+        self.cell = cell
+        self.slot = slot
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Charge this account from now on: the hook before a node of its part of the graph."""
+        if not self.lane.closed:
+            self.lane.arrive(self)
 
 
 @final
@@ -85,8 +104,8 @@ class Lane:
     Attributes:
         account: the account that is charged at present.
         calls: the calls under way, outermost first.
-        events: the finished calls and the stretches of backward: context, phase, first and last
-            mark.
+        events: the finished calls and the stretches of backward, flat: context, phase, first and
+            last mark of the first, then of the second, and so on.
         n_lost: the number of events that were not kept.
         closed: whether the line has ended.
     """
@@ -94,10 +113,12 @@ class Lane:
     def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
         self.clock = clock
         self.name = name
-        self.top: Account = top, top.cells[0], FORWARD
+        self.top = Account(self, top, top.cells[0], FORWARD)
         self.account = self.top
+        self._optimizer = Account(self, top, top.cells[0], OPTIMIZER)
+        self._accounts: dict[tuple[Context, bool, int], Account] = {}
         self.calls: list[Call] = []
-        self.events: list[Event] = []
+        self.events: list[Any] = []
         self.n_lost = 0
         self.closed = False
         self._tasks: list[tuple[int, Account]] = []
@@ -112,16 +133,25 @@ class Lane:
 
     def _charge(self, mark: Any) -> None:
         """Charge the time since the last border to the present account."""
-        context, cell, slot = self.account
-        self.clock.charge(cell, slot, self._start, mark)
-        if slot == BACKWARD:
-            self._note((context, slot, self._start, mark))
+        account = self.account
+        self.clock.charge(account.cell, account.slot, self._start, mark)
+        if account.slot == BACKWARD:
+            self._note(account, self._start, mark)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, account: Account, start: Any, end: Any) -> None:
         if len(self.events) < _MOST_EVENTS:
-            self.events.append(event)
+            self.events += (account.context, account.slot, start, end)
         else:
             self.n_lost += 1
+
+    def _account(self, context: Context, is_first: bool, slot: int) -> Account:
+        """Return the account of a context in the first pass or later, for a phase."""
+        key = context, is_first, slot
+        found = self._accounts.get(key)
+        if found is None:
+            cell = context.cells[not is_first]
+            found = self._accounts[key] = Account(self, context, cell, slot)
+        return found
 
     def switch(self, account: Account) -> None:
         """Charge another account from now on."""
@@ -149,16 +179,24 @@ class Lane:
             self.account = self.top
         self._charge(mark)
         self._start = mark
-        above = self.account[0]
-        context = above.again(path) if is_again and not calls else above.child(path)
-        cell = context.cells[not is_first]
-        account = context, cell, RECOMPUTE if is_again else FORWARD
+        account = self.account.inner.get(path) if calls else None
+        if account is None:
+            account = self._open(path, is_first=is_first, is_again=is_again)
         call = Call(id(frame), account, self.account, next_number())
         self.account = account
         if not is_again:
-            cell[CALLS] += 1
+            account.cell[CALLS] += 1
         calls.append(call)
         return call
+
+    def _open(self, path: str, *, is_first: bool, is_again: bool) -> Account:
+        """Return the account of a module that is called from the present account."""
+        above = self.account.context
+        context = above.again(path) if is_again and not self.calls else above.child(path)
+        account = self._account(context, is_first, RECOMPUTE if is_again else FORWARD)
+        if self.calls:
+            self.account.inner[path] = account
+        return account
 
     def begin(self, call: Call) -> None:
         """Let the clock go on: the module runs."""
@@ -173,7 +211,7 @@ class Lane:
         self._charge(mark)
         self._start = mark
         if call.began is not None:
-            self._note((call.account[0], call.account[2], call.began, mark))
+            self._note(call.account, call.began, mark)
         self._owns(call.before)
 
     def finish(self, call: Call, output: Any) -> None:
@@ -189,7 +227,10 @@ class Lane:
     def find(self, frame: FrameType) -> Call | None:
         """Return the call with this frame."""
         key = id(frame)
-        return next((call for call in reversed(self.calls) if call.key == key), None)
+        for call in reversed(self.calls):
+            if call.key == key:
+                return call
+        return None
 
     # -- the graph --------------------------------------------------------------------------------
 
@@ -203,7 +244,7 @@ class Lane:
         nodes, before = nodes_below(roots, call.lowest)
         last: Context | None = None
         for number, node in nodes:
-            owner = self._owner(number)[0]
+            owner = self._owner(number).context
             if owner is not last:
                 self._hook(node, number)
                 last = owner
@@ -217,9 +258,17 @@ class Lane:
 
     def _owns(self, account: Account) -> None:
         """Note that the nodes from now on belong to an account; in backward, to its backward."""
-        context, cell, _ = account
         self._numbers.append(next_number())
-        self._owners.append(account if context.path is None else (context, cell, BACKWARD))
+        self._owners.append(account.backward or self._backward_of(account))
+
+    def _backward_of(self, account: Account) -> Account:
+        """Return the account of backward through what an account has made."""
+        found = account
+        if account.context.path is not None and account.slot != BACKWARD:
+            is_first = account.cell is account.context.cells[0]
+            found = self._account(account.context, is_first, BACKWARD)
+        account.backward = found
+        return found
 
     def _forget_oldest(self) -> None:
         """Forget the borders of old calls, whose graphs hardly go on into another call."""
@@ -235,7 +284,7 @@ class Lane:
         """Have backward charge the module that made a node when the node's turn comes."""
         if number not in self._hooked and number < 2**63:
             self._hooked.add(number)
-            hook_node_before(node, GradHook(self._arrives, self._owner(number)))
+            hook_node_before(node, self._owner(number))
 
     def _note_kept(self, nodes: list[tuple[int, Any]], run: Run) -> None:
         """Add up the bytes that each module's nodes keep; memory that several keep counts once."""
@@ -245,17 +294,15 @@ class Lane:
                 key, n_bytes = memory_of(tensor)
                 if key not in seen:
                     seen.add(key)
-                    context = self._owner(number)[0]
+                    context = self._owner(number).context
                     kept[context] = kept.get(context, 0) + n_bytes
         for context, n_bytes in kept.items():
             context.kept = max(context.kept, n_bytes)
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _arrives(self, account: Account, grads: tuple[Tensor | None, ...]) -> None:
-        """Charge a module from now on: the hook before a node of its part of the graph."""
-        if self.closed:
-            return
+    def arrive(self, account: Account) -> None:
+        """Charge a module from now on: a backward reaches its part of the graph."""
         mark = self.clock.pause()
         task = backward_number()
         if not self._tasks or self._tasks[-1][0] != task:
@@ -284,7 +331,7 @@ class Lane:
     def step_begins(self) -> None:
         """Charge the optimizer."""
         self._tasks.clear()
-        self.switch((self.top[0], self.top[1], OPTIMIZER))
+        self.switch(self._optimizer)
 
     def step_ends(self) -> None:
         """Charge the code around the model."""

@@ -80,10 +80,10 @@ class Profile(VerbLine[Line]):
     def _where_it_failed(self, error: BaseException) -> str:
         text = (str(error).strip().splitlines() or [""])[0]
         raised = f"{type(error).__name__}: {text}".rstrip(": ")
-        context, _, slot = self._ledger.lane.account
+        account = self._ledger.own_lane().account
         found = None if self._model is None else find_failing_module(self._model, error)
-        if slot in (BACKWARD, RECOMPUTE) and context.path is not None:
-            return f"in the backward of {path_text(context.path)}: {raised}"
+        if account.slot in (BACKWARD, RECOMPUTE) and account.context.path is not None:
+            return f"in the backward of {path_text(account.context.path)}: {raised}"
         return f"in {found}: {raised}" if found is not None else f"outside the model: {raised}"
 
     def _ended(self, error: BaseException | None) -> None:
@@ -177,7 +177,7 @@ class Profile(VerbLine[Line]):
             The file.
         """
         lanes = self._settle()
-        return write_flame(Path(path), [lane.top[0] for lane in lanes], self.table)
+        return write_flame(Path(path), [lane.top.context for lane in lanes], self.table)
 
     def __str__(self) -> str:
         return str(self.table)
@@ -197,13 +197,13 @@ class Profile(VerbLine[Line]):
     def _table(self, cells: tuple[int, ...], number: int) -> ProfileTable:
         lanes = self._settle()
         counted, failure = self._count()
-        tops = [lane.top[0] for lane in lanes]
+        tops = [lane.top.context for lane in lanes]
         rows = rows_of(self._described.rows, tops, counted, cells)
         n_passes = len(self._ledger.passes)
         is_sum = len(cells) > 1
         n_all = 1 if is_sum else max(n_passes, 1)
         rows = [row.over(number, n_all) for row in rows]
-        around = lanes[0].top[1]
+        around = lanes[0].top.cell
         overhead = sum(lane.clock.overhead for lane in lanes)
         overhead -= 0 if is_sum else self._kinds.seconds  # once, in the first pass
         total = Total(

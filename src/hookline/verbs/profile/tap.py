@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hookline.engine import Order, Pass, Passes, Site, backward_number
 from hookline.engine.compile.compiled_modules import Borders
-from hookline.engine.taps.base import HookSpec, Tap, call_frame, is_inert, no_callback
+from hookline.engine.taps.base import HookSpec, Tap, call_frame, no_callback
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.contexts import Context
 from hookline.verbs.profile.inputs import Kinds
@@ -22,18 +22,16 @@ from hookline.verbs.profile.lane import Lane
 
 
 @final
-class Lanes(threading.local):
-    """The lane of each thread.
+class _Thread(threading.local):
+    """The lanes of a thread.
 
-    Args:
-        every: the list of all lanes, shared by the threads.
-        make_clock: returns the clock of a thread.
+    Attributes:
+        own: the lane of the thread's calls; None before the first.
+        active: the lane whose call began last in the thread.
     """
 
-    def __init__(self, every: list[Lane], make_clock: Callable[[], Clock]) -> None:
-        name = threading.current_thread().name
-        self.here = Lane(make_clock(), Context(), name=name)
-        every.append(self.here)
+    own: Lane | None = None
+    active: Lane | None = None
 
 
 @final
@@ -53,24 +51,35 @@ class Ledger:
         self.kinds = kinds
         self.lanes: list[Lane] = []
         self.passes: set[int] = set()
-        self._in_thread = Lanes(self.lanes, make_clock)
+        self._make_clock = make_clock
+        self.thread = _Thread()
+        self.thread.active = self.own_lane()
 
-    @property
-    def lane(self) -> Lane:
-        """Return the lane of this thread; in backward, the lane whose backward runs.
+    def own_lane(self) -> Lane:
+        """Return the lane of this thread."""
+        own = self.thread.own
+        if own is None:
+            own = Lane(self._make_clock(), Context(), name=threading.current_thread().name)
+            self.thread.own = own
+            self.lanes.append(own)
+        return own
+
+    def lane_of(self, current: Pass) -> Lane:
+        """Return the lane that a call belongs to, and make it the active one.
 
         autograd may recompute a checkpointed region in a thread of its own.
         """
-        task = backward_number()
-        if task != -1:
-            for lane in self.lanes:
-                if lane.runs(task):
-                    return lane
-        return self._in_thread.here
+        lane = self.thread.own
+        if lane is None or current.recomputation is not None:
+            task = backward_number()
+            found = (one for one in self.lanes if one.runs(task))
+            lane = next(found, None) or self.own_lane()
+        self.thread.active = lane
+        return lane
 
     def enter(self, path: str, frame: FrameType, current: Pass, args: Any, kwargs: Any) -> None:
         """Begin the call of a module."""
-        lane = self.lane
+        lane = self.lane_of(current)
         is_again = current.recomputation is not None
         call = lane.enter(path, frame, is_first=current.number == 0, is_again=is_again)
         if len(lane.calls) == 1 and not is_again:
@@ -111,28 +120,30 @@ class ProfileTap(Tap):
 
     def fire(self, module: nn.Module, args: Any) -> None:
         """Let the clock go on: the last forward-pre hook."""
-        if is_dynamo_compiling() or is_inert(self):
+        if is_dynamo_compiling() or self.passes.closed:
             return
-        lane = self._ledger.lane
-        if lane.calls and lane.calls[-1].key == id(call_frame(sys._getframe(1))):
-            lane.begin(lane.calls[-1])
+        lane = self._ledger.thread.active
+        if lane is not None and lane.calls:
+            call = lane.calls[-1]
+            if call.began is None and call.account.context.path == self.site.path:
+                lane.begin(call)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop the clock: the first forward hook, also called when the module raises."""
-        if is_dynamo_compiling() or is_inert(self):
+        if is_dynamo_compiling() or self.passes.closed:
             return
-        lane = self._ledger.lane
-        call = lane.find(call_frame(sys._getframe(1)))
-        if call is not None:
+        lane = self._ledger.thread.active
+        call = None if lane is None else lane.find(call_frame(sys._getframe(1)))
+        if lane is not None and call is not None:
             lane.leave(call)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Let the clock go on: the last forward hook, also called when the module raises."""
-        if is_dynamo_compiling() or is_inert(self):
+        if is_dynamo_compiling() or self.passes.closed:
             return
-        lane = self._ledger.lane
-        call = lane.find(call_frame(sys._getframe(1)))
-        if call is not None:
+        lane = self._ledger.thread.active
+        call = None if lane is None else lane.find(call_frame(sys._getframe(1)))
+        if lane is not None and call is not None:
             lane.finish(call, output)
 
     def _again(self, current: Pass) -> Pass:
@@ -180,14 +191,15 @@ class CompiledRegions:
         local = frame.f_locals
         args, kwargs = local.get("args", ()), local.get("kwargs", {})
         self._ledger.enter(self._paths[id(module)], frame, current, args, kwargs)
-        lane = self._ledger.lane
-        lane.begin(lane.calls[-1])
+        lane = self._ledger.thread.active
+        if lane is not None:
+            lane.begin(lane.calls[-1])
 
     def leave(self, module: nn.Module, frame: FrameType, output: Any) -> None:
         """End the call."""
-        lane = self._ledger.lane
-        call = lane.find(frame)
-        if call is not None and not lane.closed:
+        lane = self._ledger.thread.active
+        call = None if lane is None else lane.find(frame)
+        if lane is not None and call is not None and not lane.closed:
             lane.leave(call)
             lane.finish(call, output)
 
@@ -213,12 +225,12 @@ class OptimizerHooks:
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Charge the optimizer: the process-wide hook before a step."""
         if not is_dynamo_compiling() and self._is_ours(optimizer):
-            self._ledger.lane.step_begins()
+            self._ledger.own_lane().step_begins()
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Charge the code around: the process-wide hook after a step."""
         if not is_dynamo_compiling() and self._is_ours(optimizer):
-            self._ledger.lane.step_ends()
+            self._ledger.own_lane().step_ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         if not self._passes.is_here():

@@ -111,6 +111,8 @@ class ShapesOnly:
 
     def _without_hooks(self, module: nn.Module) -> None:
         for name, hooks in vars(module).items():
+            if name.startswith(_COMPOSABLE):  # the state of FSDP2, with its hooks and groups
+                self._memo[id(hooks)] = OrderedDict()
             if not name.startswith("_") or "_hooks" not in name or not isinstance(hooks, dict):
                 continue
             # The hooks of `torch.nn.utils` compute weights: they are a part of the model.
@@ -203,6 +205,8 @@ def _compiled_in(module: nn.Module) -> nn.Module | None:
     return children(module).get("_orig_mod") if is_optimized else None
 
 
+# The attributes in which torch keeps the state of `fully_shard` and `replicate`.
+_COMPOSABLE = "__composable_api"
 _SPLIT = {
     "FSDP1": "FSDP1 shards the model's weights",
     "split": "tensor parallelism splits the model's weights",

@@ -1,0 +1,71 @@
+"""profile on two ranks: each has its own table, of the work that it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import hookline as hl
+from parallel import conv_net, half, images, loss_of, sharded, stack
+from processes import on_ranks, ranks_of
+
+ranks = pytest.fixture(scope="module")(ranks_of(2))
+
+
+def profiled(model, batch):
+    with hl.profile(model) as prof:
+        for _ in range(2):
+            loss_of(model, batch).backward()
+    return prof
+
+
+def check_against_one_process(prof, batch):
+    expected = profiled(conv_net(), batch)
+    assert [row.path for row in prof.rows] == [row.path for row in expected.rows]
+    assert [row.calls for row in prof.rows] == [row.calls for row in expected.rows]
+    assert [row.flops for row in prof.rows] == [row.flops for row in expected.rows]
+    assert prof.total.flops.all
+    for row in prof.rows:
+        assert row.time.forward > 0
+        assert row.time.backward > 0
+    parts = prof.total.time.all + prof.total.optimizer + prof.total.outside
+    assert parts == pytest.approx(prof.total.seconds)
+
+
+@on_ranks
+def test_under_ddp_each_rank_measures_its_part(rank, folder):
+    mine = half(images(), rank)
+    model = DistributedDataParallel(conv_net())
+    check_against_one_process(profiled(model, mine), mine)
+    check_against_one_process(profiled(model.module, mine), mine)
+
+
+@on_ranks
+def test_under_fsdp2_each_rank_measures_its_part(rank, folder):
+    mine = half(images(), rank)
+    model = sharded(conv_net())
+    before = [p.placements for p in model.parameters()]
+    check_against_one_process(profiled(model, mine), mine)
+    assert [p.placements for p in model.parameters()] == before
+
+
+@on_ranks
+def test_one_rank_may_profile_alone(rank, folder):
+    model = sharded(conv_net())
+    if rank:
+        loss_of(model, half(images(), rank)).backward()
+        loss_of(model, half(images(), rank)).backward()
+    else:
+        assert profiled(model, half(images(), rank))["block"].calls == 2
+    assert torch.isfinite(next(model.parameters()).grad.full_tensor()).all()
+
+
+@on_ranks
+def test_flops_of_split_weights_are_said_to_be_unknown(rank, folder):
+    model = stack(is_split=True)
+    with hl.profile(model) as prof:
+        model(torch.ones(5, 4)).sum().backward()
+    assert prof["1"].time.forward > 0
+    assert prof.total.flops.all == 0
+    assert "tensor parallelism splits the model's weights" in str(prof)
