@@ -108,7 +108,7 @@ def test_a_trace_is_in_the_devices_time(device, tmp_path):
     assert durations["1", "backward"] == pytest.approx(50_000)
 
 
-def test_a_long_run_reads_what_the_device_has_done_without_waiting(device, monkeypatch):
+def test_a_long_run_reads_what_is_done_without_waiting(device, monkeypatch):
     monkeypatch.setattr(clocks, "_MANY", 10)
     model = model_of(device)
     device.is_done = True
