@@ -45,6 +45,7 @@ from hookline.verbs.check.non_finite import (
     total_nan,
 )
 from hookline.verbs.check.origins import measured
+from hookline.verbs.check.ranks import earliest
 from hookline.verbs.check.replay import Replay
 from hookline.verbs.check.run import ChangingBuffers, Run
 from hookline.verbs.shared.verb_line import VerbLine
@@ -137,6 +138,8 @@ class _Checker:
         self._backward: int | None = None
         # What was found in a backward, until an optimizer steps with it.
         self._pending: Finding | None = None
+        # What was found in a forward, in a job of several ranks, until they step.
+        self._held: Finding | None = None
         self._grads: list[tuple[int, int | None]] = []
         self.unraised: Finding | None = None
         self.is_told = False
@@ -229,14 +232,12 @@ class _Checker:
         error = sys.exception()
         if error is not None and id(error) != current.exception_at_start:
             error.add_note(f"hookline: before that, {finding.message}")
-        elif self._passes.closed or self._waits_for_ranks(run):
+        elif is_grouped() and run.has_grad and not self._passes.closed:
+            self._held = self._held or finding  # until all ranks step
+        elif self._passes.closed:
             self.unraised = self.unraised or finding
         else:
             raise finding.error()
-
-    def _waits_for_ranks(self, run: Run) -> bool:
-        """Tell whether an error waits for the optimizer's step, where all ranks meet."""
-        return is_grouped() and run.has_grad
 
     def _judge(self, run: Run) -> Finding | None:
         """Find who made a value that is not finite in a run; None if all is well."""
@@ -338,13 +339,15 @@ class _Checker:
         run.gradients[slot] = grad.detach()
         if not run.is_waiting:
             run.is_waiting = True
-            at_end_of_backward(lambda: self._backward_ends(run))
+            # Behind others: there DDP writes the reduced gradients.
+            at_end_of_backward(lambda: at_end_of_backward(lambda: self._backward_ends(run)))
 
     def _backward_ends(self, run: Run) -> None:
         run.is_waiting = False
         try:
             if self._pending is None and not self._gradients_are_finite():
-                self._pending = self._judge_backward(run)
+                held, self._held = self._held, None
+                self._pending = held or self._judge_backward(run)
                 self._grads = self._grads_now()
             elif self._pending is not None and self._gradients_are_finite():
                 self._pending = None  # the step was skipped, and this is another one
@@ -411,16 +414,22 @@ class _Checker:
             self._pending = None
             return
         finding, self._pending = self._pending, None
-        raise self._add(finding).error()
+        if is_grouped():
+            finding = earliest(finding, is_known=finding.kind != "gradient")
+        if finding not in self._findings:
+            self._add(finding)
+        raise finding.error()
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
+        self.unraised, self._held = self.unraised or self._held, None
         finding, self._pending = self._pending, None
         # Gradients that were unscaled, clipped or dropped, and no optimizer has stepped with, were
         # skipped on purpose.
         if finding is None or self._grads_now() != self._grads:
             return
-        self._add(finding)
+        if finding not in self._findings:
+            self._add(finding)
         if error is None:
             self.unraised = self.unraised or finding
         elif not isinstance(error, NonFiniteError):

@@ -1,0 +1,47 @@
+"""Agree with the other ranks of a job on who made a value that is not finite.
+
+A rank that stops alone leaves the others in a collective that it never joins. But the gradients
+that DDP reduces are the same on all ranks: what one rank made, all have. So a rank goes on until
+the optimizer steps. There all ranks find their gradients not finite, meet over the store, and
+raise the same error. While all is well, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from hookline.engine import TIMEOUT_S, gather_json, ranks_of
+from hookline.errors import RanksError
+from hookline.verbs.check.finding import Finding
+
+_QUESTION = "hl.check, before a step with gradients that are not finite"
+
+
+def earliest(mine: Finding, *, is_known: bool, timeout: float = TIMEOUT_S) -> Finding:
+    """Return the earliest finding of all ranks, the same on each of them.
+
+    Args:
+        mine: this rank's finding.
+        is_known: whether this rank knows who made the value.
+        timeout: how long to wait for the other ranks, in seconds.
+    """
+    ranks = ranks_of(None, _QUESTION)
+    if len(ranks) < 2:
+        return mine
+    said: list[Any]
+    try:
+        said = gather_json(_QUESTION, [is_known, mine.as_json()], ranks, timeout)
+    except RanksError as error:
+        first = str(error).splitlines()[0]
+        return mine.with_(
+            rank=dist.get_rank(), notes=(*mine.notes, f"the ranks did not meet: {first}")
+        )
+    found = [
+        (not known, finding.step, finding.kind == "backward", rank, finding)
+        for rank, (known, data) in zip(ranks, said, strict=True)
+        for finding in (Finding.from_json(data),)
+    ]
+    *_, rank, finding = min(found, key=lambda one: one[:4])
+    return finding.with_(rank=rank)

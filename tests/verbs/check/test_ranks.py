@@ -1,0 +1,85 @@
+"""Two ranks: what one of them makes is named on both, and both stop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hookline as hl
+from processes import on_ranks, ranks_of
+
+pytestmark = pytest.mark.processes
+ranks = pytest.fixture(scope="module")(ranks_of(2))
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.first(x).square()
+        return self.last((x - self.limit(x)).sqrt())  # planted
+
+    def limit(self, x):
+        return 0 * x.detach()
+
+
+def train(model, x, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@on_ranks
+def test_a_nan_of_one_rank_is_named_on_both(rank, folder):
+    model = DistributedDataParallel(Root())
+    model.module.limit = lambda x: (1e3 if rank == 1 else 0) + 0 * x.detach()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        train(model, torch.ones(2, 4))
+    finding = caught.value.finding
+    assert (finding.rank, finding.kind, finding.step) == (1, "forward", 0)
+    assert (finding.operation, finding.function) == ("aten.sqrt.default", "sqrt")
+    assert finding.line.text.endswith("# planted")
+    assert "on rank 1" in str(caught.value)
+
+
+@on_ranks
+def test_a_gradient_of_one_rank_is_named_on_both(rank, folder):
+    model = DistributedDataParallel(Root())
+    model.module.limit = lambda x: x.detach() if rank == 0 else 0 * x.detach()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        train(model, torch.ones(2, 4))
+    finding = caught.value.finding
+    assert (finding.rank, finding.kind, finding.step) == (0, "backward", 0)
+    assert (finding.operation, finding.function) == ("aten.div.Tensor", "SqrtBackward0")
+
+
+@on_ranks
+def test_the_earliest_of_both_ranks_counts(rank, folder):
+    model = DistributedDataParallel(Root())
+    x = torch.ones(2, 4)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        train(model, x)
+        train(model, x * (math.nan if rank == 1 else 1))
+    assert (caught.value.finding.rank, caught.value.finding.step) == (1, 3)
+    assert caught.value.finding.kind == "input"
+
+
+@on_ranks
+def test_a_rank_may_evaluate_alone(rank, folder):
+    model = DistributedDataParallel(Root())
+    with hl.check(model) as line:
+        train(model, torch.ones(2, 4))
+        if rank == 0:
+            with torch.no_grad():
+                model.module(torch.ones(2, 4))
+        train(model, torch.ones(2, 4))
+    assert line.findings == []
