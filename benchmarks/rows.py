@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import contenders, models, rivals
 from benchmarks.backward import gradient_row
+from benchmarks.checking import checking_row
 from benchmarks.compiling import compiled_row
 from benchmarks.drawing import drawing_row
 from benchmarks.engines import ray_row
@@ -199,6 +200,18 @@ ROWS = (
         20,
         5,
         profile_row(models.gpt2, "profile a step of training of a GPT-2", 1.05, calls=4),
+    ),
+    Row(
+        "check-gpt2",
+        30,
+        5,
+        checking_row("a training step of a GPT-2 under hl.check", 1.02, compiled=False),
+    ),
+    Row(
+        "check-gpt2-compiled",
+        30,
+        5,
+        checking_row("the same, compiled as one graph", 1.02, compiled=True),
     ),
     Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),
     Row("compiled-record", 100, 10, _compiled_gpt2("record", "record 12 blocks", 1.03)),

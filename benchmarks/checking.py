@@ -1,0 +1,98 @@
+"""A step of training under hl.check, beside what people use to find a NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from benchmarks import models
+from benchmarks.compiling import _alone
+from benchmarks.contenders import contender
+from benchmarks.models import Case
+from benchmarks.timing import Contender, Plan, Result, Step, run_rounds
+
+
+def checking_row(title: str, target: float, *, compiled: bool) -> Callable[[str, Plan], Result]:
+    """A row: a step of training of a GPT-2 with its words, under a check, against it alone.
+
+    Args:
+        title: the row in words.
+        target: at most this, as a ratio to the bare step.
+        compiled: whether the model is compiled by inductor, as one graph.
+    """
+
+    def measure(name: str, plan: Plan) -> Result:
+        result = Result(name, title, "bare", target)
+        result.notes.append("a step is zero_grad, forward, cross entropy, backward, AdamW")
+        case = models.gpt2()
+        names = ["bare", "hookline"] if compiled else ["bare", "hookline", "isfinite", "anomaly"]
+        with torch.enable_grad():
+            made = [_contender(kind, case, compiled=compiled) for kind in names]
+            run_rounds(result, made, plan)
+        torch.compiler.reset()
+        return result
+
+    return measure
+
+
+class _Words(nn.Module):
+    """A GPT-2 and its words, whose weights are those of the embedding."""
+
+    def __init__(self, gpt2: nn.Module) -> None:
+        super().__init__()
+        self.gpt2 = gpt2
+        self.head = nn.Linear(256, 50_257, bias=False)
+        self.head.weight = gpt2.wte.weight  # type: ignore[union-attr, assignment]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.gpt2(ids)[0])
+        return found
+
+
+def _contender(kind: str, case: Case, *, compiled: bool) -> Contender:
+    model = _Words(copy.deepcopy(case.model)).train()
+    run: Any = torch.compile(_alone(model), fullgraph=True) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True)
+    target = case.inputs.reshape(-1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(run(case.inputs).flatten(0, 1), target)
+        loss.backward()
+        optimizer.step()
+
+    contexts: dict[str, tuple[str, Callable[[], Any]]] = {
+        "bare": ("the step alone", contextlib.nullcontext),
+        "hookline": ("hl.check(model)", lambda: hl.check(model)),
+        "isfinite": ("a hook on each leaf: output.isfinite().all().item()", lambda: _finite(model)),
+        # Its own context manager warns of what it is.
+        "anomaly": ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True)),
+    }
+    how, context = contexts[kind]
+
+    @contextlib.contextmanager
+    def session() -> Iterator[Step]:
+        with context():
+            step()  # the first step under a line copies the buffers, and compiles
+            yield step
+
+    return contender(kind, how, session)
+
+
+@contextlib.contextmanager
+def _finite(model: nn.Module) -> Iterator[None]:
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not output.isfinite().all().item():
+            raise ValueError("not finite")
+
+    leaves = [module for module in model.modules() if not list(module.children())]
+    handles = [module.register_forward_hook(look) for module in leaves]
+    yield
+    for handle in handles:
+        handle.remove()
