@@ -29,6 +29,7 @@ from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.verbs import diagnosis_data, diagnosis_parts, profile_parts, summary_parts
+from hookline.verbs.check.kept import read as read_situation
 from hookline.verbs.inventory import inventory_parts
 from hookline.views import terminal_plots
 
@@ -326,6 +327,31 @@ def doctor_command(
         out.print(renderable(diagnosis_parts(found)))
         out.print(f"\ninput: {said}", markup=False)
     if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command("replay")
+def replay_command(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="a file that hl.check(keep=) wrote")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="as for inspect: run its module again")
+    ] = None,
+    weights: Weights = "none",
+) -> None:
+    """Show who made a NaN or an infinity; with the model, run that module alone once more."""
+    with complaints():
+        situation = read_situation(file)
+        found = None
+        if model is not None:
+            with Busy(f"loading {model}"):
+                loaded = load_model(model, weights=weights)
+            found = situation.run(loaded.model, hl.check)
+    out.print(str(situation.finding), markup=False, soft_wrap=True)
+    if found is not None:
+        out.print("\nrun again:", markup=False)
+        out.print(str(found), markup=False, soft_wrap=True)
+    elif model is not None:
+        say("the module ran again, and all was finite: is it the model that the file is of?")
         raise typer.Exit(1)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self, final
 
@@ -31,9 +33,10 @@ from hookline.engine import (
 from hookline.engine.selection.module_tree import walk
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, is_scripted
-from hookline.errors import NonFiniteError, warn
+from hookline.errors import FolderError, NonFiniteError, warn
 from hookline.recordings.manifest import first_line
 from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.kept import folder_for
 from hookline.verbs.check.non_finite import (
     Kind,
     Measure,
@@ -44,8 +47,8 @@ from hookline.verbs.check.non_finite import (
     total,
     total_nan,
 )
-from hookline.verbs.check.origins import measured
-from hookline.verbs.check.ranks import earliest
+from hookline.verbs.check.origins import Origin, measured
+from hookline.verbs.check.ranks import earliest, rank_here
 from hookline.verbs.check.replay import Replay
 from hookline.verbs.check.run import ChangingBuffers, Run
 from hookline.verbs.shared.verb_line import VerbLine
@@ -53,6 +56,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 # The key in `Pass.opened` of a pass's run.
 _RUN = object()
 _MOST_KEPT = 100
+_MOST_FILES = 10
 
 
 @final
@@ -81,10 +85,10 @@ class CheckLine(VerbLine[Line]):
         findings: everything that was found, also what was not raised because it vanished.
     """
 
-    def __init__(self, line: Line, model: nn.Module) -> None:
+    def __init__(self, line: Line, model: nn.Module, folder: Path | None) -> None:
         super().__init__(line)
         self.findings: list[Finding] = []
-        self._checker = _Checker(line.passes, model, self.findings)
+        self._checker = _Checker(line.passes, model, self.findings, folder)
 
     def __enter__(self) -> Self:
         self._line.__enter__()
@@ -125,10 +129,15 @@ class _Checker:
         passes: the line's passes.
         model: the model.
         findings: the list to which findings are added.
+        folder: the folder that keeps what is needed to run modules again, or None.
     """
 
-    def __init__(self, passes: Passes, model: nn.Module, findings: list[Finding]) -> None:
+    def __init__(
+        self, passes: Passes, model: nn.Module, findings: list[Finding], folder: Path | None
+    ) -> None:
         self._passes = passes
+        self._folder = folder
+        self._n_kept = 0
         self._model = weakref.ref(model)
         self._findings = findings
         self._sites: list[_Site] = []
@@ -280,6 +289,8 @@ class _Checker:
             leaving = replay.origin if replay.has_numbers else made[0]
             origin = leaving or min(made, key=lambda one: one.number)
             finding = replay.finding(origin, "forward")
+            if leaving is not None:
+                finding = self._kept(replay, origin, finding)
             for one in sites.values() if leaving is None else ():
                 one.is_excused = True
             return finding.with_(vanished=leaving is None), None
@@ -290,6 +301,19 @@ class _Checker:
             # Infinities are meant there; or the sum has overflowed.
             one.measure = total_nan if one.site.path in bad else extremes
         return None, None
+
+    def _kept(self, replay: Replay, origin: Origin, finding: Finding) -> Finding:
+        """Keep what is needed to run the module again, if that was asked for."""
+        if self._folder is None or self._n_kept >= _MOST_FILES:
+            return finding
+        self._n_kept += 1
+        if is_grouped():
+            finding = finding.with_(rank=rank_here())
+        situation = replay.situation(origin, finding)
+        try:
+            return situation.finding.with_(file=situation.write(self._folder))
+        except FolderError as error:  # a full disk must not hide the finding
+            return finding.with_(notes=(*finding.notes, str(error)))
 
     def _without_repeating(
         self, run: Run, suspects: list[tuple[int, int]], why: str
@@ -382,7 +406,7 @@ class _Checker:
                     replay.forward()
                     origin = replay.backward()
                 if origin is not None:
-                    return replay.finding(origin, "backward")
+                    return self._kept(replay, origin, replay.finding(origin, "backward"))
                 why = "the run did not repeat itself"
             except Exception as error:
                 why = f"the run could not be repeated ({first_line(error)})"
@@ -481,7 +505,12 @@ def _held_finding(kind: str, path: str, tensor: Tensor, step: int | None) -> Fin
     )  # fmt: skip
 
 
-def check(model: nn.Module, *, every_thread: bool = False) -> CheckLine:
+def check(
+    model: nn.Module,
+    *,
+    keep: str | os.PathLike[str] | None = None,
+    every_thread: bool = False,
+) -> CheckLine:
     """Stop at the first value that is not finite, in forward or backward, and say who made it.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -505,6 +534,9 @@ def check(model: nn.Module, *, every_thread: bool = False) -> CheckLine:
 
     Args:
         model: the model, as it is called.
+        keep: a folder. The module that made the value is kept there: its inputs, its parameters
+            and buffers and the random state, in a file that `hookline replay` shows and runs
+            again. At most ten files are written.
         every_thread: True checks runs in every thread and async task. False checks those of the
             calling thread or task, and of code that runs in a copy of its context.
 
@@ -513,12 +545,14 @@ def check(model: nn.Module, *, every_thread: bool = False) -> CheckLine:
         also if the error was caught on its way.
 
     Raises:
+        FolderError: `keep` cannot be written.
         NonFiniteError: a parameter or a buffer is poisoned already. Later, out of the model's call
             or of the optimizer's step: a value is not finite.
     """
+    folder = None if keep is None else folder_for(keep)
     line = Line(model, name="check", every_thread=every_thread)
     line.options.lenient = True
     line.options.quiet = True
-    checking = CheckLine(line, model)
+    checking = CheckLine(line, model, folder)
     checking.start()
     return checking

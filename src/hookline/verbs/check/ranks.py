@@ -35,9 +35,7 @@ def earliest(mine: Finding, *, is_known: bool, timeout: float = TIMEOUT_S) -> Fi
         said = gather_json(_QUESTION, [is_known, mine.as_json()], ranks, timeout)
     except RanksError as error:
         first = str(error).splitlines()[0]
-        return mine.with_(
-            rank=dist.get_rank(), notes=(*mine.notes, f"the ranks did not meet: {first}")
-        )
+        return mine.with_(rank=rank_here(), notes=(*mine.notes, f"the ranks did not meet: {first}"))
     found = [
         (not known, finding.step, finding.kind == "backward", rank, finding)
         for rank, (known, data) in zip(ranks, said, strict=True)
@@ -45,3 +43,8 @@ def earliest(mine: Finding, *, is_known: bool, timeout: float = TIMEOUT_S) -> Fi
     ]
     *_, rank, finding = min(found, key=lambda one: one[:4])
     return finding.with_(rank=rank)
+
+
+def rank_here() -> int:
+    """Return this process's rank."""
+    return dist.get_rank()

@@ -22,6 +22,7 @@ from hookline.engine.torch_private.graph.nodes import next_number
 from hookline.engine.torch_private.hooks import tensor_hook_dict
 from hookline.engine.torch_private.modules import buffers, is_scripted, parameters, unwrap
 from hookline.verbs.check.finding import Finding, Measured
+from hookline.verbs.check.kept import Situation
 from hookline.verbs.check.non_finite import is_measurable
 from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured, memory
 from hookline.verbs.check.run import Run
@@ -46,6 +47,7 @@ class ModuleCall:
         last: the number after the last one; None while the call runs.
         bad: whether its output was not finite.
         origin: who made it.
+        versions: the versions of its arguments' tensors when the call began.
     """
 
     node: ModuleNode
@@ -57,6 +59,15 @@ class ModuleCall:
     last: int | None = None
     bad: bool = False
     origin: Origin | None = None
+    versions: tuple[int, ...] = ()
+
+    def is_overwritten(self) -> bool:
+        """Tell whether an argument was overwritten since the call began."""
+        return self.versions != _versions((self.args, self.kwargs))
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(-1 if one.is_inference() else one._version for _, one in tree.tensors(value))
 
 
 @final
@@ -154,6 +165,7 @@ class Replay:
             number = None if self._is_backward else self._counts.get(id(module), 0)
             self._counts[id(module)] = self._counts.get(id(module), 0) + 1
             call = ModuleCall(node, number, args, kwargs, torch.get_rng_state(), next_number())
+            call.versions = _versions((args, kwargs))
             self._running.append(call)
             self.calls.append(call)
 
@@ -219,6 +231,41 @@ class Replay:
             suspect=f"{origin.kind} {path}" if is_outside else _suspect(kept, node),
             passed_on=self._passed_on(origin, call),
         )
+
+    def situation(self, origin: Origin, finding: Finding) -> Situation:
+        """Return what is needed to run the module again that made a value; in a backward the root.
+
+        Tensors are as they are now. A note tells if an input was overwritten since the call began.
+        """
+        call = self.call_of(origin)
+        is_backward = finding.kind == "backward"
+        if call is None or is_backward:
+            call = self.calls[0]
+        if call.is_overwritten():
+            note = "an input of the module was overwritten; it is kept as it was afterwards"
+            finding = finding.with_(notes=(*finding.notes, note))
+        module = call.node.module
+        return Situation(
+            finding=finding,
+            path=call.node.path,
+            inputs=(call.args, call.kwargs),
+            state=self._state(module),
+            rng=call.rng,
+            gradients=[grad for _, grad in sorted(self._run.gradients.items())] * is_backward,
+            training=module.training,
+            autocast=self._run.autocast_on(),
+        )
+
+    def _state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters and buffers of a module as they were before the run."""
+        state = {name: one for name, one in module.state_dict().items() if isinstance(one, Tensor)}
+        for prefix, part in module.named_modules():
+            for name in buffers(part):
+                before = self._run.buffer_before(part, name)
+                path = f"{prefix}.{name}" if prefix else name
+                if before is not None and path in state:
+                    state[path] = before
+        return state
 
     def _passed_on(self, origin: Origin, maker: ModuleCall | None) -> tuple[str, ...]:
         return tuple(

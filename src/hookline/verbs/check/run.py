@@ -109,6 +109,19 @@ class Run:
             stack.enter_context(torch.set_grad_enabled(self.has_grad))
             yield
 
+    def buffer_before(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return a buffer as it was when the run began; None if the run has not changed it."""
+        table = buffers(module)
+        return next((c for held, key, c in self._before if held is table and key == name), None)
+
+    def autocast_on(self) -> list[tuple[str, str]]:
+        """Return the kinds of devices with autocast on, and its dtypes."""
+        return [
+            (kind, str(dtype).removeprefix("torch."))
+            for kind, is_on, dtype in self._autocast
+            if is_on
+        ]
+
     def drop(self) -> None:
         """Release everything, because nothing of the run is repeated any more."""
         self.args, self.kwargs, self._tensors, self._before = None, {}, [], []

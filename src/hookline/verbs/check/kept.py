@@ -1,0 +1,194 @@
+"""Keep what is needed to run one module again: a file of safetensors, with a JSON text in it.
+
+Nothing is pickled, so a file of somebody else is safe to open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hookline.engine.pytree import tree
+from hookline.engine.selection.module_tree import walk
+from hookline.errors import FolderError, ModelError
+from hookline.recordings.encoding import decode, encode
+from hookline.recordings.manifest import first_line
+from hookline.verbs.check.finding import Finding
+
+_FORMAT = "hookline finding 1"
+_KEY = "hookline"
+
+
+@final
+@dataclass(slots=True)
+class Situation:
+    """The situation in which a module made a value that is not finite.
+
+    Args:
+        finding: what was found.
+        path: the module's path.
+        inputs: its positional and keyword arguments.
+        state: its parameters and buffers.
+        rng: the random state before its call.
+        gradients: the gradients of its outputs, for a backward.
+        training: whether it was in training mode.
+        autocast: the kinds of devices with autocast on, and its dtypes.
+    """
+
+    finding: Finding
+    path: str
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    state: dict[str, Tensor]
+    rng: Tensor
+    gradients: list[Tensor]
+    training: bool
+    autocast: list[tuple[str, str]]
+
+    def write(self, folder: Path) -> str:
+        """Write the situation into a new file of a folder, and return its path.
+
+        Raises:
+            FolderError: the file cannot be written.
+        """
+        tensors: dict[str, Tensor] = {}
+
+        def put(tensor: Tensor) -> str:
+            name = str(len(tensors))
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
+            return name
+
+        lost: list[str] = []
+        body = {
+            "format": _FORMAT,
+            "finding": self.finding.as_json(),
+            "path": self.path,
+            "inputs": encode(list(self.inputs), put, lost.append),
+            "state": {name: put(tensor) for name, tensor in self.state.items()},
+            "rng": put(self.rng),
+            "gradients": [put(one) for one in self.gradients],
+            "training": self.training,
+            "autocast": self.autocast,
+            "lost": lost,
+        }
+        finding = self.finding
+        rank = "" if finding.rank is None else f"-rank{finding.rank}"
+        path = _free(folder, f"step{finding.step}{rank}-{finding.path or 'root'}")
+        part = path.with_suffix(".part")
+        try:
+            save_file(tensors, part, metadata={_KEY: json.dumps(body)})
+            os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            raise FolderError(f"{path} cannot be written: {first_line(error)}.") from error
+        return str(path)
+
+    def run(self, model: nn.Module, check: Any) -> Finding | None:
+        """Run the module alone, with the kept state, inputs and random numbers.
+
+        Args:
+            model: the model that holds the module. The module gets the kept state.
+            check: `hl.check`.
+
+        Returns:
+            What is found; None if all is finite.
+        """
+        module = next((node.module for node in walk(model) if node.path == self.path), None)
+        if module is None:
+            raise ModelError(
+                f"the model must have a module {self.path!r}, got {type(model).__name__}."
+                "\nName the model that the finding is of."
+            )
+        module.load_state_dict(self.state, strict=False)
+        module.train(self.training)
+        args, kwargs = self.inputs
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            torch.set_rng_state(self.rng)
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
+            try:
+                with check(module):
+                    output = module(*args, **kwargs)
+                    self._backward(output)
+            except ArithmeticError as error:
+                found: Finding | None = getattr(error, "finding", None)
+                if found is None:
+                    raise
+                return found
+        return None
+
+    def _backward(self, output: Any) -> None:
+        from_outputs = [one for one in tree.distinct(output) if one.requires_grad]
+        pairs = list(zip(from_outputs, self.gradients, strict=False))
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+
+
+def read(path: str | os.PathLike[str]) -> Situation:
+    """Read a file that `Situation.write` made.
+
+    Raises:
+        FolderError: it is not such a file, or it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            body = json.loads((file.metadata() or {})[_KEY])
+            if body["format"] != _FORMAT:
+                raise ValueError(body["format"])
+            return _situation(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except FileNotFoundError:
+        raise FolderError(f"{path} does not exist.") from None
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise FolderError(
+            f"{path} must be a file that hl.check(model, keep=folder) wrote, got another or a"
+            f" damaged one ({first_line(error)})."
+        ) from error
+
+
+def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situation:
+    args, kwargs = decode(body["inputs"], tensors.__getitem__)
+    return Situation(
+        finding=Finding.from_json(body["finding"]),
+        path=body["path"],
+        inputs=(tuple(args), dict(kwargs)),
+        state={name: tensors[key] for name, key in body["state"].items()},
+        rng=tensors[body["rng"]],
+        gradients=[tensors[key] for key in body["gradients"]],
+        training=bool(body["training"]),
+        autocast=[(kind, dtype) for kind, dtype in body["autocast"]],
+    )
+
+
+def _free(folder: Path, name: str) -> Path:
+    """Return a path in a folder that is not taken."""
+    safe = "".join(char if char.isalnum() or char in "-_." else "_" for char in name)[:100]
+    number = 0
+    while (path := folder / f"{safe}{f'-{number}' if number else ''}.safetensors").exists():
+        number += 1
+    return path
+
+
+def folder_for(keep: str | os.PathLike[str]) -> Path:
+    """Make the folder for kept situations.
+
+    Raises:
+        FolderError: the folder cannot be made.
+    """
+    try:
+        folder = Path(keep)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, OSError) as error:
+        raise FolderError(
+            f"keep= must be a folder that can be written, got {keep!r} ({first_line(error)})."
+            "\nGive its name, such as keep='nan/'."
+        ) from error
+    return folder

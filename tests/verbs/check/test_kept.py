@@ -1,0 +1,120 @@
+"""What a check keeps on disk shows the finding again, and runs the module again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hookline as hl
+from hookline.cli.app import app
+from hookline.verbs.check.kept import read
+
+NET = """
+import torch
+from torch import nn
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, x, *, minus=0.0):
+        return (self.norm(self.drop(x)) * self.scale - minus).sqrt()
+
+class Zero(nn.Module):
+    def forward(self, x):
+        return (0 * x).sqrt() + x
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
+
+def make_zero():
+    return nn.Sequential(nn.Linear(4, 4), Zero())
+"""
+
+
+@pytest.fixture
+def net(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    names: dict[str, object] = {}
+    exec(compile(NET, str(tmp_path / "net.py"), "exec"), names)
+    torch.manual_seed(0)
+    return names
+
+
+def kept(model, folder, x=None):
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model, keep=folder):
+        model(torch.randn(3, 4) if x is None else x).sum().backward()
+    return caught.value.finding
+
+
+def test_the_module_runs_again_with_the_same_inputs_and_randomness(net, tmp_path):
+    finding = kept(net["make"](), tmp_path / "nan")
+    assert finding.file == str(tmp_path / "nan" / "step0-1.safetensors")
+    situation = read(finding.file)
+    assert situation.finding == finding.with_(file=None)
+    other = net["make"]()
+    state = torch.get_rng_state()
+    again = situation.run(other, hl.check)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (again.operation, again.function) == ("aten.sqrt.default", "sqrt")
+    assert (again.n_nan, again.n_total) == (finding.n_nan, finding.n_total)
+    assert 0 < finding.n_nan < finding.n_total
+
+
+def test_a_backward_is_kept_with_its_gradients(net, tmp_path):
+    finding = kept(net["make_zero"](), tmp_path)
+    assert finding.kind == "backward"
+    again = read(finding.file).run(net["make_zero"](), hl.check)
+    assert (again.kind, again.operation, again.path) == ("backward", "aten.div.Tensor", "1")
+
+
+def test_a_poisoned_parameter_is_kept(net, tmp_path):
+    model = net["make"]()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model, keep=tmp_path):
+        with torch.no_grad():
+            model[2].weight[0, 0] = math.nan
+        model[1].forward = lambda x: x
+        model(torch.randn(3, 4))
+    again = read(caught.value.finding.file).run(net["make"](), hl.check)
+    assert (again.kind, again.path, again.n_nan) == ("parameter", "weight", 1)
+
+
+def test_a_second_finding_gets_a_file_of_its_own(net, tmp_path):
+    one, other = kept(net["make"](), tmp_path), kept(net["make"](), tmp_path)
+    assert one.file != other.file
+
+
+def test_a_folder_that_cannot_be_written(net, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hl.FolderError, match=r"keep= must be a folder"):
+        hl.check(net["make"](), keep=tmp_path / "file" / "nan")
+    with pytest.raises(hl.FolderError, match=r"keep= must be a folder"):
+        hl.check(net["make"](), keep=3)
+
+
+def test_a_file_of_another_kind(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "text").write_text("hello")
+    for name in ("other.safetensors", "text", "missing"):
+        with pytest.raises(hl.FolderError):
+            read(tmp_path / name)
+
+
+def test_the_command_shows_the_finding_and_runs_the_module(net, tmp_path):
+    finding = kept(net["make"](), tmp_path)
+    shown = CliRunner().invoke(app, ["replay", finding.file])
+    assert shown.exit_code == 0
+    assert "made by sqrt" in shown.output
+    again = CliRunner().invoke(app, ["replay", finding.file, f"{tmp_path}/net.py:make"])
+    assert again.exit_code == 0, again.output
+    assert "run again:" in again.output
+    wrong = CliRunner().invoke(app, ["replay", finding.file, "demo:digits"])
+    assert wrong.exit_code == 2
+    assert CliRunner().invoke(app, ["replay", str(tmp_path / "no")]).exit_code == 2
