@@ -52,7 +52,7 @@ def kept(model, folder, x=None):
     return caught.value.finding
 
 
-def test_the_module_runs_again_with_the_same_inputs_and_randomness(net, tmp_path):
+def test_the_module_runs_again_with_the_same_numbers(net, tmp_path):
     finding = kept(net["make"](), tmp_path / "nan")
     assert finding.file == str(tmp_path / "nan" / "step0-1.safetensors")
     situation = read(finding.file)
