@@ -359,8 +359,8 @@ ROWS = (
         6,
         look_up_row(32, 2**20, "look up and sum 32 values of 4 MiB, a value", 1.50),
     ),
-    Row("stats-1e3", 60, 10, measuring_row(10**3, 1.80, 200)),
-    Row("stats-1e5", 60, 10, measuring_row(10**5, 0.60, 20)),
+    Row("stats-1e3", 60, 10, measuring_row(10**3, 2.50, 200)),
+    Row("stats-1e5", 60, 10, measuring_row(10**5, 0.90, 20)),
     Row("stats-1e7", 15, 5, measuring_row(10**7, 0.30, 1)),
     Row("stack", 20, 5, stack_row(16_000, 16, "stack the values of 16,000 passes, a value", 8e-6)),
 )

@@ -45,7 +45,7 @@ def _of_moments(found: Moments) -> dict[str, float]:
         "std": found.std,
         "min": found.min if is_any else math.nan,
         "max": found.max if is_any else math.nan,
-        "norm": math.sqrt(found.sum2) if is_any else math.nan,
-        "zero_share": found.zeros / found.finite if is_any else math.nan,
+        "norm": found.norm if is_any else math.nan,
+        "zero_share": found.zero_share,
         "non_finite": float(found.non_finite),
     }

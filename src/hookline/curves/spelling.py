@@ -9,19 +9,26 @@ from torch import Tensor
 
 from hookline.errors import FolderError
 from hookline.statistics import Statistic, stats
+from hookline.statistics.covariance import CovarianceStatistic
+from hookline.statistics.histogram import HistogramStatistic
 from hookline.statistics.moments_statistic import MomentsStatistic
+from hookline.statistics.quantiles import QuantilesStatistic
 
 # The statistics of `hl.stats` by the name of their function; what is written must stay readable.
-_KNOWN: dict[str, tuple[type, Callable[[], Any]]] = {
+_KNOWN: dict[str, tuple[type, Callable[..., Any]]] = {
     "moments": (MomentsStatistic, stats.moments),
+    "histogram": (HistogramStatistic, stats.histogram),
+    "quantiles": (QuantilesStatistic, stats.quantiles),
+    "covariance": (CovarianceStatistic, stats.covariance),
 }
 
 
 def spell_statistic(statistic: Any) -> dict[str, Any]:
     """Describe a statistic as JSON."""
+    own = type(statistic)
     for name, (kind, _) in _KNOWN.items():
-        if type(statistic) is kind:
-            return {"name": name}
+        if own is kind:
+            return {"name": name, "options": statistic.options}
     return {"type": type(statistic).__name__}
 
 
@@ -29,7 +36,7 @@ def read_statistic(spelled: Any) -> Statistic[Any]:
     """Make a statistic from its description. One of a user's own class gives its slots alone."""
     known = _KNOWN.get(spelled.get("name"))
     if known is not None:
-        made: Statistic[Any] = known[1]()
+        made: Statistic[Any] = known[1](**spelled.get("options", {}))
         return made
     return Unknown(str(spelled.get("type", spelled.get("name"))))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class CovarianceStatistic:
     The slots: the count of rows, that of non-finite rows, the means of the others, and the sums of
     products of deviations from these means.
     """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
 
     def start(self, value: Tensor) -> Tensor:
         """Return empty slots on the value's device, for its number of features."""

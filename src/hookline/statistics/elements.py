@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.engine import has_numbers, innermost
 from hookline.engine.pytree import describe
@@ -18,22 +18,29 @@ CHUNK_NUMEL = 64 * 1024**2 // 8
 # Larger sparse tensors (1 GiB as dense float32) are not made dense.
 DENSE_NUMEL = 2**28
 
+_ORDINARY = frozenset((Tensor, nn.Parameter))  # not a subclass such as a fake tensor
 
-def to_measure(value: Tensor) -> Iterator[Tensor]:
-    """Yield a value as strided tensors with numbers. In compiled code it is one tensor.
+
+def to_measure(value: Tensor) -> Iterable[Tensor]:
+    """Return a value as strided tensors with numbers. In compiled code it is one tensor.
 
     Raises:
         StructureError: the tensor is on the meta device or fake.
         RuntimeError: a sparse tensor is too large to be made dense.
     """
     if torch.compiler.is_compiling():
-        return iter((value.detach(),))
-    if not has_numbers(value):
+        return (value.detach(),)
+    if (type(value) not in _ORDINARY or value.is_meta) and not has_numbers(value):
         raise StructureError(
             f"the value of a statistic must have data, got {describe.in_full(value)}."
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'
         )
-    return strided(innermost(value).detach())
+    value = innermost(value).detach()
+    return (value,) if _is_dense(value) else strided(value)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def strided(tensor: Tensor) -> Iterator[Tensor]:

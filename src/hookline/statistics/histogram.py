@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -71,8 +71,9 @@ class Histogram:
 class HistogramStatistic:
     """A `Statistic` whose result is a `Histogram`."""
 
-    def __init__(self, bins: LogBins) -> None:
-        self._bins = bins
+    def __init__(self, low: float, high: float, per_octave: int) -> None:
+        self.options: dict[str, Any] = {"low": low, "high": high, "per_octave": per_octave}
+        self._bins = bins = LogBins(low, high, per_octave)
         self.start = bins.start
         self.update = bins.update
         self.merge = bins.merge

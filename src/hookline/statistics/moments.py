@@ -54,6 +54,8 @@ class Moments:
     def of(numbers: NDArray[Any]) -> Moments:
         """Measure an array of real numbers of any shape."""
         flat = np.ascontiguousarray(numbers).reshape(-1)
+        if len(flat) <= _BLOCK:
+            return _of_block(flat)
         found = Moments()
         for start in range(0, len(flat), _BLOCK):
             found = found + _of_block(flat[start : start + _BLOCK])
@@ -75,6 +77,11 @@ class Moments:
     def finite(self) -> int:
         """The count of finite numbers."""
         return self.count - self.non_finite
+
+    @property
+    def zero_share(self) -> float:
+        """The share of all numbers that are exactly 0, from 0 to 1; NaN without any."""
+        return self.zeros / self.count if self.count else math.nan
 
     @property
     def mean(self) -> float:
@@ -164,7 +171,7 @@ def _of_block(block: NDArray[Any]) -> Moments:
             len(block),
             non_finite,
             len(values) - int(np.count_nonzero(values)),
-            float(values.sum()),
+            float(values.sum()) + 0.0,  # zeros without a sign
             sum2,
             float((squares * squares).sum()),
             float(values.min()),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class MomentsStatistic:
     """A `Statistic` whose result is `Moments`."""
 
     def __init__(self, compile: bool | None) -> None:
+        self.options: dict[str, Any] = {}  # how it is compiled is not what it measures
         self._until_compiled = {None: _WORTH_COMPILING, True: 0, False: math.inf}[compile]
 
     def start(self, value: Tensor) -> Tensor:
@@ -73,16 +75,17 @@ class MomentsStatistic:
     def _add(self, slots: Tensor, part: Tensor) -> Tensor:
         """Measure a strided tensor, by the fastest form that there is."""
         part = in_memory_order(part)
-        if part.dtype in _COMPILED_DTYPES and part.numel() > 1:
-            function = self._compiled(part)
-            if function is not None:
-                for piece in chunks(part, LONGEST if part.is_contiguous() else None):
-                    slots = function(slots, piece.reshape(-1).contiguous())
-                return slots
+        function = self._compiled(part)
+        if function is not None:
+            if part.is_contiguous() and part.numel() <= LONGEST:
+                return function(slots, part.view(-1))
+            for piece in chunks(part):
+                slots = function(slots, piece.reshape(-1).contiguous())
+            return slots
         for piece in chunks(part):
             flat = real(piece).reshape(-1)
             if flat.is_cpu:
-                slots = _slots(_moments(slots) + Moments.of(flat.numpy()))
+                slots = _add_moments(slots, Moments.of(flat.numpy()))
             else:
                 slots = _reduce(slots, flat)
         return slots
@@ -90,7 +93,7 @@ class MomentsStatistic:
     def _compiled(self, part: Tensor) -> Reduction | None:
         """Return the compiled function for a tensor; None until compilation is worth it."""
         numel = part.numel()
-        if self._until_compiled == math.inf:
+        if self._until_compiled == math.inf or numel < 2 or part.dtype not in _COMPILED_DTYPES:
             return None
         if numel < _LARGE_NUMEL:
             return _COMPILED.find(part, compile=False)
@@ -115,9 +118,14 @@ def measure(tensor: Tensor) -> Moments:
     return found
 
 
-def _slots(found: Moments) -> Tensor:
-    fields = [found.count, found.non_finite, found.zeros, found.sum, found.sum2, found.sum4]
-    return torch.tensor([*fields, -found.min, found.max], dtype=torch.float64)
+def _add_moments(slots: Tensor, found: Moments) -> Tensor:
+    count, non_finite, zeros, sum1, sum2, sum4, negated_min, greatest = slots.tolist()
+    fields = [
+        count + found.count, non_finite + found.non_finite, zeros + found.zeros,
+        sum1 + found.sum, sum2 + found.sum2, sum4 + found.sum4,
+        max(negated_min, -found.min), max(greatest, found.max),
+    ]  # fmt: skip
+    return torch.from_numpy(np.array(fields))  # in half the time of torch.tensor
 
 
 def _moments(slots: Tensor) -> Moments:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -87,6 +87,7 @@ class QuantilesStatistic:
         per_octave = 1
         while _error(per_octave) > error:
             per_octave *= 2
+        self.options: dict[str, Any] = {"q": list(q), "error": error, "low": low, "high": high}
         self._q = tuple(float(one) for one in q)
         self._error = _error(per_octave)
         self._bins = LogBins(low, high, per_octave)

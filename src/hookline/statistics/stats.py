@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hookline.statistics.bins import LogBins
 from hookline.statistics.covariance import Covariance, CovarianceStatistic
 from hookline.statistics.histogram import Histogram, HistogramStatistic
 from hookline.statistics.moments import Moments
@@ -78,7 +77,7 @@ def histogram(*, low: float = 1e-9, high: float = 1e9, per_octave: int = 1) -> S
     Raises:
         InputError: the range is empty or leaves float32, or `per_octave` is not a power of two.
     """
-    return HistogramStatistic(LogBins(low, high, per_octave))
+    return HistogramStatistic(low, high, per_octave)
 
 
 def quantiles(

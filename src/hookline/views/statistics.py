@@ -98,7 +98,7 @@ def site_statistics(value: Any) -> Statistics | None:
         std=std if has_numbers else None,
         min=found.min if has_numbers else None,
         max=found.max if has_numbers else None,
-        zeros=found.zeros / found.count if found.count else None,
+        zeros=found.zero_share if found.count else None,
         non_finite=found.non_finite,
         numel=found.count,
         shape=str(list(tensor.shape)) if not tensor.is_nested else "nested",
