@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
+from hookline.verbs.shared import stopwatch
 from parallel import conv_net, half, images, loss_of, sharded, stack
 from processes import on_ranks, ranks_of
 
@@ -29,7 +33,7 @@ def check_against_one_process(prof, batch):
     for row in prof.rows:
         assert row.time.forward > 0
         assert row.time.backward > 0
-    parts = prof.total.time.all + prof.total.optimizer + prof.total.outside
+    parts = sum([*prof.total.time, prof.total.collectives, prof.total.outside])
     assert parts == pytest.approx(prof.total.seconds)
 
 
@@ -69,3 +73,44 @@ def test_flops_of_split_weights_are_said_to_be_unknown(rank, folder):
     assert prof["1"].time.forward > 0
     assert prof.total.flops.all == 0
     assert "tensor parallelism splits the model's weights" in str(prof)
+
+
+class Hand:
+    """A clock whose hand is moved."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@on_ranks
+def test_collectives_of_fsdp2_are_in_no_module(rank, folder):
+    hand, model = Hand(), sharded(conv_net())
+    counts = {"wait_for_unshard": 0, "post_backward": 0}
+
+    def slow(name, seconds):
+        original = getattr(FSDPParamGroup, name)
+
+        def moved(*args, **kwargs):
+            counts[name] += 1
+            hand.seconds += seconds
+            return original(*args, **kwargs)
+
+        return moved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stopwatch.STOPWATCH, "_clock", hand)
+        for name, seconds in (("wait_for_unshard", 1), ("post_backward", 100)):
+            patch.setattr(FSDPParamGroup, name, slow(name, seconds))
+        prof = profiled(model, half(images(), rank))
+    stopwatch.STOPWATCH.go_on(time.perf_counter())
+    assert counts["wait_for_unshard"] >= 4
+    assert counts["post_backward"] >= 4
+    assert {row.path: row.time for row in prof.rows if row.time.all} == {}
+    assert prof.total.seconds == counts["wait_for_unshard"] + 100 * counts["post_backward"]
+    # The root's gradients are reduced when backward has ended.
+    late = prof.total.outside
+    assert late in (0, 200)
+    assert prof.total.collectives == prof.total.seconds - late

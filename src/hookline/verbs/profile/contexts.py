@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
-FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, CALLS = range(5)
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, COLLECTIVES, CALLS = SLOTS = range(6)
 PHASES = ("forward", "backward", "recompute")
 
 
@@ -35,7 +35,7 @@ class Context:
         self.parent = parent
         self.children: dict[str, Context] = {}
         self.chain: tuple[Context, ...] = (*(() if parent is None else parent.chain), self)
-        self.cells: tuple[list[float], list[float]] = [0.0] * 5, [0.0] * 5
+        self.cells: tuple[list[float], list[float]] = [0.0] * len(SLOTS), [0.0] * len(SLOTS)
         self.flops = [0, 0, 0]
         self.kept = 0
         self.peak = 0

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hookline.display.html import escape
-from hookline.display.text import escape_invisible
+from hookline.display.text import escape_invisible, plural
 from hookline.display.units import duration
 from hookline.engine import path_text
-from hookline.verbs.profile.contexts import Context
+from hookline.verbs.profile.contexts import CALLS, Context
 from hookline.verbs.profile.table import ProfileTable
 
 
@@ -24,13 +24,17 @@ def write_flame(path: Path, tops: list[Context], found: ProfileTable) -> Path:
     """
     types = {row.path: row.module.module_type for row in found.rows}
     children = [_bar(one, types) for top in tops for one in top.children.values()]
-    total = found.total
-    around = [("optimizer", total.optimizer), ("outside the model", total.outside)]
+    total, n_passes = found.total, int(found.total.passes)
+    around = [
+        ("collectives", total.collectives),
+        ("optimizer", total.optimizer),
+        ("outside the model", total.outside),
+    ]
     children += [_leaf(name, seconds) for name, seconds in around if seconds]
-    data = {"name": "all", "type": "", "calls": 0, "self": [0, 0, 0], "children": children}
+    data = {"name": "all", "type": "", "calls": 0, "self": [0, 0, 0, 0], "children": children}
     # In a script element, "<" could end the element.
     text = json.dumps(data).replace("<", "\\u003c")
-    title = f"{found.model_type}: {duration(total.seconds)}, {total.passes} passes"
+    title = f"{found.model_type}: {duration(total.seconds)}, {plural(n_passes, 'pass', 'passes')}"
     page = _PAGE.replace("__TITLE__", escape(title)).replace("__DATA__", text)
     path.write_text(page, encoding="utf-8")
     return path
@@ -41,14 +45,14 @@ def _bar(context: Context, types: dict[str, str]) -> dict[str, Any]:
     return {
         "name": escape_invisible(path_text(context.path or "")),
         "type": types.get(context.path or "", ""),
-        "calls": one[4] + other[4],
-        "self": [one[phase] + other[phase] for phase in range(3)],
+        "calls": one[CALLS] + other[CALLS],
+        "self": [*(one[phase] + other[phase] for phase in range(3)), 0],
         "children": [_bar(inner, types) for inner in context.children.values()],
     }
 
 
 def _leaf(name: str, seconds: float) -> dict[str, Any]:
-    return {"name": name, "type": "", "calls": 0, "self": [seconds, 0, 0], "children": []}
+    return {"name": name, "type": "", "calls": 0, "self": [0, 0, 0, seconds], "children": []}
 
 
 _PAGE = """<!doctype html>
@@ -66,7 +70,8 @@ p { margin: .25rem 0 .75rem; color: var(--faint); }
 fieldset { border: 0; padding: 0; margin: 0 0 .75rem; display: flex; gap: 1rem; flex-wrap: wrap; }
 #flame { position: relative; }
 #flame button { position: absolute; height: 21px; padding: 0 4px; border: 0; border-radius: 2px;
-  box-shadow: inset 0 0 0 .5px var(--edge); overflow: hidden; white-space: nowrap; cursor: pointer;
+  box-shadow: inset 0 0 0 .5px var(--edge); overflow: hidden; white-space: nowrap;
+  text-overflow: ellipsis; cursor: pointer;
   text-align: left; font: 12px/21px ui-monospace, monospace; color: #111; }
 #flame button:focus-visible { outline: 2px solid var(--text); z-index: 1; }
 #about { min-height: 3em; font-variant-numeric: tabular-nums; white-space: pre-line; }
@@ -83,8 +88,8 @@ choose the top bar to zoom out.</p>
 "use strict";
 const data = __DATA__;
 const flame = document.getElementById("flame"), about = document.getElementById("about");
-const names = ["forward", "backward", "recompute"], row = 23;
-let phases = [0, 1, 2], zoomed = data;
+const names = ["forward", "backward", "recompute", "around the model"], row = 23;
+let phases = [0, 1, 2, 3], zoomed = data;
 (function link(bar, above) {
   bar.above = above;
   bar.children.forEach(child => link(child, bar));
@@ -144,7 +149,7 @@ function draw() {
   tell(zoomed);
 }
 document.querySelectorAll("input").forEach(box => box.onchange = () => {
-  phases = [...document.querySelectorAll("input:checked")].map(b => +b.value);
+  phases = [...document.querySelectorAll("input:checked")].map(b => +b.value).concat(3);
   draw();
 });
 addEventListener("resize", draw);

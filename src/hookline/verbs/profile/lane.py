@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hookline.engine import backward_number
+from hookline.engine.autograd.written_views import GradHook
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.autograd import hook_node_before
+from hookline.engine.torch_private.autograd import hook_gradient, hook_node_before
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
     kept_by,
@@ -29,6 +30,7 @@ from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.contexts import (
     BACKWARD,
     CALLS,
+    COLLECTIVES,
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
@@ -116,6 +118,8 @@ class Lane:
         self.top = Account(self, top, top.cells[0], FORWARD)
         self.account = self.top
         self._optimizer = Account(self, top, top.cells[0], OPTIMIZER)
+        self._collectives = Account(self, top, top.cells[0], COLLECTIVES)
+        self._before_collectives = self.top
         self._accounts: dict[tuple[Context, bool, int], Account] = {}
         self.calls: list[Call] = []
         self.events: list[Any] = []
@@ -171,6 +175,9 @@ class Lane:
     def enter(self, path: str, frame: FrameType, *, is_first: bool, is_again: bool) -> Call:
         """Begin the call of a module: the clock stands still until `begin`."""
         mark = self.clock.pause()
+        if self.account is self._collectives:
+            self._charge(mark)
+            self._start, self.account = mark, self._before_collectives
         calls = self.calls
         while calls and not is_above(calls[-1].key, frame):
             self.account = calls.pop().before  # Ctrl-C ended it, and torch called no hook
@@ -231,6 +238,29 @@ class Lane:
             if call.key == key:
                 return call
         return None
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def gather_begins(self) -> None:
+        """Charge collectives, before a sharded module gathers its parameters, until it begins."""
+        if self.account is not self._collectives:
+            self._before_collectives = self.account
+        self.switch(self._collectives)
+        self._owns(self._collectives)
+
+    def reshard_begins(self, output: Any) -> None:
+        """Charge collectives, after a sharded module has run, until its call has ended.
+
+        In backward the module gathers again when the gradient of its output arrives.
+        """
+        self.switch(self._collectives)
+        self._owns(self._collectives)
+        for tensor in tree.distinct(output):
+            if tensor.grad_fn is not None:
+                hook_gradient(tensor, GradHook(self._gathers_in_backward))
+
+    def _gathers_in_backward(self, grad: Tensor) -> None:
+        self._collectives(())
 
     # -- the graph --------------------------------------------------------------------------------
 

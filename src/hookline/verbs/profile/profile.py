@@ -12,17 +12,31 @@ from torch import nn
 from hookline.engine import Line, Site, hides, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.line.attachment import AtEnd
+from hookline.engine.torch_private.graph.fakes import is_sharded
 from hookline.engine.torch_private.modules import holds_compiled_call, is_scripted
 from hookline.errors import AttachError, warn
 from hookline.verbs.profile.chrome import write_trace
 from hookline.verbs.profile.clocks import clock_for
-from hookline.verbs.profile.contexts import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Context
+from hookline.verbs.profile.contexts import (
+    BACKWARD,
+    COLLECTIVES,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Context,
+)
 from hookline.verbs.profile.flame import write_flame
 from hookline.verbs.profile.flops import count_flops
 from hookline.verbs.profile.inputs import Kinds
 from hookline.verbs.profile.rows import Row, rows_of, sum_of
 from hookline.verbs.profile.table import ProfileTable, Total
-from hookline.verbs.profile.tap import CompiledRegions, Ledger, OptimizerHooks, ProfileTap
+from hookline.verbs.profile.tap import (
+    CompiledRegions,
+    Ledger,
+    OptimizerHooks,
+    ProfileTap,
+    ShardedTap,
+)
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
 from hookline.verbs.summary import Summary, describe_modules
@@ -69,6 +83,9 @@ class Profile(VerbLine[Line]):
                 if id(node.module) not in inside and not is_scripted(node.module):
                     site = Site(node.path, module_type=type(node.module).__name__)
                     registrations.register_all(node.module, ProfileTap(site, line.passes, ledger))
+                    if is_sharded(node.module):
+                        tap = ShardedTap(site, line.passes, ledger)
+                        registrations.register_all(node.module, tap)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -209,6 +226,7 @@ class Profile(VerbLine[Line]):
         total = Total(
             time=sum_of(row.self_time for row in rows),
             optimizer=around[OPTIMIZER] / n_all,
+            collectives=around[COLLECTIVES] / n_all,
             outside=around[FORWARD] / n_all,
             overhead=overhead / n_all,
             flops=sum_of(row.self_flops for row in rows),

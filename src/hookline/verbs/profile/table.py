@@ -26,8 +26,8 @@ class Total:
     Args:
         time: the seconds in the model, by phase.
         optimizer: the seconds in the steps of optimizers that hold a parameter of the model.
-        outside: the seconds in all other code: the loss, the loading of data, waiting for other
-            ranks.
+        collectives: the seconds in which FSDP2 gathers and frees parameters and reduces gradients.
+        outside: the seconds in all other code: the loss, the loading of data, the wait of DDP.
         overhead: the seconds of hookline's own work, which no other number contains.
         flops: the floating-point operations of the model.
         activation_bytes: the bytes that a pass keeps for backward.
@@ -38,6 +38,7 @@ class Total:
 
     time: Phases = NOTHING
     optimizer: float = 0
+    collectives: float = 0
     outside: float = 0
     overhead: float = 0
     flops: Phases = NOTHING
@@ -49,7 +50,7 @@ class Total:
     @property
     def seconds(self) -> float:
         """The duration of the block, without hookline's own work."""
-        return self.time.all + self.optimizer + self.outside
+        return self.time.all + self.optimizer + self.collectives + self.outside
 
 
 @final
@@ -211,7 +212,8 @@ def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
     time = total.time
     parts = [
         ("forward", time.forward), ("backward", time.backward), ("recompute", time.recompute),
-        ("optimizer", total.optimizer), ("outside the model", total.outside),
+        ("collectives", total.collectives), ("optimizer", total.optimizer),
+        ("outside the model", total.outside),
     ]  # fmt: skip
     rows = [(what, f"{duration(total.seconds)}, {plural(total.passes, 'pass', 'passes')}")]
     rows += [

@@ -151,6 +151,32 @@ class ProfileTap(Tap):
 
 
 @final
+class ShardedTap(Tap):
+    """Charge collectives while FSDP2 gathers the parameters of a module, or frees them."""
+
+    __slots__ = ("_ledger",)
+
+    hooks: ClassVar = (
+        HookSpec("forward_pre", "begin", Order.EVERYWHERE),
+        HookSpec("forward", "end", Order.EVERYWHERE),
+    )
+
+    def __init__(self, site: Site, passes: Passes, ledger: Ledger) -> None:
+        super().__init__(site, passes, no_callback, Order.RECORD)
+        self._ledger = ledger
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Charge collectives: the hook before that of FSDP2."""
+        if not is_dynamo_compiling() and self.passes.is_here():
+            self._ledger.own_lane().gather_begins()
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Charge collectives: the hook before that of FSDP2 after the forward."""
+        if not is_dynamo_compiling() and self.passes.is_here():
+            self._ledger.own_lane().reshard_begins(output)
+
+
+@final
 class CompiledRegions:
     """Charge the calls of compiled modules, whose inner modules are no rows of their own.
 

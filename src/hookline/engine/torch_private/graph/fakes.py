@@ -66,7 +66,7 @@ class ShapesOnly:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(tensor) not in self._memo:
                     self._memo[id(tensor)] = self._stand_ins.of(tensor)
-        shells = [(module, self._shell(module)) for module in every if _is_sharded(module)]
+        shells = [(module, self._shell(module)) for module in every if is_sharded(module)]
         with self._stand_ins:
             for module, shell in shells:
                 state = module.__getstate__()  # type: ignore[no-untyped-call]
@@ -195,7 +195,8 @@ def _like(made: Tensor, tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether FSDP2 shards a module."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
