@@ -18,6 +18,7 @@ from benchmarks.extracting import extracting_row
 from benchmarks.importing import import_row
 from benchmarks.measuring import measuring_row
 from benchmarks.models import Case
+from benchmarks.monitoring import monitor_row
 from benchmarks.profiling import profile_row
 from benchmarks.reading import opening_row, reading_row, shuffled_row
 from benchmarks.saving import look_up_row, saving_row, stack_row
@@ -253,6 +254,25 @@ ROWS = (
             20,
             base="hand-written",
         ),
+    ),
+    Row(
+        "monitor-gpt2",
+        20,
+        4,
+        monitor_row("activations", "monitor the outputs of 12 blocks, each step", 1.05),
+    ),
+    Row(
+        "monitor-gpt2-all",
+        12,
+        3,
+        monitor_row("all", "outputs, gradients, weights and updates, each step", 1.10),
+    ),
+    Row("monitor-gpt2-tenth", 8, 2, monitor_row("tenth", "all of these, every 10th step", 1.02)),
+    Row(
+        "monitor-gpt2-compiled",
+        20,
+        4,
+        monitor_row("compiled", "compiled: the outputs of 12 blocks, each step", 1.05),
     ),
     Row(
         "extract-resnet34",

@@ -1,0 +1,93 @@
+"""Curves: look-ups, messages and how they print."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.curves import Curves, Entry, Layout, Reports, StepReport, numbers_of
+
+
+def curves(n_ranks=1, ranks=None, steps=3):
+    statistic = hl.stats.moments()
+    layout = Layout((statistic,), (Entry("fc", 0, 8, ranks), Entry("fc.weight:value", 0, 8)))
+    reports = Reports()
+    for step in range(steps):
+        rows = []
+        for rank in range(n_ranks):
+            values = torch.arange(4.0) + 10 * rank + step
+            slots = statistic.update(statistic.start(values), values)
+            rows.append(torch.cat([slots, slots]).numpy())
+        reports.add(StepReport(step, 0.0, layout, np.stack(rows)))
+    return Curves(reports)
+
+
+def test_numbers_are_arrays_over_the_steps():
+    seen = curves()
+    assert seen["fc"].mean.tolist() == [1.5, 2.5, 3.5]
+    assert seen["fc"].steps.tolist() == [0, 1, 2]
+    assert seen["fc.weight"].site == "fc.weight:value"
+    assert "mean" in dir(seen["fc"])
+    assert "fc" in seen
+    assert "conv" not in seen
+
+
+def test_ranks_are_merged_and_kept():
+    seen = curves(n_ranks=2)
+    assert seen.n_ranks == 2
+    assert seen["fc"].mean.tolist() == [6.5, 7.5, 8.5]
+    assert seen["fc"].count.tolist() == [8, 8, 8]
+    assert seen.rank(1)["fc"].mean.tolist() == [11.5, 12.5, 13.5]
+
+
+def test_copies_of_ranks_count_once():
+    seen = curves(n_ranks=2, ranks=(0,))
+    assert seen["fc"].count.tolist() == [4, 4, 4]
+    assert seen.rank(1)["fc"].mean.tolist() == [11.5, 12.5, 13.5]
+
+
+def test_mistakes_say_what_is_there():
+    seen = curves()
+    with pytest.raises(hl.NotRecordedError, match=r"'fd' has no curve among 2 sites.\nUse .*'fc'"):
+        seen["fd"]
+    with pytest.raises(AttributeError, match=r"the curve of fc has no 'avg'.\nUse one of"):
+        _ = seen["fc"].avg
+    with pytest.raises(hl.RanksError, match="must be below 1, got 2"):
+        seen.rank(2)
+    with pytest.raises(hl.NotRecordedError, match="step 7 was not reported"):
+        seen.at(7)
+    with pytest.raises(hl.NotRecordedError, match="no step was reported yet"):
+        Curves(Reports())["fc"]
+
+
+def test_the_table_shows_the_last_step_and_the_trend():
+    text = str(curves())
+    assert text.splitlines()[0] == "Curves of 2 sites: 3 steps, 0 to 2; the last:"
+    row = next(line for line in text.splitlines() if line.startswith("fc "))
+    assert " 3.5 " in row
+    assert "<table" in curves()._repr_html_()
+    assert str(Curves(Reports())) == "Curves: no step was reported yet"
+
+
+def test_a_long_table_is_cut_and_says_so():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(60)])
+    with hl.monitor(model, "*", ports="output") as seen:
+        model(torch.ones(1, 2))
+    assert "and 20 more sites" in str(seen)
+
+
+@pytest.mark.parametrize(
+    ("result", "numbers"),
+    [
+        (2, {"": 2.0}),
+        ((1, "a", 2.5), {"0": 1.0, "2": 2.5}),
+        ({"low": 1, "what": None}, {"low": 1.0}),
+        ([1, 2], {}),
+        ("text", {}),
+    ],
+)
+def test_single_numbers_of_any_result(result, numbers):
+    assert numbers_of(result) == numbers

@@ -1,0 +1,162 @@
+"""The folder of a run: read while it grows, and after its writer was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline as hl
+from hookline.curves import Entry, Layout, RunFolder, StepReport, open_run
+
+STATISTICS = (hl.stats.moments(), hl.stats.histogram(), hl.stats.quantiles((0.1, 0.5)))
+
+
+def monitored(path, steps, stats=None):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    with hl.monitor(model, "1", ports="output", to=path, stats=stats) as seen:
+        for k in range(steps):
+            model(torch.randn(3, 4, generator=torch.Generator().manual_seed(k)))
+    return seen
+
+
+def test_an_opened_run_has_the_same_curves(tmp_path):
+    seen = monitored(tmp_path / "run", 5)
+    found = hl.open(tmp_path / "run")
+    assert isinstance(found, hl.Curves)
+    assert (found.sites, found.steps.tolist()) == (seen.sites, seen.steps.tolist())
+    assert found["1"].results == seen["1"].results
+    assert str(found) == str(seen)
+
+
+def test_all_statistics_of_hookline_are_made_again(tmp_path):
+    seen = monitored(tmp_path / "run", 3, list(STATISTICS))
+    found = hl.open(tmp_path / "run")
+    for one, other in zip(found._source.read(), seen._source.read(), strict=True):
+        assert one.results("1") == other.results("1")
+        assert len(one.results("1")) == 3
+
+
+def test_a_covariance_is_made_again(tmp_path):
+    seen = monitored(tmp_path / "run", 2, hl.stats.covariance())
+    (one, _), (other, _) = hl.open(tmp_path / "run")["1"].results, seen["1"].results
+    assert torch.equal(one.matrix, other.matrix)
+
+
+class Own:
+    def start(self, value):
+        return torch.zeros(2, dtype=torch.float64)
+
+    def update(self, slots, value):
+        return slots + value.sum().double()
+
+    def merge(self, slots, other):
+        return slots + other
+
+    def result(self, slots):
+        return {"sum": slots[0].item()}
+
+
+def test_a_statistic_of_ones_own_gives_its_slots(tmp_path):
+    seen = monitored(tmp_path / "run", 2, Own())
+    results = hl.open(tmp_path / "run")["1"].results
+    assert [one[0] for one in results] == seen["1"].sum.tolist()
+
+
+def test_a_run_is_read_while_it_grows(tmp_path):
+    model = nn.Linear(2, 2)
+    line = hl.monitor(model, ports="output", to=tmp_path / "run")
+    with line:
+        counts = []
+        model(torch.ones(1, 2))
+        found = None
+        for _ in range(300):  # past the passes that wait for an optimizer
+            model(torch.ones(1, 2))
+            if found is None and (tmp_path / "run" / "curves.bin").exists():
+                found = hl.open(tmp_path / "run")
+            if found is not None:
+                counts.append(len(found))
+    assert counts[-1] > counts[0] > 0
+    assert len(found) == 301
+
+
+def test_a_new_site_begins_a_new_layout(tmp_path):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.n = nn.Identity(), nn.Identity(), 0
+
+        def forward(self, x):
+            self.n += 1
+            return self.two(x) if self.n > 2 else self.one(x)
+
+    model = Late()
+    with hl.monitor(model, ["one", "two"], ports="output", to=tmp_path / "run") as seen:
+        for _ in range(4):
+            model(torch.ones(2))
+    for curves in (seen, hl.open(tmp_path / "run")):
+        assert curves.sites == ("one", "two")
+        np.testing.assert_array_equal(curves["two"].mean, [np.nan, np.nan, 1, 1])
+        np.testing.assert_array_equal(curves["one"].mean, [1, 1, np.nan, np.nan])
+
+
+KILLED = """
+import os, signal, sys, torch
+import hookline as hl
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hl.monitor(model, to=sys.argv[1]) as seen:
+    for k in range(100):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if len(seen) == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="kills by a signal of POSIX")
+def test_a_killed_run_has_every_step_that_was_reported(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    found = hl.open(tmp_path / "run")
+    assert found.steps.tolist() == list(range(20))
+    assert not np.isnan(found["weight:update"].norm).any()
+
+
+@given(st.integers(0, 2_000))
+def test_a_file_cut_anywhere_gives_whole_reports(tmp_path_factory, n_bytes):
+    folder = tmp_path_factory.mktemp("run")
+    layout = Layout((hl.stats.moments(),), (Entry("a", 0, 8), Entry("b", 0, 8)))
+    writer = RunFolder(folder / "run")
+    for step in range(10):
+        writer.add(StepReport(step, 0.0, layout, np.full((1, 16), float(step))))
+    writer.close()
+    file = folder / "run" / "curves.bin"
+    os.truncate(file, max(8, min(n_bytes, file.stat().st_size)))
+    reports = open_run(folder / "run")._source.read()
+    assert [one.step for one in reports] == list(range(len(reports)))
+    assert all((one.slots == one.step).all() for one in reports)
+
+
+def test_a_damaged_byte_is_noticed(tmp_path):
+    monitored(tmp_path / "run", 5)
+    file = tmp_path / "run" / "curves.bin"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(hl.FolderError, match="is damaged at byte"):
+        _ = hl.open(tmp_path / "run").steps
+
+
+def test_a_folder_without_curves_is_refused(tmp_path):
+    with pytest.raises(hl.FolderError, match="must hold the curves of a run, got none"):
+        open_run(tmp_path)

@@ -1,0 +1,239 @@
+"""A monitor on several ranks: what is merged is the whole, and each rank has its own numbers."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hookline as hl
+from parallel import conv_net, half, images, mesh, stack
+from processes import on_ranks, ranks_of
+
+ranks = pytest.fixture(scope="module")(ranks_of(2))
+
+PORTS = ("output", "grad_output", "value", "grad", "update")
+N_PARTS = 4
+
+
+def batches(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 3, 6, 6, generator=generator)
+
+
+def train(model, monitored, is_half, rank=0, steps=3, **options):
+    """Train in parts; the loss is a mean over the whole batch, as DDP makes it over ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.monitor(monitored, ports=PORTS, **options) as seen:
+        for k in range(steps):
+            optimizer.zero_grad()
+            batch = batches(k)[8 * rank : 8 * rank + 8] if is_half else batches(k)
+            for part in batch.chunk(N_PARTS):
+                (model(part).square().mean() / N_PARTS).backward()
+            optimizer.step()
+    return seen
+
+
+def assert_close(seen, expected, ports=PORTS, tolerance=1e-6):
+    assert set(expected.sites) <= set(seen.sites)
+    compared = 0
+    for site in expected.sites:
+        if site.rpartition(":")[2] in ports or ("output" in ports and ":" not in site):
+            one, other = seen[site], expected[site]
+            for name in ("count", "zeros", "non_finite", "mean", "std", "min", "max", "norm"):
+                # The mean of a gradient may be near 0: its error is that of the numbers.
+                scale = np.abs(other.max_abs).max()
+                np.testing.assert_allclose(
+                    getattr(one, name), getattr(other, name), rtol=tolerance,
+                    atol=tolerance * scale, err_msg=f"{site} {name}",
+                )  # fmt: skip
+                compared += 1
+    assert compared
+
+
+@on_ranks
+def test_merged_statistics_are_those_of_the_whole_tensor(rank, folder):
+    model = DistributedDataParallel(conv_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ports = ("output", "grad_output")
+    with hl.record(model, "*", ports=ports) as run, hl.monitor(model, "*", ports=ports) as seen:
+        for part in batches(0)[8 * rank : 8 * rank + 8].chunk(N_PARTS):
+            model(part).square().mean().backward()
+        optimizer.step()
+    for site in seen.sites:
+        mine = torch.cat([one[site] for one in run.passes])
+        parts = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(parts, mine.contiguous())
+        whole = torch.cat(parts).double()
+        assert seen[site].count.tolist() == [whole.numel()]
+        for name, number in {
+            "mean": whole.mean(), "std": whole.std(correction=0), "min": whole.min(),
+            "max": whole.max(), "norm": whole.norm(), "zeros": (whole == 0).sum(),
+        }.items():  # fmt: skip
+            assert getattr(seen[site], name)[0] == pytest.approx(number.item(), rel=1e-6), name
+
+
+@on_ranks
+def test_a_trained_model_has_the_curves_of_one_process(rank, folder):
+    whole = conv_net()
+    expected = None
+    if rank == 0:
+        # The whole in one process: without its process group for a moment.
+        expected = alone(lambda: train(whole, whole, False))
+    dist.barrier()
+    model = DistributedDataParallel(conv_net())
+    seen = train(model, model, True, rank)
+    if expected is not None:
+        assert_close(seen, expected, ("output", "value", "grad", "update"), 1e-5)
+        np.testing.assert_array_equal(seen["stem"].count, expected["stem"].count)
+        np.testing.assert_array_equal(seen["fc.weight"].count, [24] * 3)
+
+
+def alone(act):
+    """Do something as a process without a group does it."""
+    world = dist.distributed_c10d._world
+    group, world.default_pg = world.default_pg, None
+    try:
+        return act()
+    finally:
+        world.default_pg = group
+
+
+@on_ranks
+def test_activations_merge_to_six_digits(rank, folder):
+    model = conv_net()
+    with hl.monitor(model, ports="output") as seen:
+        for k in range(2):
+            model(batches(k)[8 * rank : 8 * rank + 8])
+    whole = conv_net()
+    expected = alone(lambda: forward_only(whole))
+    assert_close(seen, expected, ("output",), 1e-6)
+    assert seen.n_ranks == 2
+
+
+def forward_only(model):
+    with hl.monitor(model, ports="output") as seen:
+        for k in range(2):
+            model(batches(k))
+    return seen
+
+
+@on_ranks
+def test_each_ranks_own_numbers_are_kept(rank, folder):
+    model = conv_net()
+    with hl.monitor(model, "stem", ports="output") as seen:
+        model(batches(0)[8 * rank : 8 * rank + 8] + 100 * rank)
+    own = alone(lambda: own_of(rank))
+    for name in ("mean", "std", "count"):
+        assert getattr(seen.rank(rank)["stem"], name) == getattr(own["stem"], name)
+    assert seen.rank(0)["stem"].mean != seen.rank(1)["stem"].mean
+
+
+def own_of(rank):
+    model = conv_net()
+    with hl.monitor(model, "stem", ports="output") as seen:
+        model(batches(0)[8 * rank : 8 * rank + 8] + 100 * rank)
+    return seen
+
+
+@on_ranks
+def test_a_report_is_one_collective(rank, folder):
+    model = DistributedDataParallel(conv_net())
+    calls = []
+    gather = dist.all_gather
+
+    def counting(*args, **options):
+        calls.append(1)
+        return gather(*args, **options)
+
+    dist.all_gather = counting
+    try:
+        seen = train(model, model, True, rank, steps=6, every=2)
+    finally:
+        dist.all_gather = gather
+    assert len(seen) == 3
+    assert len(calls) == 3
+
+
+@on_ranks
+def test_fsdp2_shards_merge_to_the_whole(rank, folder):
+    model = conv_net()
+    fully_shard(model.block, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    seen = train(model, model, True, rank)
+    whole = conv_net()
+    expected = alone(lambda: train(whole, whole, False))
+    assert_close(seen, expected, ("output", "value", "grad", "update"), 1e-5)
+
+
+@on_ranks
+def test_copies_in_tensor_parallelism_count_once(rank, folder):
+    model = stack(is_split=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hl.monitor(model, ports=("value", "update")) as seen:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert seen["0.weight"].count.tolist() == [24]
+    assert seen["2.bias:value"].count.tolist() == [3]  # replicated
+
+
+@on_ranks
+def test_only_rank_0_writes_and_it_writes_all(rank, folder):
+    model = conv_net()
+    with hl.monitor(model, "fc", ports="output", to=f"{folder}/run") as seen:
+        model(half(images(), rank))
+    dist.barrier()
+    found = hl.open(f"{folder}/run")
+    assert found.n_ranks == 2
+    assert found["fc"].results == seen["fc"].results
+    assert found.rank(1)["fc"].results == seen.rank(1)["fc"].results
+
+
+@on_ranks
+def test_a_site_that_runs_on_one_rank_alone_is_there(rank, folder):
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Identity(), nn.Identity()
+
+        def forward(self, x, second):
+            return self.two(x) if second else self.one(x)
+
+    model = Sometimes()
+    parameter = nn.Parameter(torch.ones(1))
+    model.weight = parameter
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with hl.monitor(model, ["one", "two"], ports="output") as seen:
+        for k in range(3):
+            model(parameter * (k + 1), k > 0 and rank == 1)
+            optimizer.step()
+    assert seen["two"].count.tolist()[1:] == [1, 1]
+    assert seen["one"].count.tolist() == [2, 1, 1]
+    assert seen.rank(1)["two"].mean[2] == 3
+
+
+@on_ranks
+def test_a_monitor_on_one_rank_alone_is_said_and_goes_on(rank, folder):
+    gathering = importlib.import_module("hookline.verbs.monitor.ranks")
+    if rank == 0:
+        before, gathering.gather_json = gathering.gather_json, impatient(gathering.gather_json)
+        model = conv_net()
+        try:
+            with pytest.warns(hl.HooklineWarning, match="shows this rank's numbers alone"):
+                with hl.monitor(model, "fc", ports="output") as seen:
+                    for _ in range(3):
+                        model(images())
+        finally:
+            gathering.gather_json = before
+        assert seen["fc"].count.tolist() == [24, 24, 24]
+    dist.barrier()
+
+
+def impatient(gather_json):
+    return lambda question, said, ranks: gather_json(question, said, ranks, 0.2)

@@ -1,0 +1,316 @@
+"""Reports in the files of real loggers, read back by the loggers' own readers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.models._torchvision_import import import_torchvision
+
+# Each has a warning or two of its own, about names that it uses itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+def train(to, steps=3, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model, ["1", "2.weight"], to=to, **options) as seen:
+        for k in range(steps):
+            optimizer.zero_grad()
+            x = torch.ones(3, 4) if k != 1 else torch.full((3, 4), math.nan)
+            model(x).sum().backward()
+            if k != 1:  # the weights stay finite
+                optimizer.step()
+            else:
+                nn.utils.clip_grad_value_(model.parameters(), 0.0)
+                optimizer.param_groups[0]["lr"] = 0.0
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1
+                torch.nn.init.constant_(model[2].weight, 0.1)
+    return seen
+
+
+def assert_equal(found, seen, steps=(0, 1, 2)):
+    """What a reader found, by step and name, is what the curves have."""
+    for step in steps:
+        expected = seen.at(step)
+        assert found[step].keys() == expected.keys()
+        for name, number in expected.items():
+            same = found[step][name]
+            assert same == pytest.approx(number, rel=1e-6, nan_ok=True), (step, name)
+    assert math.isnan(found[1]["1/mean"])
+    assert found[1]["1/non_finite"] > 0
+
+
+def test_json_lines(tmp_path):
+    seen = train(tmp_path / "new" / "run.jsonl")
+    lines = [json.loads(one) for one in (tmp_path / "new" / "run.jsonl").read_text().splitlines()]
+    assert [one.pop("step") for one in lines] == [0, 1, 2]
+    assert [one.pop("seconds") for one in lines] == seen.seconds.tolist()
+    assert_equal(lines, seen)
+
+
+def test_parquet(tmp_path):
+    from pyarrow import parquet
+
+    seen = train(tmp_path / "run.parquet")
+    found = [{}, {}, {}]
+    for row in parquet.read_table(tmp_path / "run.parquet").to_pylist():
+        found[row["step"]][f"{row['site']}/{row['name']}"] = row["number"]
+    assert_equal(found, seen)
+
+
+def test_tensorboard_gets_one_summary_a_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(tmp_path)
+    seen = train(writer)
+    writer.close()
+    reader = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    reader.Reload()
+    found = [{}, {}, {}]
+    for tag in reader.Tags()["scalars"]:
+        for event in reader.Scalars(tag):
+            found[event.step][tag] = event.value
+    assert_equal(found, seen)
+
+
+def test_tensorboard_that_was_closed_is_said_once(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(tmp_path)
+    writer.close()
+    with pytest.warns(hl.HooklineWarning) as told:
+        seen = train(writer)
+    texts = [str(one.message) for one in told]
+    assert "TensorBoard raised RuntimeError: the SummaryWriter is closed" in texts[0]
+    assert "3 reports never reached TensorBoard" in texts[1]
+    assert len(told) == 2
+    assert len(seen) == 3
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path),
+                        "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return pytest.importorskip("wandb")
+
+
+def rows_of(folder):
+    """The rows of an offline run: W&B's own records, in a log of LevelDB's format."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, parts, rows = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:  # no record begins so near to the end of a block
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append(
+                    {i.key or "".join(i.nested_key): json.loads(i.value_json) for i in items}
+                )
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_wandb_gets_one_row_a_step(wandb, tmp_path):
+    run = wandb.init(dir=tmp_path, settings=wandb.Settings(x_disable_stats=True))
+    seen = train(run)
+    run.finish()
+    wandb.teardown()  # its service has written the file when it has ended
+    rows = [row for row in rows_of(tmp_path) if "hookline/step" in row]
+    assert [row["hookline/step"] for row in rows] == [0, 1, 2]
+    found = [
+        {
+            name.removeprefix("hookline/"): float(number)
+            for name, number in row.items()
+            if name.startswith("hookline/") and name != "hookline/step"
+        }
+        for row in rows
+    ]
+    assert_equal(found, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_wandb_keeps_what_the_user_logs(wandb, tmp_path):
+    run = wandb.init(dir=tmp_path, settings=wandb.Settings(x_disable_stats=True))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model, to=wandb, ports="output"):
+        for k in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            run.log({"loss": k}, step=k)
+    run.finish()
+    wandb.teardown()  # its service has written the file when it has ended
+    rows = rows_of(tmp_path)
+    assert [row["loss"] for row in rows if "loss" in row] == [0, 1, 2, 3]
+    assert [row["hookline/step"] for row in rows if "hookline/step" in row] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_mlflow_gets_one_batch_a_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_experiment("training")
+    with mlflow.start_run() as run:
+        seen = train(mlflow)
+    client = mlflow.MlflowClient()
+    found = [{}, {}, {}]
+    for name in client.get_run(run.info.run_id).data.metrics:
+        for one in client.get_metric_history(run.info.run_id, name):
+            found[one.step][name] = one.value
+    assert_equal(found, seen)
+
+
+@pytest.mark.slow
+def test_any_logger_of_lightning(tmp_path):
+    import_torchvision()  # which Lightning imports
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    seen = train(logger)
+    import csv
+
+    (file,) = tmp_path.rglob("metrics.csv")
+    found = [
+        {name: float(number) for name, number in row.items() if name != "step" and number}
+        for row in csv.DictReader(file.open())
+    ]
+    assert_equal(found, seen)
+
+
+@pytest.mark.slow
+def test_lightnings_tensorboard_gets_one_summary_a_step(tmp_path):
+    import_torchvision()  # which Lightning imports
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    seen = train(logger)
+    reader = EventAccumulator(logger.log_dir, size_guidance={"scalars": 0})
+    reader.Reload()
+    assert [one.step for one in reader.Scalars("1/mean")] == seen.steps.tolist()
+    logger.experiment.close()
+
+
+def test_a_function_and_an_object_with_three_methods():
+    said = []
+
+    class Mine:
+        def start(self, first):
+            said.append(("start", first.step))
+
+        def write(self, report):
+            said.append((report.step, len(report.numbers())))
+
+        def close(self):
+            said.append("close")
+
+    numbers = {}
+    seen = train([Mine(), lambda step, found: numbers.update({step: found})])
+    n = len(seen.at(0))
+    assert said == [("start", 0), (0, n), (1, n), (2, n), "close"]
+    assert_equal(numbers, seen)
+
+
+def test_a_logger_that_raises_gets_the_reports_later():
+    class Down:
+        name = "a server"
+        is_down = True
+
+        def start(self, first):
+            pass
+
+        def write(self, report):
+            if self.is_down and report.step < 2:
+                self.is_down = report.step == 0 and len(tried) < 2
+                tried.append(report.step)
+                raise ConnectionError("refused")
+            got.append(report.step)
+
+        def close(self):
+            pass
+
+    got, tried = [], []
+    with pytest.warns(hl.HooklineWarning, match="a server raised ConnectionError: refused") as told:
+        train(Down())
+    assert len(told) == 1
+    assert got == [0, 1, 2]
+
+
+@contextmanager
+def full_disk(n_bytes):
+    """Let no file of this process grow beyond a size: writing more raises an OSError."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.parametrize("name", ["run", "run.jsonl"])
+def test_a_full_disk_is_said_once_and_whole_reports_stay(tmp_path, name):
+    path = tmp_path / name
+    with pytest.warns(hl.HooklineWarning) as told, full_disk(4_000):
+        seen = train(path, steps=12)
+    assert "raised OSError" in str(told[0].message)
+    assert "reports never reached" in str(told[1].message)
+    assert len(told) == 2
+    assert len(seen) == 12
+    if name == "run":
+        steps = hl.open(path).steps.tolist()
+    else:
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == list(range(len(steps)))
+    assert 1 <= len(steps) < 12
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.parquet", "run"])
+def test_an_existing_file_or_folder_is_refused(tmp_path, name):
+    path = tmp_path / name
+    if path.suffix:
+        path.write_text("mine")
+    else:
+        path.mkdir()
+        (path / "mine").write_text("mine")
+    with pytest.raises(hl.FolderError, match=r"must be (empty|a new file), got"):
+        train(path)
+    assert os.listdir(tmp_path) == [name]
