@@ -33,7 +33,7 @@ GROUND = {"hookline.errors", "hookline.display", "hookline.util"}
 ONLY = {
     "hookline.models": GROUND,
     "hookline.views": GROUND | {
-        "hookline.verbs", "hookline.stores", "hookline.recordings", "hookline.curves",
+        "hookline.verbs.summary", "hookline.stores", "hookline.recordings", "hookline.curves",
         "hookline.statistics", "hookline.engine", "hookline.engine.pytree",
     },
 }  # fmt: skip

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -221,3 +225,26 @@ def test_what_an_editor_completes_is_what_users_are_meant_to_use(name):
     assert all(hasattr(thing, one) for one in shown)
     if hasattr(thing, "remove"):
         thing.remove()
+
+
+def test_names_are_imported_from_where_type_checkers_look():
+    """The table for the first use, and the imports for type checkers, say the same."""
+    source = ast.parse(inspect.getsource(hl))
+    (block,) = [node for node in source.body if isinstance(node, ast.If)]
+    for statement in block.body:
+        for alias in statement.names:
+            name = alias.asname or alias.name
+            assert f"hookline.{hl._OF_NAME[name]}" == statement.module, name
+            module = importlib.import_module(statement.module)
+            assert getattr(hl, name) is getattr(module, alias.name), name
+    known = {alias.asname or alias.name for node in block.body for alias in node.names}
+    errors = {name for name in hl.__all__ if name.endswith(("Error", "Warning"))}
+    assert known | errors == set(hl.__all__)
+    assert known == hl._OF_NAME.keys()
+
+
+@pytest.mark.processes
+def test_importing_hookline_imports_no_verb():
+    code = "import sys, hookline; print([name for name in sys.modules if name[:9] == 'hookline.'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['hookline.errors']"

@@ -7,15 +7,9 @@ with hl.record(model, nn.Conv2d) as run:
 run["layer1.0.conv1"]
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hookline.curves import Curves as Curves
-from hookline.engine import EVERYWHERE as EVERYWHERE
-from hookline.engine import Line as Line
-from hookline.engine import Report as Report
-from hookline.engine import Selection as Selection
-from hookline.engine import Site as Site
-from hookline.engine import select as select
 from hookline.errors import AmbiguousError as AmbiguousError
 from hookline.errors import AttachError as AttachError
 from hookline.errors import FolderError as FolderError
@@ -30,57 +24,140 @@ from hookline.errors import RanksError as RanksError
 from hookline.errors import SelectionError as SelectionError
 from hookline.errors import SiteError as SiteError
 from hookline.errors import StructureError as StructureError
-from hookline.recordings import Recording as Recording
-from hookline.statistics import stats as stats
-from hookline.stores import Store as Store
-from hookline.stores import open_folder as open
-from hookline.verbs import ClassMaps as ClassMaps
-from hookline.verbs import Diagnosis as Diagnosis
-from hookline.verbs import Finding as Finding
-from hookline.verbs import Inventory as Inventory
-from hookline.verbs import Profile as Profile
-from hookline.verbs import RawLine as RawLine
-from hookline.verbs import Summary as Summary
-from hookline.verbs import attach as attach
-from hookline.verbs import cam as cam
-from hookline.verbs import check as check
-from hookline.verbs import clip as clip
-from hookline.verbs import doctor as doctor
-from hookline.verbs import edit as edit
-from hookline.verbs import extract as extract
-from hookline.verbs import features as features
-from hookline.verbs import inventory as inventory
-from hookline.verbs import monitor as monitor
-from hookline.verbs import profile as profile
-from hookline.verbs import record as record
-from hookline.verbs import summary as summary
-from hookline.verbs import watch as watch
-from hookline.verbs.edit import edits as edits
 
 if TYPE_CHECKING:
+    from hookline.curves import Curves as Curves
+    from hookline.engine import EVERYWHERE as EVERYWHERE
+    from hookline.engine import Line as Line
+    from hookline.engine import Report as Report
+    from hookline.engine import Selection as Selection
+    from hookline.engine import Site as Site
+    from hookline.engine import select as select
+    from hookline.recordings import Recording as Recording
+    from hookline.statistics import stats as stats
+    from hookline.stores import Store as Store
+    from hookline.stores import open_folder as open
+    from hookline.verbs.attach.raw_line import RawLine as RawLine
+    from hookline.verbs.attach.raw_line import attach as attach
+    from hookline.verbs.cam.cam import cam as cam
+    from hookline.verbs.cam.class_maps import ClassMaps as ClassMaps
+    from hookline.verbs.check.check import check as check
+    from hookline.verbs.check.finding import Finding as Finding
+    from hookline.verbs.clip.clip import clip as clip
+    from hookline.verbs.doctor.diagnosis import Diagnosis as Diagnosis
+    from hookline.verbs.doctor.doctor import doctor as doctor
+    from hookline.verbs.edit import edits as edits
+    from hookline.verbs.edit.edit import edit as edit
+    from hookline.verbs.extract.extract import extract as extract
+    from hookline.verbs.inventory import Inventory as Inventory
+    from hookline.verbs.inventory import inventory as inventory
+    from hookline.verbs.monitor.monitor import monitor as monitor
+    from hookline.verbs.profile.profile import Profile as Profile
+    from hookline.verbs.profile.profile import profile as profile
+    from hookline.verbs.record.features import features as features
+    from hookline.verbs.record.record import record as record
+    from hookline.verbs.summary import Summary as Summary
+    from hookline.verbs.summary import summary as summary
+    from hookline.verbs.watch.watch import watch as watch
     from hookline.views import plots as plots
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "EVERYWHERE", "AmbiguousError", "AttachError", "ClassMaps", "Curves", "Diagnosis", "Finding",
-    "FolderError", "HooklineError", "HooklineWarning", "InputError", "Inventory", "Line",
-    "ModelError", "NonFiniteError", "NotRecordedError", "OverwrittenError", "Profile", "RanksError",
-    "RawLine", "Recording", "Report", "Selection", "SelectionError", "Site", "SiteError", "Store",
-    "StructureError", "Summary", "attach", "cam", "check", "clip", "doctor", "edit", "edits",
-    "extract", "features", "inventory", "monitor", "open", "plots", "profile", "record", "select",
+    "EVERYWHERE",
+    "AmbiguousError",
+    "AttachError",
+    "ClassMaps",
+    "Curves",
+    "Diagnosis",
+    "Finding",
+    "FolderError",
+    "HooklineError",
+    "HooklineWarning",
+    "InputError",
+    "Inventory",
+    "Line",
+    "ModelError",
+    "NonFiniteError",
+    "NotRecordedError",
+    "OverwrittenError",
+    "Profile",
+    "RanksError",
+    "RawLine",
+    "Recording",
+    "Report",
+    "Selection",
+    "SelectionError",
+    "Site",
+    "SiteError",
+    "Store",
+    "StructureError",
+    "Summary",
+    "attach",
+    "cam",
+    "check",
+    "clip",
+    "doctor",
+    "edit",
+    "edits",
+    "extract",
+    "features",
+    "inventory",
+    "monitor",
+    "open",
+    "plots",
+    "profile",
+    "record",
+    "select",
     "stats",
-    "summary", "watch",
+    "summary",
+    "watch",
 ]  # fmt: skip
+
+# Where each name is: imported on first use, since a program uses few of them.
+_MODULES = {
+    "curves": "Curves",
+    "engine": "EVERYWHERE Line Report Selection Site select",
+    "recordings": "Recording",
+    "statistics": "stats",
+    "stores": "Store open",
+    "verbs.attach.raw_line": "RawLine attach",
+    "verbs.cam.cam": "cam",
+    "verbs.cam.class_maps": "ClassMaps",
+    "verbs.check.check": "check",
+    "verbs.check.finding": "Finding",
+    "verbs.clip.clip": "clip",
+    "verbs.doctor.diagnosis": "Diagnosis",
+    "verbs.doctor.doctor": "doctor",
+    "verbs.edit": "edits",
+    "verbs.edit.edit": "edit",
+    "verbs.extract.extract": "extract",
+    "verbs.inventory": "Inventory inventory",
+    "verbs.monitor.monitor": "monitor",
+    "verbs.profile.profile": "Profile profile",
+    "verbs.record.features": "features",
+    "verbs.record.record": "record",
+    "verbs.summary": "Summary summary",
+    "verbs.watch.watch": "watch",
+    "views": "plots",
+}
+_OF_NAME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `hl.plots` on first access: most programs draw nothing."""
-    if name == "plots":
-        from hookline.views import plots
+    """Import a public name on first access."""
+    module = _OF_NAME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'hookline' has no attribute {name!r}")
+    found = _find(f"hookline.{module}", "open_folder" if name == "open" else name)
+    globals()[name] = found
+    return found
 
-        return plots
-    raise AttributeError(f"module 'hookline' has no attribute {name!r}")
+
+def _find(module: str, name: str) -> Any:
+    """Return an attribute of a module, or a module of a package."""
+    holder = import_module(module)
+    return getattr(holder, name) if hasattr(holder, name) else import_module(f"{module}.{name}")
 
 
 def __dir__() -> list[str]:

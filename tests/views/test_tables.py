@@ -9,8 +9,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.display.terminal import renderable
-from hookline.verbs import summary_parts
 from hookline.verbs.inventory import inventory_parts
+from hookline.verbs.summary import summary_parts
 
 
 def render(shown, width: int = 100, color: bool = False) -> str:

@@ -28,9 +28,11 @@ from hookline.errors import InputError, ModelError
 from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
-from hookline.verbs import diagnosis_data, diagnosis_parts, profile_parts, summary_parts
 from hookline.verbs.check.kept import read as read_situation
+from hookline.verbs.doctor.diagnosis import diagnosis_data, diagnosis_parts
 from hookline.verbs.inventory import inventory_parts
+from hookline.verbs.profile.table import profile_parts
+from hookline.verbs.summary import summary_parts
 from hookline.views import terminal_plots
 
 app = typer.Typer(

@@ -6,7 +6,7 @@ import hookline as hl
 from hookline.cli.inspecting import inputs_of, read_input
 from hookline.cli.terminal import Busy
 from hookline.models import LoadedModel, guess_input
-from hookline.verbs import Diagnosis
+from hookline.verbs.doctor.diagnosis import Diagnosis
 
 
 def diagnose(

@@ -17,7 +17,8 @@ from hookline.engine import Report
 from hookline.errors import HooklineWarning, InputError, SelectionError
 from hookline.models import Batch, LoadedModel, load_input
 from hookline.recordings import Recording, check_target
-from hookline.verbs import Inputs, Summary
+from hookline.verbs.shared.run_model import Inputs
+from hookline.verbs.summary import Summary
 from hookline.views.page import write_page
 
 PAGE = "report.html"

@@ -11,7 +11,7 @@ from hookline.cli.terminal import Busy
 from hookline.engine.pytree import tree
 from hookline.errors import HooklineError, InputError
 from hookline.models import Batch
-from hookline.verbs import Profile
+from hookline.verbs.profile.profile import Profile
 from hookline.verbs.shared.run_model import call, eval_without_side_effects
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.display.terminal import renderable
-from hookline.verbs import diagnosis_data, diagnosis_parts
-from hookline.verbs.doctor.diagnosis import Finding
+from hookline.verbs.doctor.diagnosis import Finding, diagnosis_data, diagnosis_parts
 
 X = torch.ones(3, 2)
 

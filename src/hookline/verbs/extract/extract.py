@@ -76,7 +76,8 @@ def extract(
             argument for the address of a cluster: give it to `ray.init` or in `RAY_ADDRESS`. None
             makes the shards in this process, or on the ranks of its process group.
         **options: `keep`, `dtype`, `mask`, `inputs`, `workers`, `on_error`, `preprocess`,
-            `tokenize`, `eval`, `shard_bytes`, `progress`, as in `hookline.verbs.Extracting`.
+            `tokenize`, `eval`, `shard_bytes`, `progress`, as in
+            `hookline.verbs.extract.options.Extracting`.
 
     Returns:
         The store. `store[site]` is read like an array. `store.items` has the index of each row's

@@ -14,7 +14,7 @@ from hookline.display.units import count, size
 from hookline.errors import FolderError
 from hookline.recordings import Recording
 from hookline.recordings.manifest import MANIFEST
-from hookline.verbs import Summary
+from hookline.verbs.summary import Summary
 from hookline.views.page.columns import columns
 from hookline.views.page.optional_imports import load
 from hookline.views.page.state import failed_passes, notices_of_rows
