@@ -44,13 +44,13 @@ reveal_type(opened)
 if isinstance(opened, hl.Store):
     reveal_type(opened["fc"])
     reveal_type(opened["fc"][5:9, :3])
-else:
+elif isinstance(opened, hl.Recording):
     reveal_type(opened.stack(""))
 """
 
 REVEALED = [
     "Recording", "Any", "Tensor", "Tensor", "Tensor", "dict[str, Tensor]", "Tensor", "Tensor",
-    "Tensor", "list[Any]", "str", "Any", "Recording", "Recording", "Recording | Store",
+    "Tensor", "list[Any]", "str", "Any", "Recording", "Recording", "Recording | Store | Curves",
     "Column", "Tensor", "Tensor",
 ]  # fmt: skip
 
