@@ -72,8 +72,8 @@ def _explain(clock: Clock) -> list[str]:
     own = len(found["added"]) - len(added)
     seconds = found["both"] - found["torch"]
     return [
-        f"one import of hookline and hl.record: {1000 * seconds:.1f} ms after {found['torch']:.2f} s of torch;"
-        f" {own} modules of its own",
+        f"one import of hookline and hl.record: {1000 * seconds:.1f} ms after"
+        f" {found['torch']:.2f} s of torch; {own} modules of its own",
         f"modules of torch that it adds: {', '.join(from_torch) or 'none'}",
         f"other packages that it adds (modules): {others or 'none'}",
     ]
