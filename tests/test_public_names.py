@@ -33,7 +33,7 @@ SIGNATURES = {
     "attach": "(model=None, *, every_thread=False)",
     "cam": "(model, inputs, layer=None, target=None, *, method='gradcam', reshape=None,"
     " batch_size=32)",
-    "check": "(model, *, keep=None, every_thread=False)",
+    "check": "(model, *, also=(), keep=None, every_thread=False)",
     "clip": "(model, selector=None, *, norm=None, value=None, total_norm=None, norm_type=2.0,"
     " ports='grad', every_thread=False, **others)",
     "doctor": "(model, inputs=None, selector=None, *, ports='output')",

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import pickle
+import threading
 import warnings
 import weakref
 
@@ -580,3 +581,56 @@ def test_structures_and_recurrent_layers():
     with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
         model(torch.ones(3, 2))
     assert (caught.value.finding.path, caught.value.finding.function) == ("1", "div")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_code_has_no_breaks_and_compiles_once(fresh_dynamo):
+    from torch._dynamo.utils import counters
+
+    model = zoo.rows_net()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.check(model) as line:
+        for _ in range(4):
+            run(zoo.ROWS).square().mean().backward()
+    assert line.findings == []
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert not counters["recompile"]
+
+
+def test_infinities_that_are_meant_in_compiled_code(fresh_dynamo, n_replays):
+    def top(x):
+        return x.masked_fill(x < x.amax(-1, keepdim=True), -math.inf)
+
+    model = nn.Sequential(nn.Linear(4, 4), Function(top))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        for _ in range(4):
+            run(X)
+        assert len(n_replays) == 1
+        run(X / 0 * 0)
+    assert caught.value.finding.kind == "input"
+
+
+def test_each_thread_is_checked_with_every_thread():
+    model = Applied(lambda x: x.log())
+    raised = []
+
+    def work():
+        try:
+            model(X)
+        except hl.NonFiniteError as error:
+            raised.append(error.finding)
+
+    def train(**options):
+        with hl.check(model, **options) as line:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        return line
+
+    assert train().findings == raised == []
+    with pytest.warns(hl.HooklineWarning, match=SWALLOWED):
+        line = train(every_thread=True)
+    assert [one.operation for one in raised] == ["aten.log.default"]
+    assert line.findings == raised

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, final
@@ -35,6 +36,7 @@ from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, is_scripted
 from hookline.errors import FolderError, NonFiniteError, warn
 from hookline.recordings.manifest import first_line
+from hookline.verbs.check.also import Habits, choices, judge_all, say_missing
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.kept import folder_for
 from hookline.verbs.check.non_finite import (
@@ -46,6 +48,7 @@ from hookline.verbs.check.non_finite import (
     kinds_in,
     total,
     total_nan,
+    without_infinity,
 )
 from hookline.verbs.check.origins import Origin, measured
 from hookline.verbs.check.ranks import earliest, rank_here
@@ -55,6 +58,8 @@ from hookline.verbs.shared.verb_line import VerbLine
 
 # The key in `Pass.opened` of a pass's run.
 _RUN = object()
+# The key of the extremes of its outputs, where these are looked at by choice.
+_SEEN = object()
 _MOST_KEPT = 100
 _MOST_FILES = 10
 
@@ -85,10 +90,12 @@ class CheckLine(VerbLine[Line]):
         findings: everything that was found, also what was not raised because it vanished.
     """
 
-    def __init__(self, line: Line, model: nn.Module, folder: Path | None) -> None:
+    def __init__(
+        self, line: Line, model: nn.Module, folder: Path | None, also: frozenset[str]
+    ) -> None:
         super().__init__(line)
         self.findings: list[Finding] = []
-        self._checker = _Checker(line.passes, model, self.findings, folder)
+        self._checker = _Checker(line.passes, model, self.findings, folder, also)
 
     def __enter__(self) -> Self:
         self._line.__enter__()
@@ -130,11 +137,20 @@ class _Checker:
         model: the model.
         findings: the list to which findings are added.
         folder: the folder that keeps what is needed to run modules again, or None.
+        also: what is looked for by choice.
     """
 
     def __init__(
-        self, passes: Passes, model: nn.Module, findings: list[Finding], folder: Path | None
+        self,
+        passes: Passes,
+        model: nn.Module,
+        findings: list[Finding],
+        folder: Path | None,
+        also: frozenset[str],
     ) -> None:
+        self._also = also
+        self._habits: list[Habits] = []
+        self._is_missing_told = False
         self._passes = passes
         self._folder = folder
         self._n_kept = 0
@@ -166,14 +182,19 @@ class _Checker:
         root = [place for place in places if not place[0].path]
         gradients = [(_gradient(site), node) for site, node in root if not is_scripted(node.module)]
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
+        single = {site.path for site, node in places if is_leaf(node.module)}
+
+        def bind(site: Site) -> SplitCallback:
+            return self._bind(site, is_single=site.path in single)
+
         with line.all_or_nothing() as registrations:
-            line.tap(Selection(line.module_tree, places), self._bind, Order.RECORD)
+            line.tap(Selection(line.module_tree, places), bind, Order.RECORD)
             line.tap(Selection(line.module_tree, gradients), self._bind_gradient, Order.RECORD)
             step = _StepTap(self._passes, self)
             registrations.register_everywhere("step_pre", step.fire)
         self._passes.sink, self._passes.at_root = self, self._root_begins
 
-    def _bind(self, site: Site) -> SplitCallback:
+    def _bind(self, site: Site, *, is_single: bool) -> SplitCallback:
         number, one = len(self._sites), _Site(site)
         self._sites.append(one)
 
@@ -184,9 +205,23 @@ class _Checker:
 
         def after(current: Pass, number_of: Tensor | None) -> None:
             if number_of is not None:
-                current.log.append((number, number_of))
+                # What is measured in the graph stays the sum: only a NaN in it counts from now on.
+                is_plain = one.measure is total
+                current.log.append((number, number_of if is_plain else without_infinity(number_of)))
 
-        return SplitCallback(see, total, after)
+        # A container's output is a part's, seen already.
+        if not self._also & {"magnitude", "dead", "constant", "shapes"} or not is_single:
+            return SplitCallback(see, total, after)
+        place, habits = len(self._habits), Habits(site, self._also)
+        self._habits.append(habits)
+
+        def look(current: Pass, value: Any) -> None:
+            see(current, value)
+            extremes = None if current.is_transformed else habits.look(value)
+            if extremes is not None:
+                current.opened[_SEEN].append((place, extremes))
+
+        return SplitCallback(look, total, after)
 
     def _bind_gradient(self, site: Site) -> GradientCallback:
         return _RootGradient(self)
@@ -218,7 +253,7 @@ class _Checker:
         """Make the run of a pass, and judge it when the pass ends."""
         run = Run(self._n_runs)
         self._n_runs += 1
-        current.opened[_RUN] = [run]
+        current.opened[_RUN], current.opened[_SEEN] = [run], []
         run.sums = current.log
         current.at_end.append(lambda: self._pass_ends(current, run))
 
@@ -230,7 +265,9 @@ class _Checker:
     def _pass_ends(self, current: Pass, run: Run) -> None:
         try:
             finding = self._judge(run)
+            judge_all(self._habits, current.opened[_SEEN])
         finally:
+            current.opened[_SEEN] = []
             self._changing.copies_inputs |= run.are_inputs_overwritten()
             run.sums = current.log = []
             current.note = current.log.append
@@ -429,6 +466,8 @@ class _Checker:
     def step_begins(self, optimizer: Optimizer) -> None:
         """Raise an error before an optimizer steps with a gradient that is not finite."""
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if "missing_grad" in self._also and not self._is_missing_told:
+            self._is_missing_told = say_missing(one for one in self._weights if id(one[1]) in held)
         if self._pending is None or not any(id(one) in held for _, one in self._weights):
             return
         skipped = getattr(optimizer, "found_inf", None)
@@ -446,6 +485,9 @@ class _Checker:
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
+        if error is None:
+            for habits in self._habits:
+                habits.end()
         self.unraised, self._held = self.unraised or self._held, None
         finding, self._pending = self._pending, None
         # Gradients that were unscaled, clipped or dropped, and no optimizer has stepped with, were
@@ -508,6 +550,7 @@ def _held_finding(kind: str, path: str, tensor: Tensor, step: int | None) -> Fin
 def check(
     model: nn.Module,
     *,
+    also: str | Iterable[str] = (),
     keep: str | os.PathLike[str] | None = None,
     every_thread: bool = False,
 ) -> CheckLine:
@@ -534,6 +577,11 @@ def check(
 
     Args:
         model: the model, as it is called.
+        also: what to warn of besides: "magnitude" (outputs that explode or vanish, by ten thousand
+            times since the first run), "dead" (units that were 0 in all of at least ten runs),
+            "constant" (outputs of one number), "shapes" (that changed since the first run, the
+            batch's size apart, and dtypes), "missing_grad" (parameters without a gradient when an
+            optimizer steps). Each costs more; what is in compiled code is not looked at.
         keep: a folder. The module that made the value is kept there: its inputs, its parameters
             and buffers and the random state, in a file that `hookline replay` shows and runs
             again. At most ten files are written.
@@ -545,14 +593,16 @@ def check(
         also if the error was caught on its way.
 
     Raises:
+        AttachError: `also` names something unknown.
         FolderError: `keep` cannot be written.
         NonFiniteError: a parameter or a buffer is poisoned already. Later, out of the model's call
             or of the optimizer's step: a value is not finite.
     """
+    wanted = choices(also)
     folder = None if keep is None else folder_for(keep)
     line = Line(model, name="check", every_thread=every_thread)
     line.options.lenient = True
     line.options.quiet = True
-    checking = CheckLine(line, model, folder)
+    checking = CheckLine(line, model, folder, wanted)
     checking.start()
     return checking

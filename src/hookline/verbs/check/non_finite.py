@@ -49,6 +49,11 @@ def total_nan(value: Any) -> Tensor | None:
     return total([torch.nan_to_num(one.detach(), torch.nan, 0.0, 0.0) for one in plain])
 
 
+def without_infinity(number: Tensor) -> Tensor:
+    """Return a number with 0 in place of an infinity, and a NaN as it is."""
+    return torch.nan_to_num(number, torch.nan, 0.0, 0.0)
+
+
 def extremes(value: Any) -> Tensor | None:
     """Do the same for a site where sums overflow; it takes twice the time, and is exact."""
     plain = [flat(one) for _, one in tree.tensors(value) if is_measurable(one) and one.numel()]

@@ -1,0 +1,105 @@
+"""What a check looks for by choice is warned of, once, and raises nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def said(model, also, *factors, part=1, x=X):
+    """The warnings of runs in which a part scales by these factors."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad(), hl.check(model, also=also) as line:
+            for factor in factors:
+                model[part].factor = factor
+                model(x)
+    assert line.findings == []
+    return [str(one.message) for one in caught]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Scaled())
+
+
+def test_values_that_explode_or_vanish(model):
+    (text,) = said(model, "magnitude", 1.0, 1e3, 1e5, 1e6)
+    assert "the output of 1 (Scaled) explodes: from" in text
+    (text,) = said(model, "magnitude", 1.0, 1e-3, 1e-5)
+    assert "vanishes" in text
+    assert said(model, ("dead", "shapes"), 1.0, 1e5) == []
+
+
+def test_an_output_that_is_constant(model):
+    (text,) = said(model, "constant", 1.0, 0.0, 0.0)
+    assert text == "hl.check: the output of 1 (Scaled) is 0 everywhere."
+
+
+def test_units_that_are_dead():
+    model = nn.Sequential(nn.Linear(4, 5), Scaled(), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[3], model[0].bias[3] = 0.0, -1.0
+        model[0].weight[1], model[0].bias[1] = 0.0, -1.0
+        model[0].bias[0] += 10
+    found = said(model, "dead", *[1.0] * 12)
+    dead = [text for text in found if "2 (ReLU)" in text]
+    assert dead
+    assert "of 5 units: 0 in all of 12 runs" in dead[0]
+    assert said(model, "dead", *[1.0] * 9) == []  # too few to tell
+
+
+def test_shapes_and_dtypes_that_change(model):
+    (text,) = said(model, "shapes", 1.0, torch.tensor(1.0, dtype=torch.float64).expand(4))
+    assert "has changed from float32[:, 4] to float64[:, 4] since the first run" in text
+    with torch.no_grad(), hl.check(model, also="shapes"):
+        model(X)
+        model(X[:2])  # the last batch may be smaller
+
+
+def test_gradients_that_are_missing():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.forgotten = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(hl.HooklineWarning, match=r"2 parameters had no gradient") as caught:
+        step(model, optimizer)
+    assert len(caught) == 1
+    assert "forgotten.weight, forgotten.bias" in str(caught[0].message)
+    model.forgotten.requires_grad_(False)
+    step(model, optimizer)
+
+
+def step(model, optimizer):
+    with hl.check(model, also="missing_grad"):
+        for _ in range(2):
+            model(X).sum().backward()
+            optimizer.step()
+
+
+def test_an_unknown_choice_names_the_others(model):
+    with pytest.raises(hl.AttachError, match=r"also= must name some of magnitude, dead"):
+        hl.check(model, also="explosions")
