@@ -225,6 +225,31 @@ def test_without_a_compiler_the_plain_form_goes_on_and_says_so(nothing_compiled)
     assert "compile=False" in str(warning.message)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_is_raised_once(nothing_compiled):
+    statistic = hl.stats.moments(compile=True)
+    x = torch.randn(2**14)
+    with pytest.raises(hl.HooklineWarning, match="could not be compiled"):
+        slots_of(x, statistic=statistic)
+    assert torch.equal(slots_of(x, statistic=statistic), slots_of(x))
+    assert nothing_compiled == [torch.float32]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_recording_keeps_slots_in_place_of_values(way):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 4), torch.randn(5, 3)
+    run_model = model if way == "eager" else torch.compile(model, fullgraph=True)
+    moments = hl.stats.moments()
+    with (
+        torch.no_grad(),
+        hl.record(model, keep=lambda t: moments.update(moments.start(t), t)) as run,
+    ):
+        run_model(x)
+    assert_same(moments.result(run["(root)"]), measure(model(x).detach()), rel=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:.*could not be compiled")
 def test_small_tensors_compile_nothing(nothing_compiled, monkeypatch):
     monkeypatch.setattr(moments_statistic, "_WORTH_COMPILING", 3 * 2**14)

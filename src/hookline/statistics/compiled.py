@@ -8,6 +8,7 @@ setting, and each time count towards the user's recompile limit.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 
@@ -56,6 +57,7 @@ class CompiledReduction:
         if found is None and compile and key not in self._compiled:
             with self._lock:
                 if key not in self._compiled:
+                    self._compiled[key] = None  # also if a warning is raised as an error
                     self._compiled[key] = self._try_to_compile(values)
                 found = self._compiled[key]
         return found
@@ -107,7 +109,9 @@ def _in_a_new_thread(function: Callable[[], Reduction]) -> Reduction:
 
     def run() -> None:
         try:
-            done.append(function())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # importing inductor uses deprecated parts of torch
+                done.append(function())
         except BaseException as error:
             done.append(error)
 
