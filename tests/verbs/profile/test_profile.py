@@ -593,3 +593,21 @@ def test_a_second_backward_over_one_graph_adds_up(hand):
         loss.backward(retain_graph=True)
         loss.backward()
     assert prof["1.1"].time == (3, 60, 0)
+
+
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.filterwarnings("ignore::hookline.HooklineWarning")
+def test_ctrl_c_while_it_attaches_leaves_nothing(interrupted, left_as_found, first):
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = left_as_found(model)
+    optimizers = sys.modules["torch.optim.optimizer"]
+    for step in range(1 + first, 4000, 4 * 4):
+        done = not interrupted(step, "hookline.", lambda: hl.profile(model).remove())
+        gc.collect()
+        assert left_as_found(model) == before, step
+        assert not optimizers._global_optimizer_pre_hooks
+        assert not optimizers._global_optimizer_post_hooks
+        if done:
+            break
+    else:
+        raise AssertionError("it never got to the end")

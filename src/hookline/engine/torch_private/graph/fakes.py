@@ -101,7 +101,8 @@ class ShapesOnly:
 
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
             memo = self._stand_ins.as_fakes()
-            parts = copy.deepcopy((self._every, self._modules, inputs), memo)
+            with _Fakes(self._stand_ins):
+                parts = copy.deepcopy((self._every, self._modules, inputs), memo)
             every, modules, (args, kwargs) = parts
             for made, (training, needs) in zip(every, flags, strict=True):
                 made.training = training
@@ -146,6 +147,7 @@ class _StandIns(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: list[tuple[Tensor, torch.device]] = []
+        self._devices: dict[int, torch.device] = {}  # by the address of the stand-in's storage
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -155,7 +157,7 @@ class _StandIns(TorchFunctionMode):
             if id(tensor) not in memo:
                 memo[id(tensor)] = self.of(tensor)
             return memo[id(tensor)]
-        if function is torch._C.TensorBase.clone:  # of a parameter that no module holds
+        if function is _CLONE:  # of a parameter that no module holds
             return self.of(args[0])
         return function(*args, **(kwargs or {}))
 
@@ -172,7 +174,17 @@ class _StandIns(TorchFunctionMode):
             made = _empty(tensor.shape, strides, tensor.dtype, torch.device("meta"))
             made = _like(made, tensor)
         self._made.append((made, tensor.device))
+        self._devices[made.untyped_storage()._cdata] = tensor.device
         return made
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is a stand-in, or shares the memory of one."""
+        return tensor.untyped_storage()._cdata in self._devices
+
+    def fake_of(self, stand_in: Tensor) -> Tensor:
+        """Return a fake tensor on the device of the original, by the memory of the stand-in."""
+        device = self._devices[stand_in.untyped_storage()._cdata]
+        return _empty(stand_in.shape, stand_in.stride(), stand_in.dtype, device)
 
     def as_fakes(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the stand-in."""
@@ -180,6 +192,29 @@ class _StandIns(TorchFunctionMode):
             id(one): _like(_empty(one.shape, one.stride(), one.dtype, device), one)
             for one, device in self._made
         }
+
+
+@final
+class _Fakes(TorchFunctionMode):
+    """Copy stand-ins that are not known by their id: parameters that no module holds.
+
+    A copy of such a parameter is made of its data.
+    """
+
+    def __init__(self, stand_ins: _StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function == _DATA and self._stand_ins.knows(args[0]):
+            return self._stand_ins.fake_of(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+_CLONE = torch._C.TensorBase.clone
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,172 @@
+"""graph: what hookline expects of autograd's nodes, of fake tensors and of the FLOP counter."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hookline.engine.torch_private.graph.fakes import ShapesOnly, flags_of, is_sharded
+from hookline.engine.torch_private.graph.nodes import (
+    at_end_of_inner_backward,
+    kept_by,
+    memory_of,
+    next_number,
+    nodes_below,
+    number_of,
+    running_node,
+)
+from hookline.engine.torch_private.graph.operations import OperationCounter, attention_formulas
+from hookline.errors import ModelError
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made():
+    x = torch.ones(2, requires_grad=True)
+    first = next_number()
+    y = x * 2
+    middle = next_number()
+    z = (y + 1).tanh()
+    assert number_of(y.grad_fn) == first
+    assert middle == first + 1
+    assert next_number() == first + 3
+    nodes, before = nodes_below([z.grad_fn], middle)
+    assert [number for number, _ in nodes] == [first + 2, first + 1]
+    assert before is y.grad_fn
+    nodes, before = nodes_below([z.grad_fn, None], first)
+    assert len(nodes) == 3  # and not the node that accumulates
+    assert before is None
+
+
+def test_backward_runs_nodes_by_descending_number():
+    x, seen = torch.ones(2, requires_grad=True), []
+    first = next_number()
+    side = x * 3
+    total = ((x * 2).tanh() * side).sum() + side.sum()
+    for number, node in nodes_below([total.grad_fn], first)[0]:
+        node.register_prehook(lambda grads, number=number: seen.append(number))
+    total.backward()
+    assert seen == sorted(seen, reverse=True)
+    assert len(seen) == next_number() - first
+
+
+def test_what_a_node_keeps_is_read_without_unpacking():
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    (kept,) = kept_by(y.grad_fn)
+    assert memory_of(kept) == memory_of(y)
+    assert memory_of(y[1:])[0] == memory_of(y)[0]
+    assert memory_of(y)[1] == 12
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: 7, lambda _: unpacked.append(1)):
+        z = x.exp()
+    assert list(kept_by(z.grad_fn)) == []
+    assert unpacked == []
+    loss = y.sum()
+    loss.backward()
+    assert list(kept_by(y.grad_fn)) == []  # freed
+    assert memory_of(torch.eye(3).to_sparse())[1] == 3 * 4 + 6 * 8
+
+
+def test_the_running_node_and_the_end_of_an_inner_backward():
+    x, seen = torch.ones(2, requires_grad=True), []
+    assert running_node() is None
+
+    def hook(grad):
+        seen.append(running_node())
+        at_end_of_inner_backward(lambda: seen.append("end"))
+
+    y = checkpoint(lambda x: (x * 2).clone(), x, use_reentrant=True)
+    z = y * 1
+    z.register_hook(hook)
+    z.sum().backward()
+    assert seen == [z.grad_fn, "end"]
+
+
+def test_the_cpus_attention_has_flops_as_torchs_formulas_count():
+    q = torch.ones(1, 2, 4, 8, requires_grad=True)
+    with FlopCounterMode(display=False, custom_mapping=attention_formulas()) as counter:
+        functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    counts = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
+    forward = 2 * (2 * 2 * 4 * 4 * 8)
+    assert sorted(counts.values()) == [forward, 5 * forward // 2]
+
+
+def test_operations_are_counted_with_the_bytes_that_are_alive():
+    seen = []
+    x, weight = torch.ones(4, 8), torch.ones(8, 8)
+    with OperationCounter(lambda flops, n_bytes: seen.append((flops, n_bytes))).counting():
+        y = x @ weight
+        z = y.view(8, 4)
+        y = y + 1
+        del z
+        y = y + 1
+    assert [flops for flops, _ in seen] == [2 * 4 * 8 * 8, 0, 0, 0]
+    assert [n_bytes // 128 for _, n_bytes in seen] == [1, 1, 2, 2]
+
+
+class Odd(nn.Module):
+    """Holds tensors in places of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.tied = self.fc
+        self.held = [torch.ones(3), {"more": nn.Parameter(torch.ones(3))}]
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.fc(x) + self.held[0] + self.held[1]["more"] + self.scale
+
+
+def test_a_copy_has_shapes_alone_and_runs():
+    model, x = Odd(), torch.ones(2, 3)
+    copy = ShapesOnly(model, {"": model, "fc": model.fc})
+    inputs = copy.copied(((x,), {}))
+    with copy.running(inputs, flags_of(model)) as found:
+        output = found.modules[""](*found.args)
+        assert output.shape == (2, 3)
+        assert output.dtype is torch.float64
+        assert output.device.type == "cpu"
+        assert type(output).__name__ == "FakeTensor"
+        assert found.modules["fc"] is found.modules[""].tied
+        assert found.modules["fc"] is not model.fc
+    assert x.tolist() == torch.ones(2, 3).tolist()
+
+
+def test_a_released_copy_keeps_no_part_of_the_model():
+    model = Odd()
+    held = weakref.ref(model.fc.weight), weakref.ref(model)
+    copy = ShapesOnly(model, {"": model})
+    copy.release()
+    del model
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    assert copy is not None
+
+
+def test_flags_are_those_of_the_model_at_that_time():
+    model = Odd()
+    copy = ShapesOnly(model, {"fc": model.fc})
+    inputs = copy.copied(((torch.ones(1, 3),), {}))
+    model.eval()
+    model.fc.weight.requires_grad_(False)
+    flags = flags_of(model)
+    model.train()
+    with copy.running(inputs, flags) as found:
+        fc = found.modules["fc"]
+        assert not fc.training
+        assert [p.requires_grad for p in fc.parameters()] == [False, True]
+
+
+def test_what_has_no_strides_is_refused():
+    model = nn.Linear(2, 2)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    with pytest.raises(ModelError, match=r"layout torch\.sparse_coo"):
+        ShapesOnly(model, {"": model})
+    assert not is_sharded(model)
