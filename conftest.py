@@ -20,6 +20,7 @@ collect_ignore_glob = [
     "src/hookline/models/_torch*.py",
     "src/hookline/models/demo/train.py",
     "src/hookline/cli/*.py",
+    "src/hookline/integrations/*.py",
     # Scripts: they measure the tests, and are run by hand.
     "tests/mutants.py",
     "tests/reached_lines.py",

@@ -51,6 +51,16 @@ class MonitorLine(VerbLine[EverywhereHooks]):
         self._steps.every = checked_every(every)
 
     @property
+    def first(self) -> int:
+        """A step that is reported, and from which every so many are counted; 0 at first."""
+        return self._steps.first
+
+    @first.setter
+    def first(self, number: int) -> None:
+        self._steps.first = number
+        self._steps.every = self._steps.every
+
+    @property
     def step(self) -> int:
         """The number of the step that runs. Set it after a resume: `line.step = 1000`."""
         return self._steps.number
@@ -177,8 +187,8 @@ def monitor(
             and code that runs in a copy of its context.
 
     Returns:
-        A line. `with ... as seen` gives its `Curves`. The line's `every` and `step` may be set
-        while it lasts.
+        A line. `with ... as seen` gives its `Curves`. The line's `every`, `first` and `step` may be
+        set while it lasts.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.

@@ -85,6 +85,7 @@ class Steps:
     ) -> None:
         self.ranks = Ranks(slots.statistics)
         self.number = 0
+        self.first = 0
         self.n_reported = 0
         self.told_by = ""  # "optimizer" or "pass", once it is known
         self._model = weakref.ref(model)
@@ -124,7 +125,7 @@ class Steps:
 
     def _turn(self) -> None:
         """Look whether the present step is reported, and tell the hooks."""
-        self._slots.is_on = self.number % self._every == 0
+        self._slots.is_on = (self.number - self.first) % self._every == 0
         self._measured.keeps_copies = self._every == 1
 
     # -- called by hooks ---------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""Monitor a training of transformers: `Trainer(..., callbacks=[Monitor()])`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hookline.curves import Curves
+from hookline.verbs.monitor.monitor import MonitorLine, monitor
+
+
+class Monitor(TrainerCallback):  # type: ignore[misc]
+    """Monitor the training of a `Trainer`, as `hl.monitor` does.
+
+        from hookline.integrations.transformers import Monitor
+        trainer = Trainer(model, arguments, callbacks=[seen := Monitor("model.layers.*")])
+        trainer.train()
+        seen.curves["model.layers.0"].std
+
+    Steps are reported when the `Trainer` logs: every `logging_steps`, counted from 1. Without
+    `to=`, they go to the runs of W&B and MLflow that `report_to` names.
+
+    Args:
+        selector: which modules and parameters, as in `hl.monitor`.
+        every: every so many steps are reported; None is `logging_steps`.
+        to: where the numbers go.
+        **options: the other arguments of `hl.monitor`.
+
+    Attributes:
+        line: the line of the running training, or of the last one; None before. A training that
+            raises leaves it on: end it with `line.remove()`.
+    """
+
+    def __init__(
+        self, selector: Any = None, *, every: int | None = None, to: Any = None, **options: Any
+    ) -> None:
+        self.line: MonitorLine | None = None
+        self._selector = selector
+        self._every = every
+        self._to = to
+        self._options = options
+
+    @property
+    def curves(self) -> Curves:
+        """The numbers so far.
+
+        Raises:
+            AttributeError: no training has begun.
+        """
+        if self.line is None:
+            raise AttributeError(
+                "the monitor has no curves before a training.\nCall trainer.train() first."
+            )
+        return self.line.curves
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **others: Any,
+    ) -> None:
+        """Attach the monitor."""
+        if self.line is not None:
+            self.line.remove()  # of a training that raised
+        every = self._every or max(int(state.logging_steps or 1), 1)
+        to = _running(args.report_to) if self._to is None else self._to
+        options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
+        self.line = line = monitor(model, self._selector, every=every, to=to, **options)
+        line.step = state.global_step + 1
+        line.__enter__()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Remove the monitor."""
+        if self.line is not None:
+            self.line.__exit__(None, None, None)
+
+
+def _running(report_to: list[str]) -> list[Any]:
+    """Return the modules of W&B and MLflow if they are reported to and have a running run."""
+    found = []
+    wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
+    if "wandb" in report_to and wandb is not None and wandb.run is not None:
+        found.append(wandb)
+    if "mlflow" in report_to and mlflow is not None and mlflow.active_run() is not None:
+        found.append(mlflow)
+    return found

@@ -1,0 +1,70 @@
+"""A monitor in a loop of Accelerate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.models._torchvision_import import import_torchvision
+
+import_torchvision()  # which accelerate may import
+accelerate = pytest.importorskip("accelerate")
+
+from hookline.integrations.accelerate import monitor  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory"),
+]
+
+
+def test_accumulation_and_trackers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(
+        cpu=True, gradient_accumulation_steps=2, log_with="tensorboard", project_dir=tmp_path
+    )
+    accelerator.init_trackers("run")
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=4)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    with monitor(accelerator, model) as seen:
+        for batch in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.end_training()
+    assert seen.steps.tolist() == [0, 1, 2]
+    assert seen["1"].count.tolist() == [64, 64, 64]
+    reader = EventAccumulator(str(next(tmp_path.rglob("events*")).parent))
+    reader.Reload()
+    found = [event.value for event in reader.Scalars("1/std")]
+    assert found == pytest.approx(seen["1"].std.tolist())
+
+
+def test_a_tracker_of_ones_own_is_logged_to():
+    logged = []
+
+    class Tracker(accelerate.tracking.GeneralTracker):
+        name, requires_logging_directory, main_process_only = "mine", False, True
+        tracker = None
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step=None, **others):
+            logged.append((step, values["std"] if "std" in values else values["(root)/std"]))
+
+    accelerator = accelerate.Accelerator(cpu=True, log_with=Tracker())
+    accelerator.init_trackers("run")
+    model = accelerator.prepare(nn.Linear(4, 2))
+    with monitor(accelerator, model, ports="output") as seen:
+        model(torch.ones(2, 4))
+    assert logged == [(0, seen["(root)"].std[0])]
+    accelerator.end_training()

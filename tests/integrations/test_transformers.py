@@ -1,0 +1,66 @@
+"""The callback for the `Trainer` of transformers, in real trainings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hookline as hl
+from hookline.models.packages import import_package
+
+transformers = import_package("transformers", "the tests of its callback")
+pytest.importorskip("accelerate")
+
+from hookline.integrations.transformers import Monitor  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory"),
+]
+
+
+def trained(tmp_path, monitor, **options):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_head=2, n_layer=2, vocab_size=32, n_positions=8, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    arguments = transformers.TrainingArguments(
+        tmp_path / "out", max_steps=6, per_device_train_batch_size=2, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=2, **options,
+    )  # fmt: skip
+    ids = torch.arange(8)
+    texts = [{"input_ids": ids, "labels": ids}] * 32
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=texts, eval_dataset=texts[:4], callbacks=[monitor]
+    )
+    trainer.train()
+    return trainer
+
+
+def test_steps_are_reported_when_the_trainer_logs(tmp_path):
+    monitor = Monitor("transformer.h.*", ports="output", to=tmp_path / "run")
+    trainer = trained(tmp_path, monitor, eval_strategy="steps", eval_steps=1)
+    seen = monitor.curves
+    logged = [one["step"] for one in trainer.state.log_history if "loss" in one]
+    assert seen.steps.tolist() == logged == [2, 4, 6]
+    assert seen["transformer.h.0"].count.tolist() == [2 * 8 * 16] * 3  # evaluation is left out
+    assert hl.open(tmp_path / "run")["transformer.h.1"].results == seen["transformer.h.1"].results
+    assert not [one for one in hl.inventory(trainer.model) if "hookline" in str(one)]
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    monitor = Monitor("transformer.h.0", ports=("output", "grad"), every=1)
+    trained(tmp_path, monitor, gradient_accumulation_steps=2)
+    seen = monitor.curves
+    assert seen.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert seen["transformer.h.0"].count.tolist() == [4 * 8 * 16] * 6
+    assert (seen["transformer.h.0.ln_1.weight:grad"].norm > 0).all()
+
+
+def test_curves_before_a_training_say_what_to_do():
+    with pytest.raises(AttributeError, match=r"Call trainer.train\(\) first"):
+        _ = Monitor().curves
