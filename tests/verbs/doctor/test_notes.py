@@ -131,6 +131,21 @@ def test_recurrent_modules_and_values_of_several_parts_are_noted():
     assert not said(hl.doctor(model, X, "0:output[0]"), "structures")
 
 
+def test_a_value_with_keys_is_selected_by_its_keys():
+    class Named(nn.Module):
+        def forward(self, x):
+            return {"half": x / 2, "whole": x}
+
+    class Words(nn.Module):
+        def forward(self, x):
+            return ["none", "of", "them"]
+
+    for part in (Named(), Words()):
+        model = nn.Sequential(part)
+        ((_, remedy),) = said(hl.doctor(model, X, "0"), "structures")
+        assert remedy == "select a part of it by its keys"
+
+
 def test_mixed_dtypes_and_the_meta_device_are_noted():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     assert said(hl.doctor(model), "dtypes")[0][0] == "parameters are float32 (2), bfloat16 (2)"
