@@ -634,3 +634,45 @@ def test_each_thread_is_checked_with_every_thread():
         line = train(every_thread=True)
     assert [one.operation for one in raised] == ["aten.log.default"]
     assert line.findings == raised
+
+
+class Parts(nn.Module):
+    """Is never called itself, as many a Lightning module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Applied(torch.tanh)
+
+
+def test_a_model_of_which_only_parts_are_called(monkeypatch):
+    model = Parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.net.first.weight.detach().clone()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        model.net.mid.function = torch.log
+        model.net(X).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(model.net.first.weight, before)
+    assert caught.value.finding.path == "net.mid"
+    assert "hl.check(m.net)" in str(caught.value.finding)
+    monkeypatch.setattr(checking, "_MOST_SUMS", 20)
+    with torch.no_grad(), pytest.raises(hl.NonFiniteError), hl.check(model):
+        for step in range(100):
+            model.net(X)
+            assert step < 10
+
+
+def test_a_removed_line_raises_what_is_pending():
+    model = zoo.rows_net()
+    line = hl.check(model)
+    (model(zoo.ROWS).square().sum() * math.inf).backward()
+    with pytest.raises(hl.NonFiniteError):
+        line.remove()
+    line.remove()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("model", [3, {"a": torch.ones(2)}, hl.EVERYWHERE, None])
+def test_what_is_not_a_model_is_refused(model):
+    with pytest.raises(hl.AttachError, match="must be given a model"):
+        hl.check(model)

@@ -34,7 +34,7 @@ from hookline.engine import (
 from hookline.engine.selection.module_tree import walk
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, is_scripted
-from hookline.errors import FolderError, NonFiniteError, warn
+from hookline.errors import AttachError, FolderError, NonFiniteError, warn
 from hookline.recordings.manifest import first_line
 from hookline.verbs.check.also import Habits, choices, judge_all, say_missing
 from hookline.verbs.check.finding import Finding
@@ -62,6 +62,8 @@ _RUN = object()
 _SEEN = object()
 _MOST_KEPT = 100
 _MOST_FILES = 10
+# The most sums that wait where the model itself is never called, only parts of it.
+_MOST_SUMS = 10_000
 
 
 @final
@@ -109,12 +111,18 @@ class CheckLine(VerbLine[Line]):
         """Report the sites that were checked, and how often each fired."""
         return self._line.report()
 
+    def remove(self) -> None:
+        """End the line, and raise an error for what no optimizer has stepped with. Idempotent."""
+        self._checker.end(None)
+        super().remove()
+
     def _ending(self, error: BaseException | None) -> None:
         self._checker.end(error)
 
     def _ended(self, error: BaseException | None) -> None:
         raised, self._checker.unraised = self._checker.unraised, None
         if raised is not None and error is None:
+            self._checker.is_told = True
             raise raised.error()
         if error is None and not self._checker.is_told:
             self._checker.is_told = True
@@ -202,6 +210,8 @@ class _Checker:
             number_of = one.measure(value)
             if number_of is not None and not current.is_transformed:
                 current.log.append((number, number_of))
+                if not current.roots and len(current.log) > _MOST_SUMS:
+                    self._judge_parts(current)
 
         def after(current: Pass, number_of: Tensor | None) -> None:
             if number_of is not None:
@@ -283,6 +293,18 @@ class _Checker:
         elif self._passes.closed:
             self.unraised = self.unraised or finding
         else:
+            raise finding.error()
+
+    def _judge_parts(self, current: Pass) -> None:
+        """Judge what has run so far, where parts of the model run and the model itself does not."""
+        run: Run = current.opened[_RUN][0]
+        if run.args is not None or current.roots:
+            return
+        try:
+            finding = self._judge(run)
+        finally:
+            run.sums.clear()
+        if finding is not None:
             raise finding.error()
 
     def _judge(self, run: Run) -> Finding | None:
@@ -465,6 +487,9 @@ class _Checker:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Raise an error before an optimizer steps with a gradient that is not finite."""
+        outside = self._passes.in_thread.outside
+        if outside is not None and _RUN in outside.opened:
+            self._judge_parts(outside)
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if "missing_grad" in self._also and not self._is_missing_told:
             self._is_missing_told = say_missing(one for one in self._weights if id(one[1]) in held)
@@ -593,11 +618,15 @@ def check(
         also if the error was caught on its way.
 
     Raises:
-        AttachError: `also` names something unknown.
+        AttachError: `model` is not a model, or `also` names something unknown.
         FolderError: `keep` cannot be written.
         NonFiniteError: a parameter or a buffer is poisoned already. Later, out of the model's call
             or of the optimizer's step: a value is not finite.
     """
+    if not isinstance(model, nn.Module):
+        raise AttachError(
+            f"hl.check must be given a model, got {type(model).__name__}.\nGive the model itself."
+        )
     wanted = choices(also)
     folder = None if keep is None else folder_for(keep)
     line = Line(model, name="check", every_thread=every_thread)

@@ -82,7 +82,7 @@ class Run:
     def why_not_repeatable(self) -> str | None:
         """Say why the run cannot be repeated; None if it can."""
         if self.args is None:
-            return "the arguments of the model's call are not known"
+            return "the model was not called, only a part; check that, as in hl.check(m.net)"
         found = every_tensor((self.args, self.kwargs))
         if [id(one) for one in found] != [id(one) for one, _ in self._tensors]:
             return "an argument of the model was changed by the run, such as a cache that grows"
