@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import final
 
 import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.statistics.elements import chunks, real, slot_device, to_measure
+from hookline.statistics.elements import flat_chunks, real, slot_device, to_measure
 
 _CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
 _N_EXTREMES = 2
@@ -76,11 +77,14 @@ class LogBins:
 
     def update(self, slots: Tensor, value: Tensor) -> Tensor:
         """Return the slots with one more value."""
-        traces = torch.compiler.is_compiling()
         for part in to_measure(value):
-            for piece in [part] if traces or not part.is_cpu else chunks(part, _CHUNK_NUMEL):
+            if torch.compiler.is_compiling():
+                pieces: Iterable[Tensor] = (part.reshape(-1),)
+            else:
+                pieces = flat_chunks(part, _CHUNK_NUMEL if part.is_cpu else None)
+            for piece in pieces:
                 if piece.numel():
-                    slots = self._add(slots, real(piece).reshape(-1))
+                    slots = self._add(slots, real(piece))
         return slots
 
     def merge(self, slots: Tensor, other: Tensor) -> Tensor:

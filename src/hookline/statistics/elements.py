@@ -92,6 +92,22 @@ def chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
         yield from chunks(part, numel)
 
 
+def flat_chunks(tensor: Tensor, numel: int | None = None) -> Iterator[Tensor]:
+    """Yield the elements of a strided tensor in flat chunks, in an order that needs no copy.
+
+    Args:
+        tensor: a strided tensor.
+        numel: the most elements of a chunk; None is `CHUNK_NUMEL`.
+    """
+    tensor = in_memory_order(tensor)
+    if tensor.is_contiguous():
+        flat, numel = tensor.view(-1), CHUNK_NUMEL if numel is None else numel
+        yield from torch.split(flat, numel) if len(flat) > numel else (flat,)
+        return
+    for chunk in chunks(tensor, numel):
+        yield chunk.reshape(-1)
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Permute a dense tensor, such as one in channels_last, so that it is contiguous."""
     if tensor.is_contiguous():

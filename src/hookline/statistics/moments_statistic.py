@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.engine.torch_private.functorch import is_ordinary
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.elements import (
-    chunks,
+    flat_chunks,
     in_memory_order,
     real,
     slot_device,
@@ -79,11 +79,11 @@ class MomentsStatistic:
         if function is not None:
             if part.is_contiguous() and part.numel() <= LONGEST:
                 return function(slots, part.view(-1))
-            for piece in chunks(part):
-                slots = function(slots, piece.reshape(-1).contiguous())
+            for piece in flat_chunks(part):
+                slots = function(slots, piece.contiguous())
             return slots
-        for piece in chunks(part):
-            flat = real(piece).reshape(-1)
+        for piece in flat_chunks(part):
+            flat = real(piece)
             if flat.is_cpu:
                 slots = _add_moments(slots, Moments.of(flat.numpy()))
             else:
@@ -113,8 +113,8 @@ def measure(tensor: Tensor) -> Moments:
         return statistic.result(statistic.update(statistic.start(tensor), tensor))
     found = Moments()
     for part in to_measure(tensor):
-        for piece in chunks(in_memory_order(part)):
-            found = found + Moments.of(real(piece).reshape(-1).numpy())
+        for piece in flat_chunks(part):
+            found = found + Moments.of(real(piece).numpy())
     return found
 
 
