@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from benchmarks import models
+from benchmarks.compiling import _alone
 from benchmarks.timing import Contender, Plan, Result, Session, Step, measure_session, run_rounds
 
 PORTS = ("output", "grad_output", "value", "grad", "update")
@@ -42,7 +43,8 @@ def _contender(
     model = _Language()
     tokens = models.gpt2().inputs
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
-    run = torch.compile(model, fullgraph=True) if compiled else model
+    # A class of its own: compiled code of one contender is not tried for another.
+    run = torch.compile(_alone(model), fullgraph=True) if compiled else model
 
     def step() -> None:
         optimizer.zero_grad()
