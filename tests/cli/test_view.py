@@ -108,6 +108,42 @@ def test_two_folders_are_compared(folder, at_once, tmp_path):
     assert f"{folder} and {folder} at" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory):
+    model, path = nn.Linear(2, 3), tmp_path_factory.mktemp("runs") / "monitored"
+    with hl.monitor(model, to=str(path)):
+        for _ in range(3):
+            model(torch.ones(1, 2))
+    return path
+
+
+def test_the_folder_of_a_monitor_is_served_as_a_run(monitored, at_once, tmp_path):
+    done = run("view", monitored, "--port", 0, "--no-open", cwd=tmp_path)
+    assert done.returncode == 0
+    assert f"{monitored} at" in done.stdout
+
+
+@pytest.mark.parametrize(("to", "file"), [("page", "page/report.html"), ("a.html", "a.html")])
+def test_out_writes_one_file_and_serves_nothing(monitored, folder, to, file, tmp_path):
+    for shown, word in ((monitored, "Sites by steps"), (folder, "ReLU")):
+        done = run("view", shown, "--out", to, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"written: {file}\n"
+        assert word in (tmp_path / file).read_text()
+
+
+def test_two_folders_are_not_written_into_one_file(folder, tmp_path):
+    done = run("view", folder, folder, "--out", "page", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--out must be given one folder, got two" in done.stderr
+
+
+def test_an_empty_folder_may_be_a_run_before_its_first_step(at_once, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert "Use --wait" in run("view", "run", cwd=tmp_path).stderr
+    assert run("view", "run", "--wait", "--no-open", "--port", 0, cwd=tmp_path).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

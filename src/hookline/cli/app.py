@@ -21,7 +21,7 @@ from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, 
 from hookline.cli.profiling import profile_by_name
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
-from hookline.cli.viewing import items_of, open_page, serve, serving_of
+from hookline.cli.viewing import items_of, open_page, serve, serving_of, write_view
 from hookline.display.terminal import renderable
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
@@ -268,7 +268,8 @@ def profile(
 @app.command()
 def view(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="a folder that run.save or hl.extract wrote")
+        Path,
+        typer.Argument(metavar="DIR", help="what run.save, hl.extract or hl.monitor wrote"),
     ],
     other: Annotated[
         Path | None, typer.Argument(metavar="[DIR2]", help="a second folder to compare with")
@@ -284,10 +285,18 @@ def view(
         str | None, typer.Option(help="of a store: the items to draw, as 5,17 or 1000:1008")
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="do not open a browser")] = False,
+    out_path: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PATH", help="write report.html there instead of serving"),
+    ] = None,
 ) -> None:
-    """Show a recording or a store in the browser, or two side by side; follow new ones."""
+    """Show a recording, a store or a run in the browser, or two recordings; follow new ones."""
     folders = [folder] if other is None else [folder, other]
     with complaints():
+        if out_path is not None:
+            written = write_view(folders, items_of(items), out_path)
+            out.print(f"written: {written}", markup=False, soft_wrap=True)
+            return
         serving = serving_of(folders, items_of(items), host, port, wait)
         serve(serving, folders, not no_open)
 

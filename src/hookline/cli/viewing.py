@@ -1,4 +1,4 @@
-"""The command `view`: serve recordings as pages until Ctrl-C."""
+"""The command `view`: serve recordings and runs as pages until Ctrl-C, or write one as a file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import webbrowser
 from pathlib import Path
 
 from hookline.cli.terminal import out, say
+from hookline.curves import is_run
 from hookline.errors import FolderError, InputError
-from hookline.views.page import FolderSource, OpenRecordings, Serving
+from hookline.views.page import (
+    FolderSource,
+    OpenRecordings,
+    Serving,
+    write_curves_page,
+    write_page,
+)
 
 _MOST_ITEMS = 64  # of a store, on one page
 
@@ -41,20 +48,47 @@ def serving_of(
     """Create a server for one folder or two, bound to its port.
 
     Raises:
-        HooklineError: a folder holds no readable recording (unless `wait`), no port is free, or an
-            extra is missing.
+        HooklineError: a folder holds no readable recording or run (unless `wait`), no port is free,
+            or an extra is missing.
     """
     shelf = OpenRecordings(*(FolderSource(one, items) for one in folders))
     if not wait or shelf.state():
         try:
-            shelf.shown()  # report a bad folder before serving, and make the first page fast
+            if shelf.run() is None:
+                shelf.shown()  # report a bad folder before serving, and make the first page fast
         except FolderError as error:
-            if wait or all(os.path.exists(one) for one in folders):
+            if wait or not any(map(_may_be_written_yet, folders)):
                 raise
             raise FolderError(
                 f"{error}\nUse --wait to wait for a folder that is not written yet."
             ) from None
     return Serving(shelf, host, port)
+
+
+def _may_be_written_yet(folder: Path) -> bool:
+    """Tell whether a folder is missing or empty, as that of a run before its first step."""
+    return not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def write_view(folders: list[Path], items: list[int] | None, out: Path) -> Path:
+    """Write the page of a folder as one file.
+
+    Args:
+        folders: the folder; two cannot be compared in a file.
+        items: of a store, the items that are shown.
+        out: a file that ends in `.html`, or a folder.
+
+    Raises:
+        HooklineError: the folder holds nothing readable, or the file cannot be written.
+    """
+    if len(folders) > 1:
+        raise InputError("--out must be given one folder, got two.\nLeave out the second.")
+    folder = folders[0]
+    target = out if out.suffix == ".html" else out / "report.html"
+    if is_run(folder):
+        return write_curves_page(folder, target)
+    shown = FolderSource(folder, items).read()
+    return write_page(shown.recording, target, title=folder.resolve().name, subtitle=shown.about)
 
 
 def serve(serving: Serving, folders: list[Path], open_browser: bool) -> None:

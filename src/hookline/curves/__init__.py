@@ -8,10 +8,11 @@ from hookline.curves.numbers import numbers_of as numbers_of
 from hookline.curves.reports import Reports as Reports
 from hookline.curves.reports import StepReport as StepReport
 from hookline.curves.run_folder import RunFolder as RunFolder
+from hookline.curves.run_folder import RunReader as RunReader
 from hookline.curves.run_folder import is_run as is_run
 from hookline.curves.run_folder import open_run as open_run
 
 __all__ = [
-    "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "StepReport", "is_run",
-    "numbers_of", "open_run",
+    "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "RunReader", "StepReport",
+    "is_run", "numbers_of", "open_run",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ class Layout:
     statistics: tuple[Statistic[Any], ...]
     entries: tuple[Entry, ...]
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Return the number of slots of one rank."""
         return sum(entry.width for entry in self.entries)

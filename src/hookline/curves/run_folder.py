@@ -4,8 +4,9 @@
     frames      24 bytes of header (kind, length and checksum of the payload), then the payload
 
 A frame holds a layout as JSON, or the report of one step: its number, the time, and the slots of
-each rank. The file is only appended to. A reader stops before a frame that is not whole, and goes
-on from there when the file has grown.
+each rank. An empty frame says that the monitor has ended; the file of a killed run lacks it. The
+file is only appended to. A reader stops before a frame that is not whole, and goes on from there
+when the file has grown.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hookline.util.locks import fork_safe_lock
 FILE = "curves.bin"
 _MAGIC = b"hlcurve1"
 _HEADER = struct.Struct("<4sIQQ")  # kind, unused, length, checksum
-_LAYOUT, _REPORT = b"layo", b"step"
+_LAYOUT, _REPORT, _END = b"layo", b"step", b"ends"
 _STEP = struct.Struct("<qdQ")  # step, seconds, number of ranks
 _MAPPED_BYTES = 2**20  # what is longer is mapped, not read
 
@@ -103,10 +104,17 @@ class RunFolder:
         self._append(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Say that the run has ended, and close the file. Idempotent.
+
+        Raises:
+            OSError: the disk is full or gone. The file is closed, and lacks its end.
+        """
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            try:
+                self._append(_frame(_END, b""))
+            finally:
+                os.close(self._file)
+                self._file = None
 
     def _append(self, data: bytes) -> None:
         assert self._file is not None
@@ -144,9 +152,14 @@ def _read_layout(payload: Any) -> Layout:
 
 @final
 class RunReader:
-    """Read the reports of a run's folder, and those that are appended later."""
+    """Read the reports of a run's folder, and those that are appended later.
+
+    Attributes:
+        has_ended: whether the monitor has ended; False of a run that goes on or was killed.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.has_ended = False
         self._path = folder / FILE
         self._reports: list[StepReport] = []
         self._layout: Layout | None = None
@@ -170,7 +183,7 @@ class RunReader:
         while at + _HEADER.size <= len(data):
             kind, _, length, checksum = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if kind not in (_LAYOUT, _REPORT):
+            if kind not in (_LAYOUT, _REPORT, _END):
                 raise self._damaged(at)
             if len(payload) < length:
                 break  # it is being written, or its writer was killed
@@ -178,6 +191,8 @@ class RunReader:
                 raise self._damaged(at)
             if kind == _LAYOUT:
                 self._layout = _read_layout(payload)
+            elif kind == _END:
+                self.has_ended = True
             else:
                 self._reports.append(self._report(payload))
             at += _HEADER.size + length
@@ -191,8 +206,9 @@ class RunReader:
         return StepReport(step, seconds, self._layout, slots.reshape(n_ranks, -1))
 
     def _damaged(self, at: int) -> FolderError:
+        self._offset += at  # the reports before it are read, and are not read again
         return FolderError(
-            f"{self._path} is damaged at byte {self._offset + at}.\nCopy the folder again from a"
+            f"{self._path} is damaged at byte {self._offset}.\nCopy the folder again from a"
             " whole one."
         )
 

@@ -1,8 +1,12 @@
-"""The ASGI app that serves the pages of recordings.
+"""The ASGI app that serves the pages of recordings and runs.
 
     /           the table of all values         /measure   statistics of some rows, as JSON
     /site       one value                       /numbers   one value's statistics, as HTML
     /strip      a row's feature maps, as PNG    /state     the state of the recording, as JSON
+
+The page of a run is `/`, too. It asks for these:
+
+    /new        the steps that it lacks         /ranks     one site's numbers of each rank
 
 No part of an address is used as a file name.
 """
@@ -16,13 +20,14 @@ from typing import Any, final
 
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
+from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.links import choice_of, number, parameters_of, query_of
 from hookline.views.page.optional_imports import load
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import OpenRecordings
 from hookline.views.page.state import PageState, notices_of
-from hookline.views.page.templates import environment, script_hash, sort_keys, table
+from hookline.views.page.templates import environment, script_hashes, sort_keys, table
 from hookline.views.page.thumbnails import feature_strip
 from hookline.views.page.values import ValueEntry
 
@@ -47,9 +52,13 @@ class Pages:
         self._shelf = shelf
         self._templates = environment()
         self._templates.globals["is_served"] = True
+        self._of_runs = CurvePages()
 
     def index(self, _: dict[str, str]) -> tuple[str, str]:
-        """Render the table of all values."""
+        """Render the table of all values, or the page of a run."""
+        run = self._shelf.run()
+        if run is not None:
+            return self._of_runs.index(run, self._shelf.source.name)
         shown, state = self._shelf.shown()
         report = shown.recording.report()
         to_measure = shown.bytes_to_measure
@@ -168,6 +177,20 @@ class Pages:
         gone = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
         return "application/json", json.dumps({"state": state, "gone": gone if missing else ""})
 
+    def new(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return the steps of a run that a page lacks as JSON."""
+        run = self._shelf.run()
+        if run is None:
+            return self.state(parameters)
+        return self._of_runs.new(run, parameters, self._shelf.source.name)
+
+    def ranks(self, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return the numbers of each rank at a site of a run as JSON."""
+        run = self._shelf.run()
+        if run is None:
+            raise InputError("this folder holds no run.\nGo to the start page.")
+        return self._of_runs.ranks(run, parameters)
+
     def problem(self, error: Exception) -> tuple[int, str]:
         """Render the page of an error; return the HTTP status and the page."""
         if isinstance(error, FolderError):
@@ -229,11 +252,11 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     routes = [
         route("/", pages.index), route("/site", pages.site), route("/numbers", pages.numbers),
         route("/strip", pages.strip), route("/measure", pages.measure),
-        route("/state", pages.state),
+        route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
     handlers = {404: missing, Exception: failed}
     return Guard(
-        applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hash()
+        applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hashes()
     )
 
 

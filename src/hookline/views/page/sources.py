@@ -1,4 +1,4 @@
-"""The folders that the server shows, which may be replaced, deleted or not written yet."""
+"""The folders that the server shows, which may grow, be replaced, deleted or not written yet."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from hookline.curves import Curves
+from hookline.curves import Curves, is_run
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
 from hookline.statistics import Moments
 from hookline.stores import Store, excerpt, open_folder
+from hookline.views.page.curves_view import OpenRun, run_version
 from hookline.views.page.state import PageState, Shown
 from hookline.views.statistics import Statistics
 
@@ -38,11 +39,11 @@ class FolderSource:
         self._items = items
 
     def state(self) -> str:
-        """Return a text that changes with the manifest; empty if there is none."""
+        """Return a text that changes with the manifest, or with the run; empty if there is none."""
         try:
             found = (self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
-            return ""
+            return run_version(self.folder)
         return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
     def read(self) -> Shown:
@@ -57,7 +58,7 @@ class FolderSource:
         if isinstance(opened, Curves):
             raise FolderError(
                 f"{self.name} must hold a recording or a store, got the curves of a run."
-                "\nPrint them: print(hl.open(folder))."
+                "\nGive a run alone: hookline view DIR."
             )
         if not isinstance(opened, Store):
             return Shown(opened)
@@ -107,6 +108,7 @@ class OpenRecordings:
         self._lock = threading.Lock()
         self._shown: PageState | None = None
         self._state = ""
+        self._run: OpenRun | None = None
 
     @property
     def names(self) -> tuple[str, str]:
@@ -117,6 +119,21 @@ class OpenRecordings:
         """Return a text that changes with either recording; empty if one is missing."""
         states = [one.state() for one in (self.source, self.other) if one is not None]
         return " ".join(states) if all(states) else ""
+
+    def run(self) -> OpenRun | None:
+        """Return the run of the folder, read up to now; None if it holds something else.
+
+        Raises:
+            FolderError: the run is damaged.
+        """
+        if self.other is not None or not is_run(self.source.folder):
+            return None
+        with self._lock:
+            if self._run is None or self._run.version != run_version(self.source.folder):
+                self._run = OpenRun(self.source.folder)
+            run = self._run
+        run.read()
+        return run
 
     def shown(self) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.

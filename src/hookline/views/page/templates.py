@@ -40,8 +40,20 @@ def environment() -> Any:
     found.globals.update(
         facts_of=facts_of, path_of=path_of, zero_of=zero_of, measure=measure,
         max_channels=MAX_CHANNELS, version=_version(), is_served=False,
-        style=(FOLDER / "page.css").read_text("utf-8"), script=script(), script_hash=script_hash(),
+        style=_text("page.css"), script=script(), script_hash=_hash(script()),
     )  # fmt: skip
+    return found
+
+
+def curves_environment() -> Any:
+    """Create the template environment of the page of a run.
+
+    Raises:
+        HooklineError: jinja2 is not installed.
+    """
+    found, ours = environment(), script("curves.js")
+    style = _text("page.css") + _text("curves.css")
+    found.globals.update(style=style, script=ours, script_hash=_hash(ours))
     return found
 
 
@@ -50,15 +62,23 @@ def _visible(value: Any) -> Any:
     return escape_invisible(value) if type(value) is str else value
 
 
-def script() -> str:
-    """Join the page's script from its two files."""
-    return "\n".join((FOLDER / name).read_text("utf-8") for name in ("page.js", "table.js"))
+def script(part: str = "table.js") -> str:
+    """Join the script of a page: what all pages share, and its own part."""
+    return "\n".join(_text(name) for name in ("page.js", part))
 
 
-def script_hash() -> str:
-    """Return the hash of the page's script for its policy, so that no other script can run."""
-    digest = hashlib.sha256(script().encode()).digest()
+def script_hashes() -> str:
+    """Return the hashes of all pages' scripts for the policy, so that no other script can run."""
+    return f"{_hash(script())} {_hash(script('curves.js'))}"
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _text(name: str) -> str:
+    return (FOLDER / name).read_text("utf-8")
 
 
 def table(

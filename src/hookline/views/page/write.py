@@ -75,7 +75,7 @@ def write_page(
     # Both are loaded first, so that a missing package fails before any work.
     templates, _ = environment(), load("PIL.Image")
     rows = tree_rows(recording, read_values(recording))
-    target = Path(path) / _FILE_NAME if Path(path).is_dir() else Path(path)
+    target = target_of(path)
     text = templates.get_template("index.html").render(
         title=title,
         subtitle=subtitle,
@@ -93,7 +93,7 @@ def write_page(
         **table(rows, columns(rows), "#"),
         silent=[(site, recording.report().why.get(site, "")) for site in recording.report().silent],
     )
-    return _replace(target, text)
+    return replace_file(target, text)
 
 
 def _facts(recording: Recording, rows: list[Row], summary: Summary | None) -> list[tuple[str, str]]:
@@ -131,8 +131,18 @@ def _view_command(target: Path) -> str:
     return "run.save('DIR'), then hookline view DIR"
 
 
-def _replace(target: Path, text: str) -> Path:
-    """Write a file atomically."""
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Return the file to write: the path, or `report.html` in it if it is a folder."""
+    is_folder = Path(path).is_dir() or os.fspath(path).endswith(("/", os.sep))
+    return Path(path) / _FILE_NAME if is_folder else Path(path)
+
+
+def replace_file(target: Path, text: str) -> Path:
+    """Write a file atomically.
+
+    Raises:
+        FolderError: the file cannot be written.
+    """
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,12 @@ const byId = (id) => document.getElementById(id);
 const kept = (name) => { try { return sessionStorage.getItem(name) ?? ""; } catch { return ""; } };
 const keep = (name, text) => { try { sessionStorage.setItem(name, text); } catch { /* a file has no store */ } };
 const state = document.body.dataset.state; // only a served page has one
+const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+
+function say(text) {
+  byId("live").textContent = text;
+  byId("live").hidden = !text;
+}
 
 (() => {
   // -- light and dark ------------------------------------------------------------------------
@@ -28,8 +34,6 @@ const state = document.body.dataset.state; // only a served page has one
 
   // -- following: the recording may be replaced, deleted, or written for the first time ---------
 
-  const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
-
   async function follow() {
     for (;;) {
       await sleep(1);
@@ -45,12 +49,7 @@ const state = document.body.dataset.state; // only a served page has one
     }
   }
 
-  function say(text) {
-    byId("live").textContent = text;
-    byId("live").hidden = !text;
-  }
-
-  if (state !== undefined) follow();
+  if (state !== undefined && !byId("curves")) follow(); // the page of a run follows it itself
 
   // -- a site's own page ---------------------------------------------------------------------
 

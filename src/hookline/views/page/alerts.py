@@ -1,0 +1,181 @@
+"""Alerts of a run: few and simple rules, which the page prints beside what they find."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.display.text import plural
+from hookline.views.page.curve_table import RECENT, CurveTable
+
+_TIMES = 100.0  # the norm, by its median
+_LEAST_SHARE = 1e-6  # the greatest gradient, by the greatest of its kind
+_LEAST_RATIO, _GREATEST_RATIO = 1e-5, 1e-1
+
+# The ports in the order in which a step reaches them.
+PORTS = ("value", "input", "output", "grad_output", "grad_input", "grad", "update")
+_GRADIENTS = ("grad_output", "grad_input", "grad")
+_SITE = re.compile(rf"(?P<path>.*?)(?::(?P<port>{'|'.join(PORTS)})(?P<leaf>[.\[#].*)?)?", re.DOTALL)
+
+
+class Alert(NamedTuple):
+    """What a rule has found.
+
+    Args:
+        title: the kind, such as "Exploding".
+        text: what was found.
+        rule: the definition.
+        sites: the index of each site with a short text, the worst first.
+    """
+
+    title: str
+    text: str
+    rule: str
+    sites: list[tuple[int, str]]
+
+
+def path_and_port(site: str) -> tuple[str, str]:
+    """Split a site into its path and its port.
+
+    >>> path_and_port("h.0:output[1]"), path_and_port("fc")
+    (('h.0', 'output'), ('fc', 'output'))
+    """
+    match = _SITE.fullmatch(site)
+    assert match is not None
+    return match["path"], match["port"] or "output"
+
+
+def alerts_of(table: CurveTable) -> list[Alert]:
+    """Return the alerts of the steps so far."""
+    ports = np.array([path_and_port(site)[1] for site in table.sites], dtype=object)
+    found = [
+        _non_finite(table),
+        _exploding(table),
+        _vanishing(table, ports),
+        _dead(table, ports),
+        _ratio(table),
+    ]
+    return [alert for alert in found if alert is not None and alert.sites]
+
+
+def _non_finite(table: CurveTable) -> Alert | None:
+    bad = [int(k) for k in np.flatnonzero(table.bad_since >= 0)]
+    if not bad:
+        return None
+    parts = {k: path_and_port(table.sites[k]) for k in bad}
+    steps = {k: int(table.bad_since[k]) for k in bad}
+    groups: dict[tuple[int, str], list[int]] = {}
+    for k in bad:
+        groups.setdefault((steps[k], parts[k][1]), []).append(k)
+    ordered: list[int] = []
+    for (_, port), group in sorted(
+        groups.items(), key=lambda one: (one[0][0], PORTS.index(one[0][1]))
+    ):
+        ordered += _in_causal_order(group, port, {k: parts[k][0] for k in group})
+    first = ordered[0]
+    text = f"first at step {steps[first]:,}, at {plural(len(bad), 'site')} so far"
+    return Alert(
+        "NaN or infinity",
+        text,
+        "The first reported step with any. Within a step: weights, outputs, gradients, updates, in"
+        " this order; a module comes after those inside it, and gradients come from the last module"
+        " to the first. hl.check names the operation.",
+        [(k, f"step {steps[k]:,}") for k in ordered],
+    )
+
+
+def _in_causal_order(group: list[int], port: str, paths: dict[int, str]) -> list[int]:
+    """Order sites of one step and port by when they had their values: the likely maker first."""
+    known = {("" if path == "(root)" else path) for path in paths.values()}
+
+    def outer(path: str) -> list[str]:
+        parts = path.split(".") if path and path != "(root)" else []
+        return [".".join(parts[:k]) for k in range(len(parts))]
+
+    holders = {one for path in known for one in outer(path)}
+    if port == "grad_output":  # the gradient reaches a module before what is inside it
+        later = {k for k in group if known & set(outer(paths[k]))}
+    elif port in ("value", "grad", "update"):
+        later = set()
+    else:
+        later = {k for k in group if ("" if paths[k] == "(root)" else paths[k]) in holders}
+    sign = -1 if port in _GRADIENTS else 1
+    return sorted(group, key=lambda k: (k in later, sign * k))
+
+
+def _exploding(table: CurveTable) -> Alert | None:
+    if "norm" not in table.names or table.n_reports < RECENT:
+        return None
+    now = table.now[table.names.index("norm")]
+    median = _median(table.values("norm")[0])
+    with np.errstate(all="ignore"):
+        times = np.where(median > 0, now / median, np.nan)
+    worst = [k for k in np.argsort(-times) if times[k] >= _TIMES]
+    return Alert(
+        "Exploding",
+        f"{plural(len(worst), 'site')}",
+        f"The norm of the last step is at least {_TIMES:g} times its median of all steps.",
+        [(int(k), f"{times[k]:.3g} times") for k in worst],
+    )
+
+
+def _vanishing(table: CurveTable, ports: NDArray[Any]) -> Alert | None:
+    if not {"min", "max"} <= set(table.names):
+        return None
+    extremes = np.abs([table.now[table.names.index(name)] for name in ("min", "max")])
+    greatest = np.fmax(*extremes)
+    found: list[tuple[float, int]] = []
+    for port in _GRADIENTS:
+        mine = np.flatnonzero(ports == port)
+        top = float(np.nanmax(greatest[mine], initial=0.0))
+        found += [(greatest[k] / top, int(k)) for k in mine if 0 < greatest[k] < _LEAST_SHARE * top]
+    return Alert(
+        "Vanishing",
+        f"{plural(len(found), 'gradient')}",
+        f"The largest magnitude of the last step is below {_LEAST_SHARE:g} of the largest gradient"
+        " of the same kind.",
+        [(k, f"{share:.1e}") for share, k in sorted(found)],
+    )
+
+
+def _dead(table: CurveTable, ports: NDArray[Any]) -> Alert | None:
+    dead = np.flatnonzero((table.n_zero >= RECENT) & (ports != "update"))
+    return Alert(
+        "Dead",
+        f"{plural(len(dead), 'site')}",
+        f"Every number was 0 at each of the last {RECENT} reported steps, or more.",
+        [(int(k), f"since step {table.zero_since[k]:,}") for k in dead],
+    )
+
+
+def _ratio(table: CurveTable) -> Alert | None:
+    if "ratio" not in table.names or len(table.recent) < RECENT:
+        return None
+    ratio = _median(np.stack([one[table.names.index("ratio")] for one in table.recent]))
+    far = [
+        int(k)
+        for k in np.flatnonzero((ratio < _LEAST_RATIO) | (ratio > _GREATEST_RATIO))
+        if not table.sites[k].endswith("bias:update")
+    ]
+    with np.errstate(divide="ignore"):
+        off = np.abs(np.log10(ratio / 1e-3))
+    return Alert(
+        "Update ratio",
+        f"{plural(len(far), 'weight')} far off 0.001",
+        "The update's norm by the weight's, the median of the last"
+        f" {RECENT} reported steps, is below {_LEAST_RATIO:g} or above {_GREATEST_RATIO:g}. Biases"
+        " are left out.",
+        [(k, f"{ratio[k]:.1e}") for k in sorted(far, key=lambda k: -off[k])],
+    )
+
+
+def _median(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return the median over the first axis without NaN; NaN where nothing else is."""
+    ordered = np.sort(numbers, axis=0)  # NaN comes last
+    counts = np.count_nonzero(~np.isnan(numbers), axis=0)
+    at = np.maximum(counts - 1, 0) // 2
+    found = np.take_along_axis(ordered, at[None], axis=0)[0]
+    return np.where(counts > 0, found, np.nan)

@@ -1,0 +1,311 @@
+"""The numbers of a run by site and column, few enough columns to draw.
+
+A column stands for one reported step, or for several in a row once there are more steps than
+columns. It keeps the last number, the least and the greatest of its steps, so that a peak of one
+step is never lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.curves import Entry, Layout, StepReport, numbers_of
+from hookline.errors import FolderError
+from hookline.statistics.moments_statistic import MomentsStatistic
+
+MOST_COLUMNS = 512
+RECENT = 10  # the reports that alerts look back on
+_BLOCK = 64  # reports that are read at once
+_N_SLOTS = 8
+_N_SUMS = 6
+_OF_MOMENTS = ("mean", "std", "min", "max", "norm", "zero_share", "non_finite")
+_LARGEST = float(np.finfo(np.float32).max)
+
+Array = NDArray[Any]
+
+
+@final
+@dataclass(slots=True)
+class Column:
+    """The steps that a column stands for.
+
+    Args:
+        first: the number of the first step.
+        last: the number of the last step.
+        index: the index of the last step's report.
+        n_reports: how many reports there are in it.
+    """
+
+    first: int
+    last: int
+    index: int
+    n_reports: int = 1
+
+
+@final
+class CurveTable:
+    """The numbers of a run, which grow by reports.
+
+    Args:
+        most: the greatest number of columns, an even number. When they are full, each two become
+            one.
+
+    Attributes:
+        sites: the sites in the order of registration; a later one is appended.
+        names: the names of the numbers.
+        columns: the columns.
+        stride: how many reports a full column stands for.
+        now: the numbers of each site's last step that has any, of shape [names, sites].
+        bad_since: the first step with a non-finite number, by site; -1 if there is none.
+        n_zero: at how many of the last reports a site was all zero, without a break.
+        zero_since: the step at which that began.
+        recent: `now` of the last reports, each NaN where the site had no value.
+    """
+
+    def __init__(self, most: int = MOST_COLUMNS) -> None:
+        self.sites: list[str] = []
+        self.names: list[str] = []
+        self.columns: list[Column] = []
+        self.stride = 1
+        self.n_reports = 0
+        self._most = most
+        # The last, least and greatest numbers, of shape [3, columns, names, sites].
+        self._numbers: Array = np.empty((3, most, 0, 0), np.float32)
+        self.now: Array = np.empty((0, 0), np.float32)
+        self.bad_since: Array = np.empty(0, np.int64)
+        self.n_zero: Array = np.empty(0, np.int64)
+        self.zero_since: Array = np.empty(0, np.int64)
+        self.recent: deque[Array] = deque(maxlen=RECENT)
+        self._site_of: dict[str, int] = {}
+        self._plan: _Plan | None = None
+
+    def add(self, reports: Sequence[StepReport]) -> None:
+        """Add reports that follow those that are here."""
+        for _, alike in itertools.groupby(reports, key=lambda one: id(one.layout)):
+            for block in _blocks(alike):
+                self._add_block(block)
+
+    def values(self, name: str, start: int = 0) -> Array:
+        """Return the last, least and greatest numbers of columns, of shape [3, columns, sites].
+
+        Args:
+            name: the name of the number.
+            start: the first column.
+        """
+        return self._numbers[:, start : len(self.columns), self.names.index(name)]
+
+    def bad(self, start: int = 0) -> Array:
+        """Tell where non-finite numbers were, of shape [columns, sites]."""
+        if "non_finite" not in self.names:
+            return np.zeros((len(self.columns) - start, len(self.sites)), np.bool_)
+        return np.asarray(self.values("non_finite", start)[2] > 0)
+
+    def _add_block(self, block: list[StepReport]) -> None:
+        if self._plan is None or self._plan.layout is not block[0].layout:
+            self._plan = _Plan(block[0].layout)
+        names, numbers = self._plan.numbers(block)
+        self._grow(names, self._plan.sites)
+        at_sites = [self._site_of[site] for site in self._plan.sites]
+        rows = np.full((len(block), len(self.names), len(self.sites)), np.nan, np.float32)
+        at = [self.names.index(name) for name in names]
+        rows[:, np.array(at, np.intp)[:, None], at_sites] = np.clip(numbers, -_LARGEST, _LARGEST)
+        for report, row in zip(block, rows, strict=True):
+            self._add_row(report.step, row)
+
+    def _grow(self, names: Sequence[str], sites: Sequence[str]) -> None:
+        new_names = [name for name in names if name not in self.names]
+        new_sites = [site for site in sites if site not in self._site_of]
+        if not new_names and not new_sites:
+            return
+        self.names += new_names
+        for site in new_sites:
+            self._site_of[site] = len(self.sites)
+            self.sites.append(site)
+        grown = ((0, len(new_names)), (0, len(new_sites)))
+        self._numbers = np.pad(self._numbers, ((0, 0), (0, 0), *grown), constant_values=np.nan)
+        self.now = np.pad(self.now, grown, constant_values=np.nan)
+        self.recent = deque(
+            (np.pad(one, grown, constant_values=np.nan) for one in self.recent), RECENT
+        )
+        self.bad_since = np.pad(self.bad_since, grown[1], constant_values=-1)
+        self.n_zero = np.pad(self.n_zero, grown[1])
+        self.zero_since = np.pad(self.zero_since, grown[1])
+
+    def _add_row(self, step: int, row: Array) -> None:
+        columns = self.columns
+        if not columns or columns[-1].n_reports == self.stride:
+            if len(columns) == self._most:
+                self._halve()
+            self._numbers[:, len(columns)] = row
+            columns.append(Column(step, step, self.n_reports))
+        else:
+            last, least, greatest = self._numbers[:, len(columns) - 1]
+            np.copyto(last, row, where=~np.isnan(row))
+            np.fmin(least, row, out=least)
+            np.fmax(greatest, row, out=greatest)
+            column = columns[-1]
+            column.last, column.index = step, self.n_reports
+            column.n_reports += 1
+        self.n_reports += 1
+        has_value = ~np.isnan(row).all(axis=0)
+        self.now[:, has_value] = row[:, has_value]
+        self.recent.append(row)
+        self._note(step, row)
+
+    def _note(self, step: int, row: Array) -> None:
+        """Note what alerts need of each step."""
+        if "non_finite" in self.names:
+            is_bad = row[self.names.index("non_finite")] > 0
+            self.bad_since[is_bad & (self.bad_since < 0)] = step
+        if "zero_share" in self.names:
+            share = row[self.names.index("zero_share")]
+            self.zero_since[(share == 1) & (self.n_zero == 0)] = step
+            self.n_zero[share == 1] += 1
+            self.n_zero[share < 1] = 0
+
+    def _halve(self) -> None:
+        """Join each two columns."""
+        half = self._most // 2
+        earlier, later = self._numbers[:, ::2].copy(), self._numbers[:, 1::2].copy()
+        self._numbers[0, :half] = np.where(np.isnan(later[0]), earlier[0], later[0])
+        self._numbers[1, :half] = np.fmin(earlier[1], later[1])
+        self._numbers[2, :half] = np.fmax(earlier[2], later[2])
+        pairs = zip(self.columns[::2], self.columns[1::2], strict=True)
+        self.columns[:] = [
+            Column(one.first, two.last, two.index, one.n_reports + two.n_reports)
+            for one, two in pairs
+        ]
+        self.stride *= 2
+
+
+def _blocks(reports: Iterator[StepReport]) -> Iterator[list[StepReport]]:
+    while block := list(itertools.islice(reports, _BLOCK)):
+        yield block
+
+
+@final
+class _Plan:
+    """Where the slots of a layout are, for reports that share it.
+
+    The numbers are those of `numbers_of`: by NumPy for moments, which most sites have, and one by
+    one for other statistics.
+
+    Args:
+        layout: the layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.sites = list(layout.by_site)
+        found = [_entry_of_moments(layout, site) for site in self.sites]
+        # The sites that have moments, where their slots are, and the ranks that count.
+        self._at = np.array([k for k, one in enumerate(found) if one is not None], np.intp)
+        slots = [np.arange(one[1].start, one[1].stop) for one in found if one is not None]
+        self._slots = np.concatenate(slots) if slots else np.empty(0, np.intp)
+        self._ranks = [one[0].ranks for one in found if one is not None]
+        self._others = [
+            (k, site)
+            for k, site in enumerate(self.sites)
+            if len(layout.by_site[site]) > 1 or found[k] is None
+        ]
+        number_of = {site: k for k, site in enumerate(self.sites)}
+        self._updates = [
+            (k, weight)
+            for site, k in number_of.items()
+            if site.endswith(":update")
+            and (weight := number_of.get(f"{site.removesuffix(':update')}:value")) is not None
+        ]
+
+    def numbers(self, block: Sequence[StepReport]) -> tuple[list[str], Array]:
+        """Return the names of the numbers, and the numbers, of shape [reports, names, sites]."""
+        names: list[str] = []
+        numbers = np.empty((len(block), 0, len(self.sites)))
+        if len(self._at):
+            names = [*_OF_MOMENTS, *["ratio"] * bool(self._updates)]
+            numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
+            with np.errstate(all="ignore"):
+                numbers[:, : len(_OF_MOMENTS), self._at] = _of_moments(self._merged(block))
+                norms = numbers[:, names.index("norm")]
+                for k, weight in self._updates:
+                    ratio = norms[:, k] / norms[:, weight]
+                    numbers[:, -1, k] = np.where(norms[:, weight] == 0, np.nan, ratio)
+        for site in self._others:
+            names, numbers = _with_others(self.layout, block, site, names, numbers)
+        return names, numbers
+
+    def _merged(self, block: Sequence[StepReport]) -> Array:
+        """Return the slots of moments, ranks merged, of shape [reports, sites, slots].
+
+        Where no value came, the slots are NaN.
+        """
+        n_ranks = max(len(one.slots) for one in block)
+        slots: Array = np.full((len(block), n_ranks, len(self._slots)), np.nan)
+        for at, one in enumerate(block):
+            slots[at, : len(one.slots)] = one.slots[:, self._slots]
+        slots = slots.reshape(len(block), n_ranks, -1, _N_SLOTS)
+        for at, ranks in enumerate(self._ranks):
+            if ranks is not None:
+                slots[:, [one for one in range(n_ranks) if one not in ranks], at] = np.nan
+        if n_ranks == 1:
+            return slots[:, 0]
+        merged = np.concatenate(
+            [np.nansum(slots[..., :_N_SUMS], 1), np.fmax.reduce(slots[..., _N_SUMS:], 1)], axis=-1
+        )
+        merged[np.isnan(slots[..., 0]).all(1)] = np.nan
+        return merged
+
+
+def _entry_of_moments(layout: Layout, site: str) -> tuple[Entry, slice] | None:
+    for entry, place in layout.by_site[site]:
+        if isinstance(layout.statistics[entry.statistic], MomentsStatistic):
+            return entry, place
+    return None
+
+
+def _of_moments(slots: Array) -> Array:
+    """Compute the numbers of moments from [reports, sites, slots]."""
+    count, non_finite, zeros, sum1, sum2, _, negated_min, greatest = np.moveaxis(slots, -1, 0)
+    finite = count - non_finite
+    mean = sum1 / finite
+    std = np.sqrt(np.maximum(sum2 / finite - mean * mean, 0.0))
+    std = np.where(-negated_min == greatest, 0.0, std)
+    found = np.stack(
+        [mean, std, -negated_min, greatest, np.sqrt(sum2), zeros / finite, non_finite], 1
+    )
+    found[:, :-1] = np.where((finite > 0)[:, None], found[:, :-1], np.nan)
+    return found
+
+
+def _with_others(
+    layout: Layout,
+    block: Sequence[StepReport],
+    site: tuple[int, str],
+    names: list[str],
+    numbers: Array,
+) -> tuple[list[str], Array]:
+    """Add the numbers of a site with other statistics than moments."""
+    at, name_of_site = site
+    for k, one in enumerate(block):
+        try:
+            results = layout.results(name_of_site, one.slots, None)
+        except FolderError:  # the class that merges the ranks is not known here
+            continue
+        found: dict[str, float] = {}
+        for result in results:
+            for name, number in numbers_of(result).items():
+                found.setdefault(name or "value", number)
+        new = [name for name in found if name not in names]
+        if new:
+            names = [*names, *new]
+            gap = np.full((len(block), len(new), numbers.shape[2]), np.nan)
+            numbers = np.concatenate([numbers, gap], axis=1)
+        for name, number in found.items():
+            numbers[k, names.index(name), at] = number
+    return names, numbers

@@ -1,0 +1,307 @@
+"""The page of a monitored run: sites by steps as a heat map, each site's curve, and alerts.
+
+The served page asks for the steps that it lacks. The page that is a file holds the numbers itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookline.curves import RunReader, StepReport, numbers_of
+from hookline.curves.run_folder import FILE
+from hookline.display.text import escape_invisible, plural
+from hookline.errors import FolderError, InputError
+from hookline.views.page.alerts import PORTS, alerts_of, path_and_port
+from hookline.views.page.curve_table import CurveTable
+from hookline.views.page.links import number as number_of
+from hookline.views.page.templates import curves_environment
+from hookline.views.page.write import replace_file, target_of
+
+_COLUMNS_IN_FILE = 256
+_TITLES = {
+    "mean": "mean",
+    "std": "standard deviation",
+    "norm": "norm",
+    "max": "maximum",
+    "min": "minimum",
+    "zero_share": "share of zeros",
+    "non_finite": "non-finite count",
+    "ratio": "update ÷ weight",
+}
+_KINDS = {
+    "output": "outputs",
+    "grad_output": "gradients of outputs",
+    "input": "inputs",
+    "grad_input": "gradients of inputs",
+    "value": "weights",
+    "grad": "gradients of weights",
+    "update": "updates of weights",
+}
+assert set(_KINDS) == set(PORTS)
+
+
+@final
+class OpenRun:
+    """The run of a folder, which may grow or be replaced while it is shown.
+
+    Args:
+        folder: the folder.
+        most_columns: the greatest number of columns.
+
+    Raises:
+        FolderError: the folder holds no curves.
+    """
+
+    def __init__(self, folder: Path, most_columns: int | None = None) -> None:
+        self.folder = folder
+        self._reader = RunReader(folder)
+        self.lock = threading.RLock()  # held while an answer is made
+        self.table = CurveTable() if most_columns is None else CurveTable(most_columns)
+        self.reports: Sequence[StepReport] = ()
+        self._n_taken = 0
+        self._alerts: tuple[int, list[Any]] = (-1, [])
+        self.version = run_version(folder)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether the monitor has ended; False of a run that was killed."""
+        return self._reader.has_ended
+
+    def read(self) -> None:
+        """Take the reports that have been added since.
+
+        Raises:
+            FolderError: the folder is damaged or gone.
+        """
+        with self.lock:
+            try:
+                self.reports = self._reader.read()
+            except FolderError:
+                raise
+            except OSError as error:
+                raise FolderError(
+                    f"{self.folder} cannot be read: {error.strerror}.\nIs it still there?"
+                ) from error
+            n_reports = len(self.reports)
+            self.table.add(self.reports[self._n_taken : n_reports])
+            self._n_taken = n_reports
+
+    @property
+    def n_ranks(self) -> int:
+        """The number of ranks of the last report."""
+        return len(self.reports[-1].slots) if self.reports else 1
+
+    def status(self) -> dict[str, Any]:
+        """Return the last step, its age in seconds, and whether the run has ended."""
+        if not self.reports:
+            return {"n_steps": 0, "ended": self.has_ended}
+        last, recent = self.reports[-1], self.reports[-20:]
+        return {
+            "n_steps": self._n_taken,
+            "step": last.step,
+            "first_step": self.reports[0].step,
+            "when": last.seconds,
+            "age": max(time.time() - last.seconds, 0.0),
+            "pace": (last.seconds - recent[0].seconds) / max(len(recent) - 1, 1),
+            "ended": self.has_ended,
+        }
+
+    def since(self, name: str, column: int, stride: int, known: int) -> dict[str, Any]:
+        """Return what a page lacks that has the columns before one, of a number.
+
+        Args:
+            name: the number; one that is not here stands for the usual one.
+            column: the first column that is wanted: the last one of the page, which may have grown.
+            stride: the steps in each of the page's columns; after a change all columns are sent.
+            known: how many numbers of the last step the page has; another count sends the whole.
+        """
+        table = self.table
+        name = name if name in table.names else usual_of(table.names)
+        if stride != table.stride or known != table.now.size or column > len(table.columns):
+            column = 0
+        columns = table.columns[column:]
+        answer: dict[str, Any] = {
+            **self.status(),
+            "number": name,
+            "stride": table.stride,
+            "from": column,
+            "firsts": [one.first for one in columns],
+            "lasts": [one.last for one in columns],
+            "values": self._values(name, column),
+            "bad": _packed(table.bad(column), np.uint8),
+            "now": _packed(table.now, np.float32),
+            "alerts": self._alerts_now(),
+        }
+        if not column:
+            answer["names"] = [[one, _TITLES.get(one, one)] for one in table.names]
+            answer["sites"] = [_site_data(site) for site in table.sites]
+        return answer
+
+    def _values(self, name: str, column: int = 0) -> list[str]:
+        """Return the numbers of columns as text: the last ones; then the least and greatest."""
+        if not name:
+            return [""]
+        values = self.table.values(name, column)
+        sent = values if self.table.stride > 1 else values[:1]
+        return [_packed(one, np.float32) for one in sent]
+
+    def _alerts_now(self) -> list[Any]:
+        if self._alerts[0] != self._n_taken:
+            found = [
+                {"title": one.title, "text": one.text, "rule": one.rule, "sites": one.sites}
+                for one in alerts_of(self.table)
+            ]
+            self._alerts = self._n_taken, found
+        return self._alerts[1]
+
+    def whole(self) -> dict[str, Any]:
+        """Return everything that a page without a server shows."""
+        answer = {**self.since("", 0, 0, -1), "values": []}
+        answer["numbers"] = {name: self._values(name) for name in self.table.names}
+        return answer
+
+    def of_ranks(self, site: int, name: str) -> list[list[float | None]]:
+        """Return a number at each column's last step, for each rank.
+
+        Raises:
+            InputError: there is no such site.
+        """
+        if not 0 <= site < len(self.table.sites):
+            raise InputError(
+                f"site must be from 0 to {len(self.table.sites) - 1}, got {site}.\nReload the page."
+            )
+        at = self.table.sites[site]
+        chosen = [self.reports[column.index] for column in self.table.columns]
+        return [[_of_rank(one, at, rank, name) for one in chosen] for rank in range(self.n_ranks)]
+
+
+def run_version(folder: Path) -> str:
+    """Return a text that changes if a run is replaced, and not while it grows; empty without it."""
+    try:
+        found = (folder / FILE).stat()
+    except (OSError, ValueError):
+        return ""
+    return f"run-{found.st_dev}-{found.st_ino}"
+
+
+def usual_of(names: Sequence[str]) -> str:
+    """Return the number that is shown unless another is chosen; an empty text without any."""
+    return next((name for name in ("std", "norm", "mean") if name in names), "".join(names[:1]))
+
+
+def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | None:
+    if rank >= len(report.slots):
+        return None
+    if name == "ratio":
+        found = report.ratio(site, rank)
+        return None if found is None or not np.isfinite(found) else found
+    for result in report.layout.results(site, report.slots, rank):
+        numbers = numbers_of(result)
+        number = numbers.get("" if name == "value" and name not in numbers else name)
+        if number is not None:
+            return number if np.isfinite(number) else None
+    return None
+
+
+def _site_data(site: str) -> list[str]:
+    path, port = path_and_port(site)
+    tail = site[len(path) :].lstrip(":")
+    return [escape_invisible(path), escape_invisible(tail), port]
+
+
+def _packed(numbers: NDArray[Any], kind: Any) -> str:
+    array = np.ascontiguousarray(numbers, np.dtype(kind).newbyteorder("<"))
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+@final
+class CurvePages:
+    """The served pages of a run: one method for each address."""
+
+    def __init__(self) -> None:
+        self._templates = curves_environment()
+        self._templates.globals["is_served"] = True
+
+    def index(self, run: OpenRun, where: str) -> tuple[str, str]:
+        """Render the page, which asks for the numbers itself."""
+        return "text/html", _render(self._templates, run, where, {"kinds": _KINDS})
+
+    def new(self, run: OpenRun, parameters: dict[str, str], where: str) -> tuple[str, str]:
+        """Return the steps that a page lacks as JSON.
+
+        Args:
+            run: the run.
+            parameters: `state`, the version of the run that the page shows; `steps`, how many it
+                has; and the arguments of `OpenRun.since`.
+            where: the folder, for the message if it is gone.
+        """
+        version = run_version(run.folder)
+        if version != run.version or parameters.get("state", version) != version:
+            gone = "" if version else f"{where} holds no run now: deleted or being replaced."
+            return "application/json", json.dumps({"state": version, "gone": gone})
+        asked = [number_of(parameters, one) or 0 for one in ("from", "stride", "known")]
+        with run.lock:
+            run.read()
+            answer: dict[str, Any] = {"state": version, **run.status()}
+            if number_of(parameters, "steps") != answer["n_steps"]:
+                answer |= run.since(parameters.get("number", ""), asked[0], asked[1], asked[2])
+        return "application/json", json.dumps(answer)
+
+    def ranks(self, run: OpenRun, parameters: dict[str, str]) -> tuple[str, str]:
+        """Return a site's numbers of each rank as JSON."""
+        site = number_of(parameters, "site")
+        with run.lock:
+            found = run.of_ranks(-1 if site is None else site, parameters.get("number", ""))
+        return "application/json", json.dumps(found)
+
+
+def write_curves_page(folder: Path, path: str | os.PathLike[str]) -> Path:
+    """Write the page of a run as one HTML file, which loads nothing.
+
+    Args:
+        folder: the folder of the run.
+        path: the file to write, or a folder, in which `report.html` is written.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        FolderError: the folder holds no curves or is damaged, or the file cannot be written.
+        HooklineError: jinja2 is not installed.
+    """
+    run = OpenRun(folder, _COLUMNS_IN_FILE)
+    run.read()
+    data = {"kinds": _KINDS, **run.whole()}
+    text = _render(curves_environment(), run, os.fspath(folder), data)
+    return replace_file(target_of(path), text)
+
+
+def _render(templates: Any, run: OpenRun, where: str, data: dict[str, Any]) -> str:
+    served = templates.globals["is_served"]
+    facts = [] if served else [
+        ("Sites", f"{len(run.table.sites):,}"), ("Steps", f"{len(run.reports):,}"),
+    ]  # fmt: skip
+    return str(
+        templates.get_template("curves.html").render(
+            title=run.folder.resolve().name or where,
+            where=where,
+            home="",
+            facts=facts,
+            now=datetime.now().astimezone(),
+            n_ranks=run.n_ranks,
+            ranks=plural(run.n_ranks, "rank"),
+            data={**data, "n_ranks": run.n_ranks},
+            **({"state": run.version} if served else {}),
+        )
+    )

@@ -1,0 +1,95 @@
+"""Alerts of a run: each rule finds what it says, and nothing in a healthy training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.curves import RunReader
+from hookline.views.page.alerts import alerts_of, path_and_port
+from hookline.views.page.curve_table import CurveTable
+from runs import layout_of, report_of
+
+NAN = float("nan")
+
+
+def alerts(sites, steps):
+    """The alerts of steps, each a list of the numbers of each site: title to (site, note)."""
+    layout, table = layout_of(sites), CurveTable()
+    table.add([report_of(k, layout, values, 0.0) for k, values in enumerate(steps)])
+    return {
+        one.title: [(table.sites[k], note) for k, note in one.sites] for one in alerts_of(table)
+    }
+
+
+def test_a_healthy_training_raises_none(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with hl.monitor(model, to=str(tmp_path / "run")):
+        for _ in range(30):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 4)) - 1).square().mean().backward()
+            optimizer.step()
+    table = CurveTable()
+    table.add(RunReader(tmp_path / "run").read())
+    assert alerts_of(table) == []
+
+
+def test_the_first_nan_is_at_the_inner_module():
+    sites = ["(root)", "h", "h.0", "h.1", "h.1:grad_output", "w:value"]
+    fine, bad = [[1.0]] * 6, [NAN]
+    later = [bad, bad, [1.0], bad, bad, [1.0]]
+    found = alerts(sites, [fine, later, [bad] * 6])["NaN or infinity"]
+    assert found[0] == ("h.1", "step 1")
+    assert found[1:4] == [("(root)", "step 1"), ("h", "step 1"), ("h.1:grad_output", "step 1")]
+    assert found[4:] == [("w:value", "step 2"), ("h.0", "step 2")]
+
+
+def test_a_gradient_that_is_nan_came_from_the_last_module():
+    sites = ["a:grad_output", "b:grad_output", "b.c:grad_output"]
+    found = alerts(sites, [[[NAN]] * 3])["NaN or infinity"]
+    assert [site for site, _ in found] == ["b:grad_output", "a:grad_output", "b.c:grad_output"]
+
+
+def test_a_norm_of_100_times_its_median_explodes():
+    quiet = [[[1.0], [1.0]]] * 12
+    assert "Exploding" not in alerts(["a", "b"], [*quiet, [[99.0], [1.0]]])
+    assert alerts(["a", "b"], [*quiet, [[101.0], [1.0]]])["Exploding"] == [("a", "101 times")]
+    assert "Exploding" not in alerts(["a", "b"], [[[1.0], [1.0]], [[101.0], [1.0]]])  # too early
+
+
+def test_a_gradient_far_below_others_of_its_kind_vanishes():
+    sites = ["a:grad_output", "b:grad_output", "w:grad", "out"]
+    found = alerts(sites, [[[1.0], [1e-7], [1e-7], [1e-9]]])
+    assert found == {"Vanishing": [("b:grad_output", "1.0e-07")]}
+
+
+def test_a_site_is_dead_after_ten_steps_of_zeros():
+    zeros, alive = [[0.0, 0.0], [1.0]], [[0.0, 1.0], [1.0]]
+    assert "Dead" not in alerts(["a", "b"], [alive, *[zeros] * 9])
+    assert alerts(["a", "b"], [alive, *[zeros] * 10]) == {"Dead": [("a", "since step 1")]}
+    assert "Dead" not in alerts(["a", "b"], [*[zeros] * 12, alive])
+
+
+@pytest.mark.parametrize(("update", "is_far"), [(1e-6, True), (1e-3, False), (0.2, True)])
+def test_an_update_far_off_a_thousandth_is_said(update, is_far):
+    sites = ["w:value", "w:update", "bias:value", "bias:update"]
+    found = alerts(sites, [[[1.0], [update], [1.0], [0.9]]] * 10)
+    assert found.get("Update ratio", []) == [("w:update", f"{update:.1e}")] * is_far
+
+
+@pytest.mark.parametrize(
+    ("site", "parts"),
+    [
+        ("(root)", ("(root)", "output")),
+        ("a:b:grad_output", ("a:b", "grad_output")),
+        ("h.0:output[0]", ("h.0", "output")),
+        ("h:output.logits", ("h", "output")),
+        ("x\ny.weight:update", ("x\ny.weight", "update")),
+    ],
+)
+def test_a_site_is_split_into_path_and_port(site, parts):
+    assert path_and_port(site) == parts

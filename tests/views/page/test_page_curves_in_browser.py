@@ -1,0 +1,249 @@
+"""The page of a run in a real browser: live, by mouse and by keyboard, and as a file."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from hookline.views.page import write_curves_page
+from runs import Writer
+
+NAN = float("nan")
+HOSTILE = '<img src=x onerror="alert(1)">'
+SITES = ["(root)", "h.0", "h.0:grad_output", HOSTILE, "w:value", "w:update"]
+PHONE = {"width": 390, "height": 800}
+
+
+def step(k, bad=False):
+    return [[k + 1.0, -2.0], [NAN if bad else 1.0], [1e-4 * 10**k], [0.0], [1.0], [1e-3]]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of four steps that goes on; the last has a NaN in `h.0`."""
+    writer = Writer(tmp_path / "run", SITES)
+    for k in range(4):
+        writer.add(*step(k, bad=k == 3))
+    return writer
+
+
+@pytest.fixture
+def visit(served, new_page):  # in this order: the pages are closed before the server
+    def visit(run, path="", **options):
+        server = served(run.folder.path)
+        page = new_page(server.base + path, server.base, **options)
+        page.base = server.base
+        return page
+
+    return visit
+
+
+@pytest.fixture(params=["served", "file"])
+def page(request, run, visit, new_page, tmp_path):
+    if request.param == "served":
+        return visit(run)
+    address = write_curves_page(run.folder.path, tmp_path / "report.html").as_uri()
+    return new_page(address, address)
+
+
+def rows(page):
+    return page.locator("#curves tbody tr:not([hidden])")
+
+
+def names(page):
+    expect(rows(page).first).to_be_visible()
+    return page.locator("#curves tbody tr:not([hidden]) .path").all_inner_texts()
+
+
+def faults(page):
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {one['nodes'][0]['html']}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+def pixels(page, row):
+    """The colours of a row's heat map, one for each column."""
+    return page.evaluate(
+        "(k) => { const c = document.querySelectorAll('td.heat canvas')[k];"
+        " const canvas = new OffscreenCanvas(c.width, 1);"
+        " const copy = canvas.getContext('2d', {willReadFrequently: true});"
+        " copy.drawImage(c, 0, 0);"
+        " const d = copy.getImageData(0, 0, c.width, 1).data;"
+        " return [...Array(c.width).keys()].map((at) => [...d.slice(4 * at, 4 * at + 4)]) }",
+        row,
+    )
+
+
+def test_rows_have_a_heat_map_a_curve_and_the_last_numbers(page):
+    assert names(page) == ["(root)", "h.0", "h.0", HOSTILE, "w", "w"]
+    expect(page.locator("img[src=x]")).to_have_count(0)
+    expect(page.locator("thead .axis")).to_contain_text("step 0")
+    expect(rows(page).nth(0).locator("td.chosen")).to_have_text("3")
+    expect(rows(page).nth(1)).to_contain_text("NaN")
+    assert len(pixels(page, 0)) == 4
+    assert pixels(page, 0)[0] != pixels(page, 0)[3]
+    assert pixels(page, 1)[3] == [213, 94, 0, 255]  # NaN is vermilion
+    assert rows(page).nth(0).locator("path.line").get_attribute("d").count("L") == 3
+
+
+def test_another_number_is_shown_by_the_menu(page):
+    expect(rows(page).first).to_be_visible()
+    page.get_by_label("Number").first.select_option(label="update ÷ weight")
+    expect(rows(page)).to_have_count(1)
+    expect(rows(page).locator("td.chosen")).to_have_text("0.001")
+    page.get_by_label("Number").first.select_option("mean")
+    expect(page.locator("#key-low")).to_have_text("below 0")  # blue and red
+    page.get_by_label("Colours").select_option("all")
+    expect(page.locator("#key-about")).to_contain_text("of all rows")
+    page.get_by_label("Values").select_option("gradients of outputs")
+    expect(rows(page)).to_have_count(1)
+    expect(page.locator("#status")).to_have_text("1 of 6 sites")
+
+
+def test_numbers_over_decades_have_logarithmic_colours(page):
+    expect(rows(page).first).to_be_visible()
+    page.get_by_label("Number").first.select_option("norm")
+    page.get_by_role("searchbox").fill("grad_output")
+    expect(rows(page)).to_have_count(1)
+    expect(page.locator("#key-about")).to_contain_text("logarithmic")
+    reds = [colour[:3] for colour in pixels(page, 0)]
+    assert reds[0] == [68, 1, 84]
+    assert reds[3] == [253, 231, 37]
+    assert len({tuple(one) for one in reds}) == 4  # each decade has its own colour
+
+
+def test_a_click_shows_a_site_large_and_keys_the_next(page):
+    rows(page).nth(2).click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("heading")).to_have_text("h.0:grad_output")
+    dialog.get_by_label("Number").select_option("norm")
+    plot = page.locator("#plot")
+    expect(plot).to_have_attribute("aria-label", re.compile("^norm of h.0:grad_output, step 0 to"))
+    assert "1e-4" in plot.locator("text").all_inner_texts() or plot.inner_html().count("1e-4")
+    expect(page.locator("#readout")).to_have_text("step 3: 0.1")
+    page.get_by_role("slider", name="Step").press("ArrowLeft")
+    expect(page.locator("#readout")).to_have_text("step 2: 0.01")
+    dialog.get_by_role("button", name="Close").focus()
+    page.keyboard.press("ArrowRight")
+    expect(dialog.get_by_role("heading")).to_have_text(HOSTILE)
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(rows(page).nth(3).locator("button")).to_be_focused()
+
+
+def test_the_keyboard_moves_from_site_to_site(page):
+    expect(rows(page).first).to_be_visible()
+    page.keyboard.press("/")
+    page.keyboard.type("h.0")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    expect(rows(page).nth(1).locator("button")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("h.0:grad_output")
+
+
+def test_an_alert_has_its_rule_and_leads_to_the_site(page):
+    alert = page.locator(".alerts > li").first
+    expect(alert).to_contain_text("NaN or infinity first at step 3, at 1 site so far")
+    expect(alert.locator(".rule")).to_contain_text("The first reported step with any.")
+    alert.get_by_role("button", name="h.0").click()
+    expect(page.get_by_role("dialog").get_by_role("heading")).to_have_text("h.0")
+    expect(page.locator("#readout")).to_have_text(re.compile("^step 3: ., NaN or infinity$"))
+
+
+def test_new_steps_appear_and_choices_stay(visit, run):
+    page = visit(run, path="?number=mean&kind=output")
+    expect(page.locator("#pulse-text")).to_contain_text("last step 3, ")
+    page.get_by_role("searchbox").fill("root")
+    expect(rows(page)).to_have_count(1)
+    rows(page).first.locator("button").focus()
+    run.add(*step(10))
+    expect(page.locator("#pulse-text")).to_contain_text("last step 4, ")
+    expect(page.locator("#pulse.live")).to_be_visible()
+    expect(rows(page).locator("td.chosen")).to_have_text("4.5")
+    assert len(pixels(page, 0)) == 5
+    expect(page.get_by_label("Number").first).to_have_value("mean")
+    expect(page.get_by_role("searchbox")).to_have_value("root")
+    expect(rows(page).first.locator("button")).to_be_focused()
+    run.close()
+    expect(page.locator("#pulse-text")).to_contain_text("ended after step 4")
+
+
+def test_each_poll_asks_for_new_steps_alone_and_scroll_stays(visit, tmp_path):
+    sites = [f"h.{k}" for k in range(60)]
+    writer = Writer(tmp_path / "many", sites)
+    writer.add(*[[1.0, 3.0]] * 60, times=20)
+    page = visit(writer)
+    expect(page.locator("#status")).to_have_text("60 of 60 sites")
+    page.locator("#scroller").evaluate("(one) => one.scrollTo(0, 500)")
+    with page.expect_response(lambda one: "steps=20" in one.url) as found:
+        writer.add(*[[1.0, 5.0]] * 60)
+        expect(page.locator("#pulse-text")).to_contain_text("last step 20, ")
+    with page.expect_response(lambda one: "steps=21" in one.url) as quiet:
+        pass
+    assert len(found.value.body()) < 12_000
+    assert len(quiet.value.body()) < 400
+    assert page.locator("#scroller").evaluate("(one) => one.scrollTop") == 500
+
+
+def test_a_run_without_steps_waits_and_sites_may_come_later(visit, tmp_path):
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "curves.bin"
+    other = Writer(tmp_path / "other", ["a"])
+    other.add([1.0, 2.0])
+    file.write_bytes(b"hlcurve1")
+    page = visit(type("Run", (), {"folder": type("F", (), {"path": tmp_path / "run"})}))
+    expect(page.locator("#pulse-text")).to_have_text("no step yet")
+    expect(page.get_by_text("No step was reported yet.")).to_be_visible()
+    assert faults(page) == []
+    with open(file, "ab") as grown:
+        grown.write((tmp_path / "other" / "curves.bin").read_bytes()[8:])
+    expect(rows(page)).to_have_count(1)
+    assert names(page) == ["a"]
+
+
+def test_ranks_have_curves_of_their_own(visit, tmp_path):
+    writer = Writer(tmp_path / "run", ["a"])
+    for k in range(3):
+        writer.add_ranks([[k + 1.0]], [[k + 2.0]])
+    page = visit(writer, path="?number=mean")
+    rows(page).first.click()
+    expect(page.locator("#plot .rank")).to_have_count(2)
+    expect(page.locator("#readout")).to_have_text("step 2: 3.5 · rank 0: 3, rank 1: 4")
+    assert faults(page) == []
+
+
+def test_choices_are_in_the_address(visit, run):
+    page = visit(run)
+    expect(rows(page).first).to_be_visible()
+    page.get_by_label("Number").first.select_option("max")
+    page.get_by_label("Order").select_option("last")
+    expect(page).to_have_url(re.compile(r"number=max&order=last$"))
+    expected = names(page)
+    page.reload()
+    assert names(page) == expected
+    expect(page.get_by_label("Number").first).to_have_value("max")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(visit, run, scheme):
+    page = visit(run, color_scheme=scheme)
+    expect(rows(page).first).to_be_visible()
+    assert faults(page) == []
+    rows(page).first.click()
+    assert faults(page) == []
+
+
+def test_a_phone_never_scrolls_the_page_sideways(visit, run):
+    page = visit(run, viewport=PHONE)
+    expect(rows(page).first).to_be_visible()
+    wide = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
+    assert not page.locator("html").evaluate(wide)
+    rows(page).first.click()
+    assert not page.locator("html").evaluate(wide)

@@ -1,0 +1,232 @@
+"""The page of a run: what the server sends, and the file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.curves import RunFolder, RunReader
+from hookline.views.page import write_curves_page
+from runs import Writer, layout_of, report_of
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of three steps at two sites, which goes on."""
+    writer = Writer(tmp_path / "run", ["a", "b:grad_output"])
+    for k in range(3):
+        writer.add([float(k)], [1.0, 2.0])
+    return writer
+
+
+def asked(server, **parameters):
+    query = "&".join(f"{name}={value}" for name, value in parameters.items())
+    return json.loads(server.get(f"new?{query}").text)
+
+
+def floats(text):
+    return np.frombuffer(base64.b64decode(text), "<f4")
+
+
+def test_all_numbers_come_first_and_then_only_new_steps(served, run):
+    server = served(run.folder.path)
+    whole = asked(server, number="mean")
+    assert [path for path, _, _ in whole["sites"]] == ["a", "b"]
+    assert floats(whole["values"][0]).tolist() == [0.0, 1.5, 1.0, 1.5, 2.0, 1.5]
+    known = len(floats(whole["now"]))
+    ask = {"number": "mean", "stride": 1, "known": known}
+    quiet = asked(server, steps=3, **ask, **{"from": 2})
+    assert "values" not in quiet
+    assert (quiet["step"], quiet["ended"]) == (2, False)
+    run.add([7.0], [3.0])
+    more = asked(server, steps=3, **ask, **{"from": 2})
+    assert "sites" not in more
+    assert more["from"] == 2
+    assert more["firsts"] == [2, 3]
+    assert floats(more["values"][0]).tolist() == [2.0, 1.5, 7.0, 3.0]
+    run.close()
+    assert asked(server, steps=4)["ended"]
+
+
+def test_a_page_with_other_columns_or_sites_gets_all(served, run):
+    server = served(run.folder.path)
+    known = len(floats(asked(server)["now"]))
+    for changed in ({"stride": 2}, {"known": known - 1}, {"from": 99}):
+        answer = asked(server, **({"from": 2, "stride": 1, "known": known} | changed))
+        assert (answer["from"], len(answer["firsts"]), len(answer["sites"])) == (0, 3, 2)
+
+
+@pytest.mark.parametrize("query", ["from=x", "from=-1", "number=none", "known=1e9", "a=1" * 9])
+def test_an_odd_request_is_answered_without_a_traceback(served, run, query):
+    answer = served(run.folder.path).get(f"new?{query}")
+    assert answer.status in (200, 404)
+    assert "Traceback" not in answer.text
+
+
+def test_a_run_of_no_steps_has_a_page(served, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "curves.bin").write_bytes(b"hlcurve1")
+    server = served(tmp_path / "run")
+    assert server.get().status == 200
+    answer = asked(server)
+    assert (answer["n_steps"], answer["sites"], answer["alerts"]) == (0, [], [])
+
+
+def test_a_folder_is_waited_for_until_its_first_step(served, tmp_path):
+    server = served(tmp_path / "run")
+    assert server.get().status == 503
+    writer = Writer(tmp_path / "run", ["a"])
+    assert server.get().status == 503
+    writer.add([1.0])
+    assert json.loads(server.get("state").text)["state"].startswith("run-")
+    assert "Sites by steps" in server.get().text
+
+
+def test_a_run_that_was_killed_opens_up_to_its_last_whole_step(served, run):
+    path = run.folder.path / "curves.bin"
+    path.write_bytes(path.read_bytes()[:-5])
+    answer = asked(served(run.folder.path))
+    assert (answer["n_steps"], answer["step"], answer["ended"]) == (2, 1, False)
+
+
+def test_a_damaged_run_is_said(served, run):
+    path = run.folder.path / "curves.bin"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 255
+    path.write_bytes(data)
+    server = served(run.folder.path)
+    for address in ("", "new"):
+        answer = server.get(address)
+        assert answer.status == 503
+        assert "is damaged at byte" in answer.text
+    with pytest.raises(hl.FolderError, match="is damaged at byte"):
+        write_curves_page(run.folder.path, run.folder.path / "page.html")
+
+
+def test_a_damaged_run_is_not_read_twice_before_the_damage(run):
+    path = run.folder.path / "curves.bin"
+    path.write_bytes(path.read_bytes() + b"\0" * 24)
+    reader = RunReader(run.folder.path)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(hl.FolderError) as caught:
+            reader.read()
+        said.add(str(caught.value))
+    assert len(said) == 1
+    assert len(reader._reports) == 3
+
+
+def test_a_replaced_or_deleted_run_is_noticed(served, run, tmp_path):
+    folder = run.folder.path
+    server = served(folder)
+    state = asked(server)["state"]
+    kept = tmp_path / "kept"
+    folder.rename(kept)
+    gone = asked(server, state=state, steps=3)
+    assert gone["state"] == ""
+    assert "deleted or being replaced" in gone["gone"]
+    Writer(folder, ["c"]).add([1.0])
+    assert asked(server, state=state, steps=3)["state"] not in ("", state)
+    assert [path for path, _, _ in asked(server)["sites"]] == ["c"]
+
+
+def test_ranks_have_numbers_of_their_own(served, tmp_path):
+    writer = Writer(tmp_path / "run", ["a"])
+    writer.add_ranks([[1.0]], [[3.0]])
+    writer.add_ranks([[2.0]], [None])
+    server = served(tmp_path / "run")
+    assert '"n_ranks": 2' in server.get().text
+    assert json.loads(server.get("ranks?site=0&number=mean").text) == [[1.0, 2.0], [3.0, None]]
+    assert floats(asked(server, number="mean")["values"][0]).tolist() == [2.0, 2.0]
+    for site in ("9", "", "-1"):
+        assert server.get(f"ranks?site={site}&number=mean").status == 404
+
+
+def test_a_run_and_a_recording_are_not_compared(served, runs, run):
+    answer = served(runs / "a", run.folder.path).get()
+    assert answer.status == 503
+    assert "Give a run alone" in answer.text
+
+
+def test_the_addresses_of_recordings_and_runs_do_not_mix(served, runs, run):
+    assert served(run.folder.path).get("site?at=a").status == 503
+    server = served(runs / "a")
+    assert "values" not in json.loads(server.get("new").text)
+    assert server.get("ranks?site=0").status == 404
+
+
+def test_the_policy_lets_only_the_pages_own_script_run(served, run, runs, tmp_path):
+    for folder in (run.folder.path, runs / "a"):
+        answer = served(folder).get()
+        script = re.search(r"<script>(.*?)</script>", answer.text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in answer.headers["content-security-policy"]
+    text = write_curves_page(run.folder.path, tmp_path / "page.html").read_text()
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
+
+
+def test_no_name_becomes_markup(served, tmp_path):
+    names = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\u202eevil"]
+    writer = Writer(tmp_path / "<b>run", names)
+    writer.add([1.0], [2.0], [3.0])
+    server = served(tmp_path / "<b>run")
+    file = write_curves_page(tmp_path / "<b>run", tmp_path / "page.html").read_text()
+    for text in (server.get().text, file):
+        assert "<b>run" not in text
+        assert "<img" not in text
+        assert text.count("</script>") == 2
+    assert "\u202e" not in file
+    assert "\\u202e" in asked(server)["sites"][2][0]
+
+
+def test_a_page_in_a_folder_is_called_report(run, tmp_path):
+    assert write_curves_page(run.folder.path, tmp_path) == tmp_path / "report.html"
+    assert write_curves_page(run.folder.path, f"{tmp_path}/new/").name == "report.html"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(hl.FolderError, match="cannot be read"):
+        write_curves_page(tmp_path, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_monitor_says_when_its_run_has_ended(served, tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model, "", ports="output", to=str(tmp_path / "run")):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        server = served(tmp_path / "run")
+        assert not asked(server)["ended"]
+    assert asked(server)["ended"]
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert len(hl.open(copy)) == 3
+
+
+def test_the_end_of_a_run_on_a_full_disk_closes_the_file(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    folder.add(report_of(0, layout_of(["a"]), [[1.0]]))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.close()
+    folder.close()
+    monkeypatch.undo()
+    assert len(hl.open(tmp_path / "run")) == 1
