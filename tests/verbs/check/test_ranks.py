@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
@@ -82,4 +83,45 @@ def test_a_rank_may_evaluate_alone(rank, folder):
             with torch.no_grad():
                 model.module(torch.ones(2, 4))
         train(model, torch.ones(2, 4))
+    assert line.findings == []
+
+
+def sharded(limit=None):
+    model = Root()
+    if limit is not None:
+        model.limit = limit
+    for part in (model.first, model.last, model):
+        fully_shard(part)
+    return model
+
+
+@on_ranks
+def test_ranks_of_sharded_weights_stop_together(rank, folder):
+    model = sharded(lambda x: (1e3 if rank == 1 else 0) + 0 * x.detach())
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        train(model, torch.ones(2, 4))
+    finding = caught.value.finding
+    assert (finding.rank, finding.kind, finding.step) == (1, "forward", 0)
+    assert "weights are sharded" in finding.notes[0]
+    with torch.no_grad(), pytest.raises(hl.NonFiniteError), hl.check(model):
+        model(torch.ones(2, 4))
+
+
+@on_ranks
+def test_a_gradient_in_one_shard_stops_all_ranks(rank, folder):
+    # The square root of 0 in the first feature: its row of the weight lies on rank 0 alone.
+    model = sharded(lambda x: x.detach() * torch.tensor([1.0, 0, 0, 0]))
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model) as line:
+        train(model, torch.ones(2, 4))
+    assert model.first.weight.grad.to_local().isfinite().all() == (rank == 1)
+    finding = caught.value.finding
+    assert (finding.rank, finding.kind, finding.path) == (0, "gradient", "first.bias")
+    assert line.findings == [finding]
+
+
+@on_ranks
+def test_sharded_training_that_is_well_is_left_alone(rank, folder):
+    model = sharded()
+    with hl.check(model) as line:
+        train(model, torch.ones(2, 4) + rank)
     assert line.findings == []

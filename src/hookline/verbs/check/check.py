@@ -30,6 +30,7 @@ from hookline.engine import (
     is_grouped,
     no_callback,
     path_text,
+    sharding,
 )
 from hookline.engine.selection.module_tree import walk
 from hookline.engine.taps.base import Tap
@@ -51,7 +52,7 @@ from hookline.verbs.check.non_finite import (
     without_infinity,
 )
 from hookline.verbs.check.origins import Origin, measured
-from hookline.verbs.check.ranks import earliest, rank_here
+from hookline.verbs.check.ranks import earliest, is_on_any, rank_here, shared
 from hookline.verbs.check.replay import Replay
 from hookline.verbs.check.run import ChangingBuffers, Run
 from hookline.verbs.shared.verb_line import VerbLine
@@ -168,6 +169,9 @@ class _Checker:
         self._weights: list[tuple[str, Tensor]] = []
         self._changing = ChangingBuffers()
         self._n_runs = 0
+        # Where weights are sharded, the ranks run each pass and each backward together.
+        self._is_sharded = is_grouped() and bool(sharding(model))
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         self._backward: int | None = None
         # What was found in a backward, until an optimizer steps with it.
         self._pending: Finding | None = None
@@ -275,6 +279,8 @@ class _Checker:
     def _pass_ends(self, current: Pass, run: Run) -> None:
         try:
             finding = self._judge(run)
+            if self._is_sharded and not current.failed:
+                finding = shared(finding, self._device)
             judge_all(self._habits, current.opened[_SEEN])
         finally:
             current.opened[_SEEN] = []
@@ -288,7 +294,7 @@ class _Checker:
         error = sys.exception()
         if error is not None and id(error) != current.exception_at_start:
             error.add_note(f"hookline: before that, {finding.message}")
-        elif is_grouped() and run.has_grad and not self._passes.closed:
+        elif is_grouped() and run.has_grad and not (self._passes.closed or self._is_sharded):
             self._held = self._held or finding  # until all ranks step
         elif self._passes.closed:
             self.unraised = self.unraised or finding
@@ -317,7 +323,7 @@ class _Checker:
         ]
         if not suspects:
             return None
-        model, why = self._model(), run.why_not_repeatable()
+        model, why = self._model(), self._why_not_repeatable(run)
         finding: Finding | None = None
         if self._pending is not None:  # the weights have stepped without an optimizer of torch
             finding, self._pending = self._pending, None
@@ -331,6 +337,11 @@ class _Checker:
         if finding is None and why is not None:
             finding = self._without_repeating(run, suspects, why)
         return None if finding is None else self._add(finding)
+
+    def _why_not_repeatable(self, run: Run) -> str | None:
+        if self._is_sharded:
+            return "weights are sharded, and a repeated run would wait for the other ranks"
+        return run.why_not_repeatable()
 
     def _found(
         self, replay: Replay, suspects: list[tuple[int, int]]
@@ -434,6 +445,8 @@ class _Checker:
                 self._grads = self._grads_now()
             elif self._pending is not None and self._gradients_are_finite():
                 self._pending = None  # the step was skipped, and this is another one
+            if self._is_sharded:
+                self._pending = shared(self._pending, self._device)
         finally:
             run.gradients = {}
 
@@ -455,7 +468,7 @@ class _Checker:
 
     def _judge_backward(self, run: Run) -> Finding:
         model = self._model()
-        why = run.why_not_repeatable() if model is not None else "the model is gone"
+        why = self._why_not_repeatable(run) if model is not None else "the model is gone"
         if any(map(kinds_in, run.gradients.values())):
             return self._of_loss(run)
         if model is not None and why is None:
@@ -498,12 +511,14 @@ class _Checker:
         skipped = getattr(optimizer, "found_inf", None)
         if isinstance(skipped, Tensor) and bool(skipped):
             return  # the optimizer itself skips the step, as GradScaler asks it to
-        if self._gradients_are_finite(held):
-            self._pending = None
-            return
+        is_bad = not self._gradients_are_finite(held)
+        if self._is_sharded:
+            is_bad = is_on_any(is_bad, self._device)
         finding, self._pending = self._pending, None
+        if not is_bad:
+            return
         if is_grouped():
-            finding = earliest(finding, is_known=finding.kind != "gradient")
+            finding = earliest(finding, is_known=finding.kind != "gradient") or finding
         if finding not in self._findings:
             self._add(finding)
         raise finding.error()

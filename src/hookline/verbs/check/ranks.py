@@ -4,12 +4,16 @@ A rank that stops alone leaves the others in a collective that it never joins. B
 that DDP reduces are the same on all ranks: what one rank made, all have. So a rank goes on until
 the optimizer steps. There all ranks find their gradients not finite, meet over the store, and
 raise the same error. While all is well, nothing is exchanged.
+
+Where weights are sharded, each rank has other gradients, and a forward is a collective already. So
+the ranks meet at the end of each pass and of each backward, to exchange one number.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hookline.engine import TIMEOUT_S, gather_json, ranks_of
@@ -19,11 +23,25 @@ from hookline.verbs.check.finding import Finding
 _QUESTION = "hl.check, before a step with gradients that are not finite"
 
 
-def earliest(mine: Finding, *, is_known: bool, timeout: float = TIMEOUT_S) -> Finding:
+def is_on_any(mine: bool, device: torch.device) -> bool:
+    """Tell whether something is so on any rank. A collective."""
+    flag = torch.tensor(int(mine), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def shared(mine: Finding | None, device: torch.device) -> Finding | None:
+    """Return the earliest finding of all ranks; None if no rank has one. A collective."""
+    if not is_on_any(mine is not None, device):
+        return None
+    return earliest(mine, is_known=mine is not None and mine.kind != "gradient")
+
+
+def earliest(mine: Finding | None, *, is_known: bool, timeout: float = TIMEOUT_S) -> Finding | None:
     """Return the earliest finding of all ranks, the same on each of them.
 
     Args:
-        mine: this rank's finding.
+        mine: this rank's finding, if it has one.
         is_known: whether this rank knows who made the value.
         timeout: how long to wait for the other ranks, in seconds.
     """
@@ -32,13 +50,17 @@ def earliest(mine: Finding, *, is_known: bool, timeout: float = TIMEOUT_S) -> Fi
         return mine
     said: list[Any]
     try:
-        said = gather_json(_QUESTION, [is_known, mine.as_json()], ranks, timeout)
+        data = None if mine is None else mine.as_json()
+        said = gather_json(_QUESTION, [is_known, data], ranks, timeout)
     except RanksError as error:
+        if mine is None:
+            raise
         first = str(error).splitlines()[0]
         return mine.with_(rank=rank_here(), notes=(*mine.notes, f"the ranks did not meet: {first}"))
     found = [
         (not known, finding.step, finding.kind == "backward", rank, finding)
         for rank, (known, data) in zip(ranks, said, strict=True)
+        if data is not None
         for finding in (Finding.from_json(data),)
     ]
     *_, rank, finding = min(found, key=lambda one: one[:4])
