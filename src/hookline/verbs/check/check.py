@@ -506,22 +506,27 @@ class _Checker:
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if "missing_grad" in self._also and not self._is_missing_told:
             self._is_missing_told = say_missing(one for one in self._weights if id(one[1]) in held)
-        if self._pending is None or not any(id(one) in held for _, one in self._weights):
-            return
-        skipped = getattr(optimizer, "found_inf", None)
-        if isinstance(skipped, Tensor) and bool(skipped):
-            return  # the optimizer itself skips the step, as GradScaler asks it to
-        is_bad = not self._gradients_are_finite(held)
-        if self._is_sharded:
-            is_bad = is_on_any(is_bad, self._device)
-        finding, self._pending = self._pending, None
-        if not is_bad:
+        finding = self._stepped_with(optimizer, held)
+        if finding is None:
             return
         if is_grouped():
             finding = earliest(finding, is_known=finding.kind != "gradient") or finding
         if finding not in self._findings:
             self._add(finding)
         raise finding.error()
+
+    def _stepped_with(self, optimizer: Optimizer, held: set[int]) -> Finding | None:
+        """Return what an optimizer is about to step with; None if its gradients are finite."""
+        if self._pending is None or not any(id(one) in held for _, one in self._weights):
+            return None
+        skipped = getattr(optimizer, "found_inf", None)
+        if isinstance(skipped, Tensor) and bool(skipped):
+            return None  # the optimizer itself skips the step, as GradScaler asks it to
+        is_bad = not self._gradients_are_finite(held)
+        if self._is_sharded:
+            is_bad = is_on_any(is_bad, self._device)
+        finding, self._pending = self._pending, None
+        return finding if is_bad else None
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
