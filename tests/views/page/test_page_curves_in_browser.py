@@ -219,6 +219,18 @@ def test_ranks_have_curves_of_their_own(visit, tmp_path):
     assert faults(page) == []
 
 
+def test_a_site_of_nan_alone_has_its_row_and_the_key(visit, tmp_path):
+    writer = Writer(tmp_path / "run", ["a"])
+    writer.add([NAN], times=3)
+    page = visit(writer)
+    expect(rows(page)).to_have_count(1)
+    assert pixels(page, 0) == [[213, 94, 0, 255]] * 3
+    expect(page.locator("#key-bad")).to_be_visible()
+    expect(page.locator("#key-bar")).to_be_hidden()
+    rows(page).first.click()
+    expect(page.locator("#plot")).to_contain_text("no numbers")
+
+
 def test_choices_are_in_the_address(visit, run):
     page = visit(run)
     expect(rows(page).first).to_be_visible()

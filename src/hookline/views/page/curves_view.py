@@ -115,6 +115,7 @@ class OpenRun:
             "age": max(time.time() - last.seconds, 0.0),
             "pace": (last.seconds - recent[0].seconds) / max(len(recent) - 1, 1),
             "ended": self.has_ended,
+            "n_ranks": self.n_ranks,
         }
 
     def since(self, name: str, column: int, stride: int, known: int) -> dict[str, Any]:
@@ -301,7 +302,7 @@ def _render(templates: Any, run: OpenRun, where: str, data: dict[str, Any]) -> s
             now=datetime.now().astimezone(),
             n_ranks=run.n_ranks,
             ranks=plural(run.n_ranks, "rank"),
-            data={**data, "n_ranks": run.n_ranks},
+            data=data,
             **({"state": run.version} if served else {}),
         )
     )

@@ -332,7 +332,8 @@
 
   function showKey() {
     const whole = shared ?? scaleOf(extentOf(shown));
-    byId("key").hidden = !whole;
+    byId("key").hidden = !columns.length;
+    for (const id of ["key-low", "key-bar", "key-high", "key-about"]) byId(id).hidden = !whole;
     if (!whole) return;
     const map = whole.isSigned ? blueRed : viridis;
     const image = new ImageData(120, 1);
@@ -458,7 +459,7 @@
 
   async function askRanks() {
     const key = `${opened} ${choice.number} ${status.n_steps}`;
-    if (data.n_ranks < 2 || !served || ranksOf === key) return;
+    if (!(status.n_ranks > 1) || !served || ranksOf === key) return;
     ranksOf = key;
     try {
       const answer = await (await fetch(`ranks?site=${opened}&number=${encodeURIComponent(choice.number)}`)).json();
@@ -560,7 +561,7 @@
       mark.style.setProperty("--swatch", RANK_COLOURS[rank % RANK_COLOURS.length]);
       found.push(mark);
     });
-    if (data.n_ranks > 1 && !served) found.push("The ranks are merged; hookline view of the folder shows each rank.");
+    if (status.n_ranks > 1 && !served) found.push("The ranks are merged; hookline view of the folder shows each rank.");
     return found;
   }
 
