@@ -676,3 +676,13 @@ def test_a_removed_line_raises_what_is_pending():
 def test_what_is_not_a_model_is_refused(model):
     with pytest.raises(hl.AttachError, match="must be given a model"):
         hl.check(model)
+
+
+def test_a_line_says_how_much_it_has_found():
+    model = nn.Sequential(nn.Identity())
+    with hl.check(model) as line:
+        model(torch.ones(2))
+    assert repr(line).endswith("; 0 findings")
+    with pytest.raises(hl.NonFiniteError), hl.check(model) as line:
+        model(torch.tensor([math.inf, 1.0]))
+    assert repr(line).endswith("; 1 finding")

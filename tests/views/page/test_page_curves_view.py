@@ -172,7 +172,7 @@ def test_the_policy_lets_only_the_pages_own_script_run(served, run, runs, tmp_pa
         script = re.search(r"<script>(.*?)</script>", answer.text, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in answer.headers["content-security-policy"]
-    text = write_curves_page(run.folder.path, tmp_path / "page.html").read_text()
+    text = write_curves_page(str(run.folder.path), tmp_path / "page.html").read_text()
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookline.display.text import plural
 from hookline.engine import (
     GradientCallback,
     Line,
@@ -103,6 +104,9 @@ class CheckLine(VerbLine[Line]):
     def __enter__(self) -> Self:
         self._line.__enter__()
         return self
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}; {plural(len(self.findings), 'finding')}"
 
     def start(self) -> None:
         """Attach the taps."""

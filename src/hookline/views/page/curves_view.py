@@ -267,7 +267,7 @@ class CurvePages:
         return "application/json", json.dumps(found)
 
 
-def write_curves_page(folder: Path, path: str | os.PathLike[str]) -> Path:
+def write_curves_page(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
     """Write the page of a run as one HTML file, which loads nothing.
 
     Args:
@@ -281,7 +281,7 @@ def write_curves_page(folder: Path, path: str | os.PathLike[str]) -> Path:
         FolderError: the folder holds no curves or is damaged, or the file cannot be written.
         HooklineError: jinja2 is not installed.
     """
-    run = OpenRun(folder, _COLUMNS_IN_FILE)
+    run = OpenRun(Path(folder), _COLUMNS_IN_FILE)
     run.read()
     data = {"kinds": _KINDS, **run.whole()}
     text = _render(curves_environment(), run, os.fspath(folder), data)
