@@ -20,7 +20,7 @@ BEGIN, END = "<!-- the table: made by tests/regimes/table.py -->\n", "<!-- end -
 
 VERBS = (
     "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
-    "clip",
+    "clip", "check", "monitor", "profile",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from hookline.engine import is_wrapped, local_part
 from hookline.engine.pytree import tree
@@ -66,7 +67,8 @@ def extremes(value: Any) -> Tensor | None:
 def is_measurable(tensor: Tensor) -> bool:
     """Tell whether a tensor holds numbers that may be infinite."""
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return is_number and not tensor.is_meta and not tensor.is_quantized and not is_wrapped(tensor)
+    is_there = not (tensor.is_meta or is_lazy(tensor))
+    return is_number and is_there and not tensor.is_quantized and not is_wrapped(tensor)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.engine import backward_number, every_tensor
 from hookline.engine.autograd.written_views import GradHook
@@ -138,13 +139,17 @@ class Kinds:
     def _memory(self) -> set[int]:
         if self._model is None:
             return set()
-        return {memory_of(one)[0] for one in (*self._model.parameters(), *self._model.buffers())}
+        held = (*self._model.parameters(), *self._model.buffers())
+        return {memory_of(one)[0] for one in held if not is_lazy(one)}
 
     def _copy_inputs(self, kind: Kind, args: Any, kwargs: Any) -> None:
         if self.failure or self._model is None or not self.wants_flops:
             return
         if len(self.found) > _MOST_KINDS:
             self.failure = f"the inputs had more than {_MOST_KINDS} different shapes"
+            return
+        if any(map(is_lazy, self._model.parameters())):
+            self.failure = "its lazy modules had not run before; run the model once first"
             return
         began = time.perf_counter()
         try:

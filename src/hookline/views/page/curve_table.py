@@ -277,9 +277,10 @@ def _of_moments(slots: Array) -> Array:
     std = np.sqrt(np.maximum(sum2 / finite - mean * mean, 0.0))
     std = np.where(-negated_min == greatest, 0.0, std)
     found = np.stack(
-        [mean, std, -negated_min, greatest, np.sqrt(sum2), zeros / finite, non_finite], 1
+        [mean, std, -negated_min, greatest, np.sqrt(sum2), zeros / count, non_finite], 1
     )
-    found[:, :-1] = np.where((finite > 0)[:, None], found[:, :-1], np.nan)
+    # The shares are of all numbers, the others of the finite ones.
+    found[:, :-2] = np.where((finite > 0)[:, None], found[:, :-2], np.nan)
     return found
 
 
