@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hookline.engine.torch_private.graph.fakes import ShapesOnly, flags_of, is_sharded
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
     kept_by,
@@ -23,6 +22,7 @@ from hookline.engine.torch_private.graph.nodes import (
     running_node,
 )
 from hookline.engine.torch_private.graph.operations import OperationCounter, attention_formulas
+from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, is_sharded
 from hookline.errors import ModelError
 
 

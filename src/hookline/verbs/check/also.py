@@ -12,7 +12,7 @@ from hookline.display.text import plural
 from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
-from hookline.verbs.check.non_finite import flat, is_measurable
+from hookline.verbs.check.finiteness import flat, is_measurable
 
 CHOICES = ("magnitude", "dead", "constant", "shapes", "missing_grad")
 # Values explode or vanish if their largest magnitude is so many times that of the first run, or so

@@ -40,8 +40,7 @@ from hookline.errors import AttachError, FolderError, NonFiniteError, warn
 from hookline.recordings.manifest import first_line
 from hookline.verbs.check.also import Habits, choices, judge_all, say_missing
 from hookline.verbs.check.finding import Finding
-from hookline.verbs.check.kept import folder_for
-from hookline.verbs.check.non_finite import (
+from hookline.verbs.check.finiteness import (
     Kind,
     Measure,
     are_finite,
@@ -52,6 +51,7 @@ from hookline.verbs.check.non_finite import (
     total_nan,
     without_infinity,
 )
+from hookline.verbs.check.kept import folder_for
 from hookline.verbs.check.origins import Origin, measured
 from hookline.verbs.check.ranks import earliest, is_on_any, rank_here, shared
 from hookline.verbs.check.replay import Replay

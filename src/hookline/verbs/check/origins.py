@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.engine.torch_private.graph.nodes import traced_node
 from hookline.verbs.check.finding import Measured, SourceLine
-from hookline.verbs.check.non_finite import Kind, is_measurable, kinds_in, moments
+from hookline.verbs.check.finiteness import Kind, is_measurable, kinds_in, moments
 
 # Folders whose frames are of no user: torch, hookline.
 _OURS = str(Path(__file__).parents[2])

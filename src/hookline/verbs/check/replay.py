@@ -22,8 +22,8 @@ from hookline.engine.torch_private.graph.nodes import next_number
 from hookline.engine.torch_private.hooks import tensor_hook_dict
 from hookline.engine.torch_private.modules import buffers, is_scripted, parameters, unwrap
 from hookline.verbs.check.finding import Finding, Measured
+from hookline.verbs.check.finiteness import is_measurable
 from hookline.verbs.check.kept import Situation
-from hookline.verbs.check.non_finite import is_measurable
 from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured, memory
 from hookline.verbs.check.run import Run
 

@@ -1,1 +1,1 @@
-"""extract: run a model over a data set, and store the values at the wanted sites."""
+"""Run a model over a data set, and store the values at the wanted sites."""

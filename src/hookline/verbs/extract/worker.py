@@ -14,12 +14,13 @@ from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
-from hookline.stores.batch_columns import ColumnForm, Mask, columns_of, tokens_of
+from hookline.stores.batch_columns import ColumnForm, columns_of
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
+from hookline.verbs.extract.data.sources import Batch, Source
+from hookline.verbs.extract.data.token_mask import Mask, tokens_of
 from hookline.verbs.extract.seeding import seeded
-from hookline.verbs.extract.sources import Batch, Source
 from hookline.verbs.record.prefix import Prefix
 
 

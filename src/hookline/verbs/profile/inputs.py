@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from hookline.engine import backward_number, every_tensor
 from hookline.engine.autograd.written_views import GradHook
 from hookline.engine.torch_private.autograd import hook_node_before
-from hookline.engine.torch_private.graph.fakes import ShapesOnly, flags_of
 from hookline.engine.torch_private.graph.nodes import memory_of
+from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of
 
 _MOST_KINDS = 16
 _ATOMS = (int, float, bool, str, type(None))

@@ -12,7 +12,7 @@ from torch import nn
 from hookline.engine import Line, Site, hides, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.line.attachment import AtEnd
-from hookline.engine.torch_private.graph.fakes import is_sharded
+from hookline.engine.torch_private.graph.shapes_only import is_sharded
 from hookline.engine.torch_private.modules import holds_compiled_call, is_scripted
 from hookline.errors import AttachError, warn
 from hookline.verbs.profile.chrome import write_trace
@@ -26,7 +26,7 @@ from hookline.verbs.profile.contexts import (
     Context,
 )
 from hookline.verbs.profile.flame import write_flame
-from hookline.verbs.profile.flops import count_flops
+from hookline.verbs.profile.flops_and_memory import count_flops
 from hookline.verbs.profile.inputs import Kinds
 from hookline.verbs.profile.rows import Row, rows_of, sum_of
 from hookline.verbs.profile.table import ProfileTable, Total

@@ -36,7 +36,7 @@ from hookline.engine.torch_private.modules import is_scripted
 from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
-from hookline.verbs.watch.clock_tap import Call, Running, time_calls
+from hookline.verbs.watch.call_times import Call, Running, time_calls
 
 
 @final

@@ -1,4 +1,4 @@
-"""clock_tap: times are the model's own. The clock is a fake: modules and hooks move its hand."""
+"""call_times: times are the model's own. The clock is a fake: modules and hooks move its hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.verbs.shared import stopwatch
 from hookline.verbs.shared.stopwatch import Stopwatch
-from hookline.verbs.watch.clock_tap import Call
+from hookline.verbs.watch.call_times import Call
 
 
 class Hand:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hookline.engine import Order, backward_number
 from hookline.engine.line.registration import Registrations
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.graph.fakes import ShapesOnly
 from hookline.engine.torch_private.graph.nodes import next_number, number_of, running_node
 from hookline.engine.torch_private.graph.operations import OperationCounter
+from hookline.engine.torch_private.graph.shapes_only import ShapesOnly
 from hookline.verbs.profile.contexts import BACKWARD, FORWARD, RECOMPUTE, Context
 from hookline.verbs.profile.inputs import Kind, Kinds
 

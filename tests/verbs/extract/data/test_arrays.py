@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.verbs.extract import arrays
-from hookline.verbs.extract.sources import source_of
+from hookline.verbs.extract.data import arrays
+from hookline.verbs.extract.data.sources import source_of
 from source_checks import run, said
 
 
