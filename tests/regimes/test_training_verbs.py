@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -145,15 +146,24 @@ CHECKED = pytest.mark.parametrize("regime", REGIMES)
 
 
 def made(regime):
-    """The model and its run, the numbers that it has without a line, and a fresh copy."""
+    """The model, and what runs it."""
     build, run = REGIMES[regime]
     torch.manual_seed(0)
     model = build()
-    return copy.deepcopy(model), model, run
+    torch.manual_seed(2)
+    return model, run
 
 
-def same(found, expected):
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def unchanged(regime, verb):
+    """Run under a verb, compare all numbers with those of a bare run, and return what it gave."""
+    model, run = made(regime)
+    expected = run(model)
+    model, run = made(regime)
+    with verb(model) as given:
+        found = run(model)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    return given
 
 
 @pytest.mark.cell("autocast", "check")
@@ -174,14 +184,7 @@ def same(found, expected):
 @pytest.mark.compiles
 @CHECKED
 def test_check_changes_no_bit_and_finds_nothing(regime):
-    plain, model, run = made(regime)
-    torch.manual_seed(2)
-    expected = run(plain)
-    torch.manual_seed(2)
-    with hl.check(model) as line:
-        found = run(model)
-    assert same(found, expected)
-    assert line.findings == []
+    assert unchanged(regime, hl.check).findings == []
 
 
 @pytest.mark.cell("autocast", "profile")
@@ -202,13 +205,7 @@ def test_check_changes_no_bit_and_finds_nothing(regime):
 @pytest.mark.compiles
 @CHECKED
 def test_profile_changes_no_bit_and_times_each_module_that_ran(regime):
-    plain, model, run = made(regime)
-    torch.manual_seed(2)
-    expected = run(plain)
-    torch.manual_seed(2)
-    with hl.profile(model) as prof:
-        found = run(model)
-    assert same(found, expected)
+    prof = unchanged(regime, hl.profile)
     assert prof.total.passes >= 1
     assert prof.total.time.all > 0
     assert any(row.calls for row in prof.rows)
@@ -230,19 +227,15 @@ def test_profile_changes_no_bit_and_times_each_module_that_ran(regime):
 @pytest.mark.compiles
 @CHECKED
 def test_monitor_changes_no_bit_and_measures_what_is_recorded(regime):
-    plain, model, run = made(regime)
-    torch.manual_seed(2)
+    seen = unchanged(regime, partial(hl.monitor, ports="output"))
+    model, run = made(regime)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a recording: what it could not see
-        with hl.record(plain, copy=True) as run_of:
-            expected = run(plain)
-    torch.manual_seed(2)
-    with hl.monitor(model, ports="output") as seen:
-        found = run(model)
-    assert same(found, expected)
+        with hl.record(model, copy=True) as recorded:
+            run(model)
     measured = 0
     for site in seen.sites:
-        values = [value for one in run_of.passes for value in one.calls(site)]
+        values = [value for one in recorded.passes for value in one.calls(site)]
         if not values or not all(isinstance(value, torch.Tensor) for value in values):
             continue
         whole = torch.cat([value.detach().double().flatten() for value in values])

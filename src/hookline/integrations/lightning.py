@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from hookline.curves import Curves
-from hookline.verbs.monitor.monitor import MonitorLine, monitor
+from hookline.integrations.callback import MonitorCallback
+from hookline.verbs.monitor.monitor import monitor
 
 
-class Monitor(Callback):  # type: ignore[misc]
+class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
     """Monitor the fit of a Lightning module, as `hl.monitor` does.
 
         from hookline.integrations.lightning import Monitor
@@ -31,25 +29,7 @@ class Monitor(Callback):  # type: ignore[misc]
         line: the line of the running fit, or of the last one; None before.
     """
 
-    def __init__(
-        self, selector: Any = None, *, every: int | None = None, to: Any = None, **options: Any
-    ) -> None:
-        self.line: MonitorLine | None = None
-        self._selector = selector
-        self._every = every
-        self._to = to
-        self._options = options
-
-    @property
-    def curves(self) -> Curves:
-        """The numbers so far.
-
-        Raises:
-            AttributeError: no fit has begun.
-        """
-        if self.line is None:
-            raise AttributeError("the monitor has no curves before a fit.\nCall trainer.fit first.")
-        return self.line.curves
+    begins_with = "trainer.fit"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the monitor."""

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hookline.curves import Curves
-from hookline.verbs.monitor.monitor import MonitorLine, monitor
+from hookline.integrations.callback import MonitorCallback
+from hookline.verbs.monitor.monitor import monitor
 
 
-class Monitor(TrainerCallback):  # type: ignore[misc]
+class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
     """Monitor the training of a `Trainer`, as `hl.monitor` does.
 
         from hookline.integrations.transformers import Monitor
@@ -33,27 +33,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
             raises leaves it on: end it with `line.remove()`.
     """
 
-    def __init__(
-        self, selector: Any = None, *, every: int | None = None, to: Any = None, **options: Any
-    ) -> None:
-        self.line: MonitorLine | None = None
-        self._selector = selector
-        self._every = every
-        self._to = to
-        self._options = options
-
-    @property
-    def curves(self) -> Curves:
-        """The numbers so far.
-
-        Raises:
-            AttributeError: no training has begun.
-        """
-        if self.line is None:
-            raise AttributeError(
-                "the monitor has no curves before a training.\nCall trainer.train() first."
-            )
-        return self.line.curves
+    begins_with = "trainer.train()"
 
     def on_train_begin(
         self,

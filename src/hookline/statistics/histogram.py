@@ -18,7 +18,7 @@ _MOST_BARS = 64
 @final
 @dataclass(frozen=True)
 class Histogram:
-    """How many numbers lie between fixed edges.
+    """Count the numbers between fixed edges.
 
         >>> statistic = hl.stats.histogram(low=1, high=4)
         >>> x = torch.tensor([0.5, 2.0, 3.0])

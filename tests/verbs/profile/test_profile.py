@@ -6,7 +6,6 @@ import asyncio
 import gc
 import sys
 import threading
-import time
 import weakref
 from copy import deepcopy
 
@@ -17,25 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.verbs.shared import stopwatch
+from moved_clock import moved_clock
 
-
-class Hand:
-    """A clock whose hand is moved."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
-
-
-@pytest.fixture
-def hand(monkeypatch):
-    hand = Hand()
-    monkeypatch.setattr(stopwatch.STOPWATCH, "_clock", hand)
-    yield hand
-    monkeypatch.undo()
-    stopwatch.STOPWATCH.go_on(time.perf_counter())
+hand = pytest.fixture(moved_clock)
 
 
 class Timed(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import threading
-import time
 from copy import deepcopy
 
 import pytest
@@ -15,28 +14,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.shared import stopwatch
 from hookline.verbs.shared.stopwatch import Stopwatch
 from hookline.verbs.watch.call_times import Call
+from moved_clock import moved_clock
 
-
-class Hand:
-    """A clock whose hand is moved."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
-
-
-@pytest.fixture
-def hand(monkeypatch):
-    hand = Hand()
-    monkeypatch.setattr(stopwatch.STOPWATCH, "_clock", hand)
-    yield hand
-    monkeypatch.undo()
-    stopwatch.STOPWATCH.go_on(time.perf_counter())
+hand = pytest.fixture(moved_clock)
 
 
 class Work(nn.Module):

@@ -1,4 +1,4 @@
-"""What a check looks for by choice: values that are finite and probably not meant. It warns."""
+"""Look for finite values that are probably not meant, by choice, and warn of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def choices(also: str | Iterable[str]) -> frozenset[str]:
 
 @final
 class Habits:
-    """What the output of one module was like in the runs so far.
+    """Remember the output of one module in the runs so far.
 
     Args:
         site: the module's output.

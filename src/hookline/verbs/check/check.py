@@ -70,7 +70,7 @@ _MOST_SUMS = 10_000
 
 @final
 class _Site:
-    """What is measured at one site.
+    """Hold what is measured at one site.
 
     Attributes:
         measure: the function that is measured; it changes where the sum says nothing.
@@ -176,7 +176,6 @@ class _Checker:
         # Where weights are sharded, the ranks run each pass and each backward together.
         self._is_sharded = is_grouped() and bool(sharding(model))
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
-        self._backward: int | None = None
         # What was found in a backward, until an optimizer steps with it.
         self._pending: Finding | None = None
         # What was found in a forward, in a job of several ranks, until they step.

@@ -1,4 +1,4 @@
-"""What a check has found: who made a value that is not finite, and how."""
+"""Describe who made a value that is not finite, and how."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Who made a value that is not finite, told apart from who passed it on.
+    """Name who made a value that is not finite, told apart from who passed it on.
 
     Args:
         kind: "forward", "backward", "parameter", "buffer", "input" or "loss": where the value was

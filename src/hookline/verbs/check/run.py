@@ -1,4 +1,4 @@
-"""What a check keeps of a run of the root, to be able to repeat it: references, few copies."""
+"""Keep what repeats a run of the root: references, and few copies."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class _Replica:
 @final
 @dataclass(frozen=True)
 class _Process:
-    """What an actor takes over from the driver.
+    """Hold what an actor takes over from the driver.
 
     Args:
         n_threads: the threads of torch: as many, for equal bits.

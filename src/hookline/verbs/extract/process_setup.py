@@ -29,7 +29,7 @@ _MOST_NAMED = 3
 @final
 @dataclass(frozen=True)
 class Setup:
-    """What a process needs to make any shard of a job.
+    """Hold what a process needs to make any shard of a job.
 
     Args:
         model: the model.

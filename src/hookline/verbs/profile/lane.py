@@ -45,7 +45,7 @@ _MOST_BORDERS = 8192
 
 @final
 class Account:
-    """What is charged: a context, one of its cells, and the slot of the phase.
+    """Name what is charged: a context, one of its cells, and the slot of the phase.
 
     It is also the hook on the nodes of the graph that belong to it. There is one object for all of
     them, because objects that live until backward would make Python's garbage collector run.

@@ -93,7 +93,7 @@ class Row:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what hooks add to its time is at most a tenth."""
+        """Tell whether hooks add at most a tenth to its time."""
         return self.n_inner * _SECONDS_A_CALL <= _SHARE * self.time.all
 
     def over(self, number: float, n_passes: float) -> Row:

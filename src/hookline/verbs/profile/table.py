@@ -56,7 +56,7 @@ class Total:
 @final
 @dataclass(frozen=True)
 class ProfileTable:
-    """What `hl.profile` has measured. Print it, or read `rows` and `total`.
+    """Hold what `hl.profile` has measured. Print it, or read `rows` and `total`.
 
     Args:
         model_type: the class of the model.

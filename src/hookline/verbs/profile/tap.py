@@ -36,7 +36,7 @@ class _Thread(threading.local):
 
 @final
 class Ledger:
-    """What the hooks of a profile share.
+    """Hold what the hooks of a profile share.
 
     Args:
         kinds: the kinds of runs.

@@ -22,7 +22,7 @@ _SITE = re.compile(rf"(?P<path>.*?)(?::(?P<port>{'|'.join(PORTS)})(?P<leaf>[.\[#
 
 
 class Alert(NamedTuple):
-    """What a rule has found.
+    """Hold what a rule has found.
 
     Args:
         title: the kind, such as "Exploding".

@@ -192,7 +192,7 @@ def _blocks(reports: Iterator[StepReport]) -> Iterator[list[StepReport]]:
 
 @final
 class _Plan:
-    """Where the slots of a layout are, for reports that share it.
+    """Hold where the slots of a layout are, for reports that share it.
 
     The numbers are those of `numbers_of`: by NumPy for moments, which most sites have, and one by
     one for other statistics.

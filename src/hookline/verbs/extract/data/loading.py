@@ -112,11 +112,11 @@ class Items(Protocol):
 
     @property
     def fix(self) -> str:
-        """What to do where the items of a batch do not fit together: one sentence."""
+        """Say in one sentence what to do where the items of a batch do not fit together."""
 
     @property
     def may_draw(self) -> bool:
-        """Whether code that is not hookline's loads items, and may draw random numbers."""
+        """Tell whether code that is not hookline's loads items, and may draw random numbers."""
 
     def __len__(self) -> int: ...
 

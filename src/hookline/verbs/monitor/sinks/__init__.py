@@ -1,4 +1,4 @@
-"""Where reports are written: one file for each logger, imported when it is used."""
+"""Write reports to loggers: one file for each, imported when it is used."""
 
 from hookline.verbs.monitor.sinks.choose import writers_for as writers_for
 from hookline.verbs.monitor.sinks.writer import ReportWriter as ReportWriter

@@ -1,0 +1,29 @@
+"""A clock whose hand tests move, in place of hookline's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hookline.verbs.shared import stopwatch
+
+
+class Hand:
+    """A clock whose hand is moved."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def moved_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hand]:
+    """Put a hand in the place of the stopwatch's clock: the body of a fixture."""
+    hand = Hand()
+    monkeypatch.setattr(stopwatch.STOPWATCH, "_clock", hand)
+    yield hand
+    monkeypatch.undo()
+    stopwatch.STOPWATCH.go_on(time.perf_counter())
