@@ -19,7 +19,7 @@ import hookline as hl
 import zoo
 from hookline.engine.pytree import tree
 from hookline.models import load_demo_digits, load_model
-from hookline.verbs.check import check as checking
+from hookline.verbs.check import forward
 
 
 class Applied(nn.Module):
@@ -219,12 +219,12 @@ def test_a_nan_beside_masked_scores_is_found():
 def n_replays(monkeypatch):
     count = []
 
-    class Counted(checking.Replay):
+    class Counted(forward.Replay):
         def __init__(self, *args):
             count.append(1)
             super().__init__(*args)
 
-    monkeypatch.setattr(checking, "Replay", Counted)
+    monkeypatch.setattr(forward, "Replay", Counted)
     return count
 
 
@@ -655,7 +655,7 @@ def test_a_model_of_which_only_parts_are_called(monkeypatch):
     assert torch.equal(model.net.first.weight, before)
     assert caught.value.finding.path == "net.mid"
     assert "hl.check(m.net)" in str(caught.value.finding)
-    monkeypatch.setattr(checking, "_MOST_SUMS", 20)
+    monkeypatch.setattr(forward, "_MOST_SUMS", 20)
     with torch.no_grad(), pytest.raises(hl.NonFiniteError), hl.check(model):
         for step in range(100):
             model.net(X)

@@ -16,6 +16,8 @@ from hookline.engine.pytree import tree
 from hookline.engine.torch_private.modules import buffers, unwrap
 from hookline.verbs.shared.run_model import restore_state
 
+# The key in `Pass.opened` of a pass's run.
+RUN = object()
 _DEVICES = ("cpu", "cuda")
 
 
@@ -25,6 +27,7 @@ class Run:
 
     Args:
         step: the number of the run, from 0.
+        is_sharded: whether its weights are sharded over ranks.
 
     Attributes:
         sums: a number for each output of a leaf module, in the order of the run: the number of the
@@ -32,21 +35,20 @@ class Run:
         args: the root's arguments; None where they are not known.
         kwargs: its keyword arguments.
         gradients: the gradients of the root's outputs, by slot, once they have arrived.
-        finding: what was found in the forward.
     """
 
     __slots__ = (
-        "_autocast", "_before", "_is_inference", "_rng", "_tensors", "args", "finding",
+        "_autocast", "_before", "_is_inference", "_is_sharded", "_rng", "_tensors", "args",
         "gradients", "has_grad", "is_waiting", "kwargs", "step", "sums",
     )  # fmt: skip
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, is_sharded: bool) -> None:
         self.step = step
+        self._is_sharded = is_sharded
         self.sums: list[tuple[int, Tensor]] = []
         self.args: tuple[Any, ...] | None = None
         self.kwargs: dict[str, Any] = {}
         self.gradients: dict[int, Tensor] = {}
-        self.finding: Any = None
         self.is_waiting = False
         self.has_grad = torch.is_grad_enabled()
         self._tensors: list[tuple[Tensor, int | None]] = []
@@ -81,6 +83,8 @@ class Run:
 
     def why_not_repeatable(self) -> str | None:
         """Say why the run cannot be repeated; None if it can."""
+        if self._is_sharded:
+            return "weights are sharded, and a repeated run would wait for the other ranks"
         if self.args is None:
             return "the model was not called, only a part; check that, as in hl.check(m.net)"
         found = every_tensor((self.args, self.kwargs))

@@ -1,0 +1,248 @@
+"""Judge the gradients of each backward, and stop an optimizer before it steps with bad ones."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookline.engine import (
+    GradientCallback,
+    Line,
+    Order,
+    Pass,
+    Passes,
+    PendingGradient,
+    Selection,
+    Site,
+    at_end_of_backward,
+    is_grouped,
+    no_callback,
+)
+from hookline.engine.line.registration import Registrations
+from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.taps.base import Tap
+from hookline.engine.torch_private.modules import is_scripted
+from hookline.errors import NonFiniteError
+from hookline.recordings.manifest import first_line
+from hookline.verbs.check.also import say_missing
+from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finiteness import are_finite, kinds_in, total
+from hookline.verbs.check.forward import ForwardChecks
+from hookline.verbs.check.origins import measured
+from hookline.verbs.check.outcome import Outcome, of_tensor
+from hookline.verbs.check.ranks import earliest, is_on_any, shared
+from hookline.verbs.check.replay import Replay
+from hookline.verbs.check.run import RUN, Run
+
+
+@final
+class BackwardChecks:
+    """Look at the gradients of parameters after each backward, and raise before a step.
+
+    Hooks hold it, so it must not hold the line.
+
+    Args:
+        passes: the line's passes.
+        model: the model.
+        outcome: what was found.
+        sharded_on: the device of the model's weights where they are sharded, so that the ranks run
+            each backward together; otherwise None.
+        forward: the checks of the model's runs.
+        warns_of_missing: whether to warn of parameters without a gradient.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        model: nn.Module,
+        outcome: Outcome,
+        sharded_on: torch.device | None,
+        forward: ForwardChecks,
+        *,
+        warns_of_missing: bool,
+    ) -> None:
+        self._passes = passes
+        self._model = weakref.ref(model)
+        self._outcome = outcome
+        self._sharded_on = sharded_on
+        self._forward = forward
+        self._warns_of_missing = warns_of_missing
+        self._weights: list[tuple[str, Tensor]] = []
+        # The gradients when `outcome.in_backward` was found.
+        self._grads: list[tuple[int, int | None]] = []
+
+    def start(
+        self, line: Line, root: list[tuple[Site, ModuleNode]], registrations: Registrations
+    ) -> None:
+        """Look at the gradients of the model's outputs, and at each step of an optimizer."""
+        gradients = [
+            (
+                Site(site.path, "grad_output", aliases=site.aliases, module_type=site.module_type),
+                node,
+            )
+            for site, node in root
+            if not is_scripted(node.module)
+        ]
+        self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
+        step = _StepTap(self._passes, self)
+        line.tap(Selection(line.module_tree, gradients), self._bind, Order.RECORD)
+        registrations.register_everywhere("step_pre", step.fire)
+
+    def _bind(self, site: Site) -> GradientCallback:
+        return _RootGradient(self)
+
+    def gradient_arrives(self, current: Pass, slot: int, grad: Tensor) -> None:
+        """Keep the gradient of an output of the root, and judge the backward at its end."""
+        found = current.opened.get(RUN)
+        if not found:
+            return
+        run: Run = found[0]
+        run.gradients[slot] = grad.detach()
+        if not run.is_waiting:
+            run.is_waiting = True
+            # Behind others: there DDP writes the reduced gradients.
+            at_end_of_backward(lambda: at_end_of_backward(lambda: self._backward_ends(run)))
+
+    def _backward_ends(self, run: Run) -> None:
+        run.is_waiting = False
+        outcome = self._outcome
+        try:
+            is_known, is_finite = outcome.in_backward is not None, self._gradients_are_finite()
+            if is_known and is_finite:
+                outcome.in_backward = None  # the step was skipped, and this is another one
+            elif not is_known and not is_finite:
+                outcome.in_backward = outcome.take_until_step() or self._judge(run)
+                self._grads = self._grads_now()
+            if self._sharded_on is not None:
+                outcome.in_backward = shared(outcome.in_backward, self._sharded_on)
+        finally:
+            run.gradients = {}
+
+    def _judge(self, run: Run) -> Finding:
+        model = self._model()
+        why = run.why_not_repeatable() if model is not None else "the model is gone"
+        if any(map(kinds_in, run.gradients.values())):
+            return self._of_loss(run)
+        if model is not None and why is None:
+            try:
+                with torch.enable_grad():
+                    replay = Replay(model, run, self._passes)
+                    replay.forward()
+                    origin = replay.backward()
+                if origin is not None:
+                    return self._outcome.keep(replay, origin, replay.finding(origin, "backward"))
+                why = "the run did not repeat itself"
+            except Exception as error:
+                why = f"the run could not be repeated ({first_line(error)})"
+        bad = [(path, one.grad) for path, one in self._weights
+               if one.grad is not None and kinds_in(one.grad)]  # fmt: skip
+        path, grad = bad[-1]
+        assert grad is not None
+        return of_tensor("gradient", path, grad, run.step).with_(
+            notes=(f"the operation is not known: {why}",)
+        )
+
+    def _of_loss(self, run: Run) -> Finding:
+        grad = next(one for one in run.gradients.values() if kinds_in(one))
+        found = of_tensor("loss", "", grad, run.step)
+        return found.with_(
+            inputs=(measured("gradient of the output", grad),),
+            notes=("the output was finite, and its gradient is not: look at the loss",),
+        )
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Raise an error before an optimizer steps with a gradient that is not finite."""
+        outside = self._passes.in_thread.outside
+        if outside is not None and RUN in outside.opened:
+            self._forward.judge_parts(outside)
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if self._warns_of_missing:
+            stepped = (one for one in self._weights if id(one[1]) in held)
+            self._warns_of_missing = not say_missing(stepped)
+        finding = self._stepped_with(optimizer, held)
+        if finding is None:
+            return
+        if is_grouped():
+            finding = earliest(finding, is_known=finding.kind != "gradient") or finding
+        raise self._outcome.add(finding).error()
+
+    def _stepped_with(self, optimizer: Optimizer, held: set[int]) -> Finding | None:
+        """Return what an optimizer is about to step with; None if its gradients are finite."""
+        stepped = any(id(one) in held for _, one in self._weights)
+        if self._outcome.in_backward is None or not stepped:
+            return None
+        skipped = getattr(optimizer, "found_inf", None)
+        if isinstance(skipped, Tensor) and bool(skipped):
+            return None  # the optimizer itself skips the step, as GradScaler asks it to
+        is_bad = not self._gradients_are_finite(held)
+        if self._sharded_on is not None:
+            is_bad = is_on_any(is_bad, self._sharded_on)
+        finding = self._outcome.take_backward()
+        return finding if is_bad else None
+
+    def end(self, error: BaseException | None) -> None:
+        """Say at the end of the block what no optimizer has stepped with."""
+        outcome = self._outcome
+        outcome.at_end = outcome.at_end or outcome.take_until_step()
+        finding = outcome.take_backward()
+        # Gradients that were unscaled, clipped or dropped, and no optimizer has stepped with, were
+        # skipped on purpose.
+        if finding is None or self._grads_now() != self._grads:
+            return
+        outcome.add(finding)
+        if error is None:
+            outcome.at_end = outcome.at_end or finding
+        elif not isinstance(error, NonFiniteError):
+            error.add_note(f"hookline: before that, {finding.message}")
+
+    def _gradients_are_finite(self, of: set[int] | None = None) -> bool:
+        grads = [
+            tensor.grad
+            for _, tensor in self._weights
+            if tensor.grad is not None and (of is None or id(tensor) in of)
+        ]
+        sums = [one for one in map(total, grads) if one is not None]
+        if not are_finite(sums):
+            return True
+        return not any(kinds_in(one) for one in grads)
+
+    def _grads_now(self) -> list[tuple[int, int | None]]:
+        """Return what tells whether somebody has changed or dropped a gradient."""
+        grads = [tensor.grad for _, tensor in self._weights]
+        return [(id(one), None if one is None else one._version) for one in grads]
+
+
+@final
+class _RootGradient(GradientCallback):
+    """See the gradients of the root's outputs."""
+
+    __slots__ = ("_checks",)
+    optional = True
+
+    def __init__(self, checks: BackwardChecks) -> None:
+        self._checks = checks
+
+    def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
+        """Keep the gradient, and judge the backward at its end."""
+        self._checks.gradient_arrives(current, slot, grad)
+
+
+@final
+class _StepTap(Tap):
+    """A hook before each step of an optimizer; it is called for every optimizer."""
+
+    __slots__ = ("_checks",)
+    is_on_calls = False
+
+    def __init__(self, passes: Passes, checks: BackwardChecks) -> None:
+        super().__init__(Site("any optimizer", "step_pre"), passes, no_callback, Order.HOOK)
+        self._checks = checks
+
+    def fire(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Judge the gradients: the hook."""
+        if self.passes.is_ours():
+            self._checks.step_begins(optimizer)
