@@ -519,6 +519,8 @@ def test_a_full_disk_leaves_whole_shards_and_says_so(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
+    assert "the store will take about 125 KiB, and" in found.stderr
+    assert "has 96.0 KiB free" in found.stderr
     assert "No space left on device" in found.stdout
     assert "Free space on the disk." in found.stdout
     assert int(found.stdout.split()[-2]) > 2
