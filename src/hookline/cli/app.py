@@ -21,7 +21,7 @@ from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, 
 from hookline.cli.profiling import profile_by_name
 from hookline.cli.storing import store_app
 from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
-from hookline.cli.viewing import items_of, open_page, serve, serving_of, write_view
+from hookline.cli.viewing import chosen_items, open_page, serve, serving_of, write_view
 from hookline.display.terminal import renderable
 from hookline.display.text import plural
 from hookline.errors import InputError, ModelError
@@ -293,11 +293,12 @@ def view(
     """Show a recording, a store or a run in the browser, or two recordings; follow new ones."""
     folders = [folder] if other is None else [folder, other]
     with complaints():
+        chosen = chosen_items(items, folders)
         if out_path is not None:
-            written = write_view(folders, items_of(items), out_path)
+            written = write_view(folders, chosen, out_path)
             out.print(f"written: {written}", markup=False, soft_wrap=True)
             return
-        serving = serving_of(folders, items_of(items), host, port, wait)
+        serving = serving_of(folders, chosen, host, port, wait)
         serve(serving, folders, not no_open)
 
 

@@ -17,33 +17,25 @@ from hookline.views.page import (
     write_curves_page,
     write_page,
 )
+from hookline.views.page.items import items_of
 
-_MOST_ITEMS = 64  # of a store, on one page
 
-
-def items_of(text: str | None) -> list[int] | None:
-    """Read the numbers of items, such as `5,17` or `1000:1008`.
+def chosen_items(text: str | None, folders: list[Path]) -> tuple[int, ...] | None:
+    """Parse the option `--items`.
 
     Raises:
-        InputError: the text is neither.
+        InputError: it is malformed, or a folder holds a run.
     """
-    if text is None:
-        return None
-    try:
-        first, colon, last = text.partition(":")
-        found = list(range(int(first), int(last))) if colon else [int(n) for n in text.split(",")]
-    except ValueError:
-        found = []
-    if not 0 < len(found) <= _MOST_ITEMS:
+    runs = [folder for folder in folders if is_run(folder)]
+    if text is not None and runs:
         raise InputError(
-            f"--items must name 1 to {_MOST_ITEMS} items, got {text}."
-            "\nGive numbers such as 5,17 or a range such as 1000:1008."
+            f"--items chooses items of a store, got a run: {runs[0]}.\nLeave out --items."
         )
-    return found
+    return None if text is None else items_of(text, "--items")
 
 
 def serving_of(
-    folders: list[Path], items: list[int] | None, host: str, port: int, wait: bool
+    folders: list[Path], items: tuple[int, ...] | None, host: str, port: int, wait: bool
 ) -> Serving:
     """Create a server for one folder or two, bound to its port.
 
@@ -70,7 +62,7 @@ def _may_be_written_yet(folder: Path) -> bool:
     return not os.path.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def write_view(folders: list[Path], items: list[int] | None, out: Path) -> Path:
+def write_view(folders: list[Path], items: tuple[int, ...] | None, out: Path) -> Path:
     """Write the page of a folder as one file.
 
     Args:

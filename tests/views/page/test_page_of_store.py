@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from playwright.sync_api import expect
 from torch import nn
 
 import hookline as hl
-from hookline.cli.viewing import items_of
 from hookline.stores import excerpt
 from hookline.views.page import FolderSource, OpenRecordings
+from hookline.views.page.items import items_of, text_of
 
 ROWS = torch.arange(20.0 * 3 * 4 * 4).reshape(20, 3, 4, 4)
 
@@ -32,7 +35,7 @@ def test_statistics_are_of_all_items_and_pictures_of_some(folder):
         measured = shown.measure(row.seen)
     assert measured.statistics.max == 287  # its histogram is of the items shown
     assert "a store of 20 items" in shown.about
-    assert "items 3 to 5" in shown.about
+    assert "items 3 and 5" in shown.about
 
 
 def test_the_server_shows_a_store(folder, served):
@@ -57,13 +60,68 @@ def test_an_excerpt_of_tokens_is_padded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "items"), [(None, None), ("5", [5]), ("5,17", [5, 17]), ("3:6", [3, 4, 5])]
+    ("text", "items"), [("5", (5,)), ("5,17", (5, 17)), ("3:6", (3, 4, 5)), ("17, 5", (17, 5))]
 )
 def test_items_are_numbers_or_a_range(text, items):
     assert items_of(text) == items
+    assert items_of(text_of(items)) == items
 
 
-@pytest.mark.parametrize("text", ["", "x", "3:", "5:5", "0:65", "1,,2"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "3:", "5:5", "0:65", "1,,2", "-1", "0:1e9", "0:99999999999", "²"]
+)
 def test_other_items_are_refused(text):
-    with pytest.raises(hl.InputError, match="--items must name 1 to 64 items"):
+    with pytest.raises(hl.InputError, match="items must name 1 to 64 items"):
         items_of(text)
+
+
+def test_a_recording_has_no_items_to_choose(tmp_path):
+    model = nn.Identity()
+    with hl.record(model) as run:
+        model(torch.ones(2))
+    run.save(tmp_path / "r")
+    with pytest.raises(hl.InputError, match="items can be chosen of a store, got a recording"):
+        FolderSource(tmp_path / "r", [1]).read()
+
+
+def test_an_address_shows_other_items_and_keeps_them(folder, served):
+    server = served(folder)
+    first, other = server.get(), server.get("items/3,5/")
+    assert "pictures and histograms of items 0 to 7" in first.text
+    assert "pictures and histograms of items 3 and 5" in other.text
+    assert "479.5" in other.text
+    numbers = [server.get(f"{base}numbers?at=0").text for base in ("", "items/3,5/")]
+    assert "383" in numbers[0]  # the maximum of items 0 to 7
+    assert "287" in numbers[1]  # of items 3 and 5
+
+
+def test_many_choices_of_items_keep_few_open(folder):
+    shelf = OpenRecordings(FolderSource(folder))
+    for item in range(10):
+        shown, _ = shelf.shown((item,))
+        assert shelf.shown((item,))[0] is shown
+    assert len(shelf._shown) == 4
+
+
+@pytest.mark.parametrize("wrong", ["x", "0:100", "20"])
+def test_an_address_with_wrong_items_says_so(folder, served, wrong):
+    answer = served(folder).get(f"items/{wrong}/")
+    assert answer.status == 404
+    assert "There is nothing to show" in answer.text
+
+
+def test_the_form_leads_to_other_items(folder, served, new_page):
+    base = served(folder).base
+    page = new_page(base, base)
+    field = page.get_by_label("Items", exact=True)
+    assert field.input_value() == "0:8"
+    field.fill("17, 5")
+    field.press("Enter")
+    expect(page.get_by_text("pictures and histograms of items 17 and 5")).to_be_visible()
+    page.get_by_label("Items", exact=True).fill("2")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_text("pictures and histograms of item 2")).to_be_visible()
+    page.get_by_role("link", name="0", exact=True).first.click()
+    expect(page).to_have_url(re.compile("/items/2/site"))
+    page.get_by_role("link", name="All values").click()
+    expect(page.get_by_text("pictures and histograms of item 2")).to_be_visible()

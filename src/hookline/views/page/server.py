@@ -4,6 +4,9 @@
     /site       one value                       /numbers   one value's statistics, as HTML
     /strip      a row's feature maps, as PNG    /state     the state of the recording, as JSON
 
+Of a store, `/items/5,17/` shows other items: all addresses above exist below it, too.
+`/items?items=5,17`, which the form asks for, leads there.
+
 The page of a run is `/`, too. It asks for these:
 
     /new        the steps that it lacks         /ranks     one site's numbers of each rank
@@ -22,6 +25,7 @@ from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.views.page.curves_view import CurvePages
 from hookline.views.page.guard import Guard, Rules
+from hookline.views.page.items import items_of, text_of
 from hookline.views.page.links import choice_of, number, parameters_of, query_of
 from hookline.views.page.optional_imports import load
 from hookline.views.page.site_view import site_view
@@ -54,12 +58,12 @@ class Pages:
         self._templates.globals["is_served"] = True
         self._of_runs = CurvePages()
 
-    def index(self, _: dict[str, str]) -> tuple[str, str]:
+    def index(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Render the table of all values, or the page of a run."""
         run = self._shelf.run()
         if run is not None:
             return self._of_runs.index(run, self._shelf.source.name)
-        shown, state = self._shelf.shown()
+        shown, state = self._shown(parameters)
         report = shown.recording.report()
         to_measure = shown.bytes_to_measure
         names = [name for name in shown.names if name]
@@ -85,12 +89,7 @@ class Pages:
             where=", ".join(names),
             compared=names if shown.other is not None else (),
             model_type=report.model_type,
-            facts=[
-                ("Sites", f"{len(shown.recording.sites):,}"),
-                ("Values", f"{len(shown.values):,}"),
-                ("Passes", f"{len(shown.recording.passes):,}"),
-                ("Size", size(sum(seen.n_bytes for seen in shown.values))),
-            ],
+            facts=_facts(shown),
             images=(),
             classes=(),
             n_images=0,
@@ -99,11 +98,13 @@ class Pages:
             embedded=False,
             **found,
             silent=[(site, report.why.get(site, "")) for site in report.silent],
+            items=shown.items,
+            top="../../" if parameters["items"] else "",
         )
 
     def site(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Render one value's page."""
-        shown, state = self._shelf.shown()
+        shown, state = self._shown(parameters)
         seen = _named(shown, parameters)
         view = site_view(shown, seen, choice_of(parameters))
         parts = seen.site.path.split(".") if seen.site.path else []
@@ -122,7 +123,7 @@ class Pages:
 
     def numbers(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Render the statistics of one value, which its page fetches later."""
-        shown, _ = self._shelf.shown()
+        shown, _ = self._shown(parameters)
         seen = _named(shown, parameters)
         of_other = parameters.get("of") == "other"
         there = shown.there(seen.place)
@@ -135,7 +136,7 @@ class Pages:
 
     def strip(self, parameters: dict[str, str]) -> tuple[str, bytes]:
         """Draw the feature maps of a row as PNG."""
-        shown, _ = self._shelf.shown()
+        shown, _ = self._shown(parameters)
         seen = _named(shown, parameters)
         with shown.reading():
             try:
@@ -148,7 +149,7 @@ class Pages:
 
     def measure(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Measure some rows and return their cells as JSON."""
-        shown, state = self._shelf.shown()
+        shown, state = self._shown(parameters)
         if parameters.get("state", state) != state:
             return "application/json", "{}"  # the page shows the rows of an older recording
         done, after = shown.measure_some(number(parameters, "from") or 0, _SECONDS)
@@ -209,6 +210,11 @@ class Pages:
             **({"state": state} if status == 503 else {}),
         )  # fmt: skip
 
+    def _shown(self, parameters: dict[str, str]) -> tuple[PageState, str]:
+        """Return what the page shows, of a store the items that the address names."""
+        items = parameters["items"]
+        return self._shelf.shown(items_of(items) if items else None)
+
     def _render(self, template: str, **values: Any) -> str:
         return str(self._templates.get_template(template).render(**values))
 
@@ -227,9 +233,11 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
     responses, concurrency = load("starlette.responses"), load("starlette.concurrency")
     pages = Pages(shelf)
 
-    def answer(make: Callable[[dict[str, str]], tuple[str, Any]], query: bytes) -> Any:
+    def answer(make: Callable[[dict[str, str]], tuple[str, Any]], scope: Any) -> Any:
         try:
-            media, content = make(parameters_of(query))
+            parameters = parameters_of(scope["query_string"])
+            parameters["items"] = scope["path_params"].get("items", "")
+            media, content = make(parameters)
         except HooklineError as error:
             status, content = pages.problem(error)
             return _response(responses, content, "text/html", status)
@@ -237,10 +245,18 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
 
     def route(path: str, make: Callable[[dict[str, str]], tuple[str, Any]]) -> Any:
         async def endpoint(request: Any) -> Any:
-            query = request.scope["query_string"]
-            return await concurrency.run_in_threadpool(answer, make, query)
+            return await concurrency.run_in_threadpool(answer, make, request.scope)
 
         return routing.Route(path, endpoint)
+
+    def choose(request: Any) -> Any:
+        """Lead from what the form asks for to the page of the items."""
+        try:
+            text = text_of(items_of(request.query_params.get("items", "")))
+        except HooklineError as error:
+            status, content = pages.problem(error)
+            return _response(responses, content, "text/html", status)
+        return responses.RedirectResponse(f"items/{text}/", 303)
 
     def failed(_: Any, error: Exception) -> Any:
         status, content = pages.problem(error)
@@ -254,6 +270,7 @@ def make_app(shelf: OpenRecordings, rules: Rules) -> Any:
         route("/strip", pages.strip), route("/measure", pages.measure),
         route("/state", pages.state), route("/new", pages.new), route("/ranks", pages.ranks),
     ]  # fmt: skip
+    routes += [routing.Route("/items", choose), routing.Mount("/items/{items}", routes=[*routes])]
     handlers = {404: missing, Exception: failed}
     return Guard(
         applications.Starlette(routes=routes, exception_handlers=handlers), rules, script_hashes()
@@ -269,6 +286,21 @@ def _response(responses: Any, content: str | bytes, media: str, status: int) -> 
 def _named(shown: PageState, parameters: dict[str, str]) -> ValueEntry:
     where = (number(parameters, name) for name in ("pass", "call", "backward"))
     return shown.find(parameters.get("at", ""), *where)
+
+
+def _facts(shown: PageState) -> list[tuple[str, str]]:
+    """List the totals at the top of the page as (label, text)."""
+    bytes_shown = size(sum(seen.n_bytes for seen in shown.values))
+    n_items = shown.items[1]
+    sites = "Sites", f"{len(shown.recording.sites):,}"
+    if n_items:
+        return [sites, ("Items", f"{n_items:,}"), ("Size of those shown", bytes_shown)]
+    return [
+        sites,
+        ("Values", f"{len(shown.values):,}"),
+        ("Passes", f"{len(shown.recording.passes):,}"),
+        ("Size", bytes_shown),
+    ]
 
 
 def _last(name: str) -> str:

@@ -14,11 +14,13 @@ from hookline.errors import FolderError, InputError
 from hookline.statistics import Moments
 from hookline.stores import Store, excerpt, open_folder
 from hookline.views.page.curves_view import OpenRun, run_version
+from hookline.views.page.items import in_words
 from hookline.views.page.state import PageState, Shown
 from hookline.views.statistics import Statistics
 
 _MANIFEST = "manifest.json"
 _N_ITEMS = 8  # of a store, if no items are chosen
+_MOST_KEPT = 4  # choices of items that are kept open
 
 
 @final
@@ -46,13 +48,16 @@ class FolderSource:
             return run_version(self.folder)
         return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
-    def read(self) -> Shown:
+    def read(self, items: Sequence[int] | None = None) -> Shown:
         """Read the manifest, and of a store the items that are shown.
+
+        Args:
+            items: of a store, the items to show instead of the usual ones.
 
         Raises:
             FolderError: the folder holds no recording or store, one of another version, or a
                 damaged one.
-            InputError: the store has no such item.
+            InputError: the store has no such item, or items are chosen of a recording.
         """
         opened = open_folder(self.folder)
         if isinstance(opened, Curves):
@@ -60,20 +65,25 @@ class FolderSource:
                 f"{self.name} must hold a recording or a store, got the curves of a run."
                 "\nGive a run alone: hookline view DIR."
             )
+        items = self._items if items is None else items
         if not isinstance(opened, Store):
+            if items is not None:
+                raise InputError(
+                    f"items can be chosen of a store, got a recording: {self.name}."
+                    "\nLeave out the items; the page of a value shows its samples."
+                )
             return Shown(opened)
-        items = range(min(len(opened), _N_ITEMS)) if self._items is None else self._items
+        items = range(min(len(opened), _N_ITEMS)) if items is None else items
         try:
             recording = excerpt(opened, items)
         except IndexError as error:
             raise InputError(f"{self.name}: {error}\nGive items that it has.") from error
         whole = {site: _statistics(opened, site) for site in opened.sites}
-        shown = f"items {items[0]:,} to {items[-1]:,}" if len(items) > 1 else f"item {items[0]:,}"
         about = (
             f"a store of {plural(len(opened), 'item')}; the table's statistics are of all,"
-            f" pictures and histograms of {shown}"
+            f" pictures and histograms of {in_words(items)}"
         )
-        return Shown(recording, whole, about)
+        return Shown(recording, whole, about, tuple(items), len(opened))
 
 
 def _statistics(store: Store, site: str) -> Statistics:
@@ -106,7 +116,7 @@ class OpenRecordings:
         self.source = source
         self.other = other
         self._lock = threading.Lock()
-        self._shown: PageState | None = None
+        self._shown: dict[tuple[int, ...] | None, PageState] = {}  # the last used one last
         self._state = ""
         self._run: OpenRun | None = None
 
@@ -135,16 +145,26 @@ class OpenRecordings:
         run.read()
         return run
 
-    def shown(self) -> tuple[PageState, str]:
+    def shown(self, items: tuple[int, ...] | None = None) -> tuple[PageState, str]:
         """Return the current recordings and the state that they belong to.
+
+        Args:
+            items: of stores, the items to show instead of the usual ones.
 
         Raises:
             FolderError: a folder holds no recording, one of another version, or a damaged one.
+            InputError: there is no such item, or the folder holds a recording.
         """
         with self._lock:
             state = self.state()
-            if self._shown is None or (state and state != self._state):
-                other = self.other.read() if self.other is not None else None
-                self._shown = PageState((self.source.read(), other), self.names)
-                self._state = state
-            return self._shown, self._state
+            is_new = bool(state) and state != self._state
+            known = None if is_new else self._shown.pop(items, None)
+            if known is None:
+                other = self.other.read(items) if self.other is not None else None
+                known = PageState((self.source.read(items), other), self.names)
+            if is_new:
+                self._shown, self._state = {}, state
+            self._shown[items] = known
+            while len(self._shown) > _MOST_KEPT:
+                del self._shown[next(iter(self._shown))]
+            return known, self._state

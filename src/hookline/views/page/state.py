@@ -20,6 +20,7 @@ from hookline.engine import as_written
 from hookline.errors import FolderError, HooklineError, InputError, OverwrittenError
 from hookline.recordings import Recording
 from hookline.views.page.columns import Column, columns
+from hookline.views.page.items import text_of
 from hookline.views.page.tree_rows import Row, tree_rows
 from hookline.views.page.values import Place, ValueEntry, list_values, measured, read_value
 from hookline.views.plots.differences import Difference, difference
@@ -35,11 +36,15 @@ class Shown(NamedTuple):
         recording: a recording, or some items of a store.
         whole: of a store, the statistics of all items by site, for the table.
         about: of a store, a sentence that says what is shown.
+        items: of a store, the items whose values are shown.
+        n_items: of a store, how many items it has.
     """
 
     recording: Recording
     whole: Mapping[str, Statistics] = {}
     about: str = ""
+    items: tuple[int, ...] = ()
+    n_items: int = 0
 
 
 @final
@@ -85,6 +90,11 @@ class PageState:
     def about(self) -> str:
         """A sentence that says what is shown of a store; empty for a recording."""
         return self._shown.about
+
+    @property
+    def items(self) -> tuple[str, int]:
+        """The items of a store that are shown, as text, and how many it has; ("", 0) if none."""
+        return text_of(self._shown.items), self._shown.n_items
 
     # -- finding ---------------------------------------------------------------------------------
 
