@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import hookline as hl
-from hookline.verbs.extract.data.sources import fingerprint
+from hookline.verbs.extract.inputs.sources import fingerprint
 
 
 class Squares(Dataset):

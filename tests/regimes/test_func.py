@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import hookline as hl
-from hookline.engine.torch_private.functorch import is_wrapped
+from hookline.engine.torch_private.modes import is_wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 

@@ -5,12 +5,12 @@ from hookline.curves.curves import Curves as Curves
 from hookline.curves.layout import Entry as Entry
 from hookline.curves.layout import Layout as Layout
 from hookline.curves.numbers import numbers_of as numbers_of
-from hookline.curves.reports import Reports as Reports
-from hookline.curves.reports import StepReport as StepReport
 from hookline.curves.run_folder import RunFolder as RunFolder
 from hookline.curves.run_folder import RunReader as RunReader
 from hookline.curves.run_folder import is_run as is_run
 from hookline.curves.run_folder import open_run as open_run
+from hookline.curves.step_reports import Reports as Reports
+from hookline.curves.step_reports import StepReport as StepReport
 
 __all__ = [
     "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "RunReader", "StepReport",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.numbers import numbers_of
 from hookline.curves.overview import curves_html, curves_text
-from hookline.curves.reports import Source, StepReport
+from hookline.curves.step_reports import Source, StepReport
 from hookline.errors import NotRecordedError, RanksError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hookline.curves.numbers import numbers_of
-from hookline.curves.reports import StepReport
+from hookline.curves.step_reports import StepReport
 from hookline.display import html, units
 from hookline.display.terminal import Table, text_of
 from hookline.display.text import plural

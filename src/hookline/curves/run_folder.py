@@ -24,8 +24,8 @@ from xxhash import xxh3_64_intdigest
 
 from hookline.curves.curves import Curves
 from hookline.curves.layout import Entry, Layout
-from hookline.curves.reports import StepReport
 from hookline.curves.spelling import read_statistic, spell_statistic
+from hookline.curves.step_reports import StepReport
 from hookline.errors import FolderError
 from hookline.util.locks import fork_safe_lock
 

@@ -75,7 +75,7 @@ from hookline.engine.torch_private.distributed import split_over as split_over
 from hookline.engine.torch_private.distributed import split_parameters as split_parameters
 from hookline.engine.torch_private.distributed import unwrapped as unwrapped
 from hookline.engine.torch_private.dynamo import while_tracing as while_tracing
-from hookline.engine.torch_private.functorch import is_wrapped as is_wrapped
+from hookline.engine.torch_private.modes import is_wrapped as is_wrapped
 from hookline.engine.torch_private.modules import PYTHON_NODE as PYTHON_NODE
 from hookline.util.hidden import hides as hides
 

@@ -2,9 +2,9 @@
 
 from hookline.recordings.encoding import Fields as Fields
 from hookline.recordings.encoding import NotSaved as NotSaved
-from hookline.recordings.entries import PartialGradients as PartialGradients
 from hookline.recordings.gradients import GradientFlow as GradientFlow
 from hookline.recordings.gradients import GradientRow as GradientRow
+from hookline.recordings.log_entries import PartialGradients as PartialGradients
 from hookline.recordings.opening import open_recording as open_recording
 from hookline.recordings.pass_record import PassRecord as PassRecord
 from hookline.recordings.recording import Recording as Recording

@@ -23,8 +23,7 @@ from torch import Tensor
 from hookline.engine import PORTS, Report, Site, as_written
 from hookline.errors import FolderError
 from hookline.recordings.encoding import encode
-from hookline.recordings.entries import Contents, Entry, PartialGradients
-from hookline.recordings.files import Files, Stored
+from hookline.recordings.log_entries import Contents, Entry, PartialGradients
 from hookline.recordings.manifest import (
     DAMAGE,
     MANIFEST,
@@ -33,6 +32,7 @@ from hookline.recordings.manifest import (
     sync,
     write_manifest,
 )
+from hookline.recordings.stored_values import Files, Stored
 from hookline.recordings.target_folder import check_target, move_into_place, name_of_part, part
 from hookline.recordings.tensor_file import write_tensors
 

@@ -17,8 +17,8 @@ from hookline.display.text import escape_invisible
 from hookline.engine import Report, as_written, has_numbers
 from hookline.engine.pytree import tree
 from hookline.errors import NotRecordedError
-from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log
+from hookline.recordings.log_entries import Entry
 
 # A gradient this many times its parameter's norm, or the median gradient norm, is exploding.
 _TOO_LARGE_FOR_THE_WEIGHT = 100.0

@@ -29,10 +29,10 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
-from hookline.recordings.entries import Entry, PartialGradients
-from hookline.recordings.files import Stored
 from hookline.recordings.index import Index, Key, Lookup
+from hookline.recordings.log_entries import Entry, PartialGradients
 from hookline.recordings.stamps import Beside, Unknowable, is_as_stamped, stamp
+from hookline.recordings.stored_values import Stored
 
 Read = Callable[[Entry], Any]
 Noted = tuple[Any, ...]  # the first fields of an `Entry`

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import FolderError
-from hookline.recordings.entries import Contents
 from hookline.recordings.folder import read
+from hookline.recordings.log_entries import Contents
 from hookline.recordings.manifest import MANIFEST, REMEDY, first_line, read_manifest
 from hookline.recordings.pass_record import pass_of
 from hookline.recordings.rank_folder import read_ranks

@@ -12,8 +12,8 @@ from hookline.display.text import escape_invisible, plural
 from hookline.engine import Pass, local_shards
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError
-from hookline.recordings.entries import Entry
 from hookline.recordings.log import Log, Noted
+from hookline.recordings.log_entries import Entry
 
 _MOST_ROWS = 24
 _MOST_PASSES = 100  # the shapes of later passes are not read

@@ -7,9 +7,9 @@ from typing import Any, final, overload
 
 from hookline.display.text import plural
 from hookline.engine import Pass, Site, hides
-from hookline.recordings.entries import Entry
 from hookline.recordings.index import Key, Lookup, run_text
 from hookline.recordings.log import Log, Read
+from hookline.recordings.log_entries import Entry
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import pass_text
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from hookline.engine import Site, gather_json, is_grouped, ranks_of, say_by_rank
 from hookline.errors import FolderError, HooklineError, RanksError
-from hookline.recordings.entries import Contents
 from hookline.recordings.folder import write_contents
+from hookline.recordings.log_entries import Contents
 from hookline.recordings.manifest import sync, write_manifest
 from hookline.recordings.target_folder import (
     RANK,

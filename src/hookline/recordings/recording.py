@@ -29,17 +29,17 @@ from hookline.engine import (
 )
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
-from hookline.recordings.entries import Contents, Entry
-from hookline.recordings.files import Stored
 from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, Read, note_copied, note_transformed
+from hookline.recordings.log_entries import Contents, Entry
 from hookline.recordings.lookups import Lookups
 from hookline.recordings.overview import recording_text
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
 from hookline.recordings.rank_folder import is_one_of_many, write_ranks
+from hookline.recordings.stored_values import Stored
 
 
 @final

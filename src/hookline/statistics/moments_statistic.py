@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.engine.torch_private.functorch import is_ordinary
+from hookline.engine.torch_private.modes import is_ordinary
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.elements import (
     flat_chunks,

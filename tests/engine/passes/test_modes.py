@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.engine.passes.modes import Mode, mode_now
-from hookline.engine.torch_private.functorch import is_ordinary
+from hookline.engine.torch_private.modes import is_ordinary
 
 
 def test_code_under_no_mode_is_plain():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
-from hookline.engine.torch_private import autograd, checkpoint, functorch, fused_ops, hooks
+from hookline.engine.torch_private import autograd, checkpoint, fused_ops, hooks, modes
 from hookline.engine.torch_private import modules as internals
 
 
@@ -241,14 +241,14 @@ def test_tracing_by_fx_is_noticed():
 
     class Model(nn.Module):
         def forward(self, x):
-            seen.append(functorch.tracer())
+            seen.append(modes.tracer())
             return x
 
     model = Model()
     model(torch.zeros(1))
     torch.fx.symbolic_trace(model)
     assert seen == [None, "torch.fx.symbolic_trace"]
-    assert functorch.tracer() is None
+    assert modes.tracer() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine.torch_private.functorch import is_wrapped
 from hookline.engine.torch_private.hooks import HookDict
+from hookline.engine.torch_private.modes import is_wrapped
 from hookline.engine.torch_private.modules import PYTHON_NODE, _Last
 
 # Numbers for the keys of tensor hooks: (owner, number), where torch has a number.

@@ -15,10 +15,10 @@ from hookline.errors import InputError
 from hookline.stores import Store, open_store
 from hookline.stores.place import Place, place_of
 from hookline.verbs.extract.collective_steps import Ranks
-from hookline.verbs.extract.data.sources import source_of
 from hookline.verbs.extract.engines import Apart, Engine
 from hookline.verbs.extract.extraction import Extraction, check_free
 from hookline.verbs.extract.in_step import InStep
+from hookline.verbs.extract.inputs.sources import source_of
 from hookline.verbs.extract.on_ray import OnRay
 from hookline.verbs.extract.options import Extracting, check_options
 from hookline.verbs.extract.process_setup import Setup

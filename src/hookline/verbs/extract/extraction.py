@@ -20,8 +20,8 @@ from hookline.stores.manifest import environment, read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place
 from hookline.stores.shard_file import Shard, number_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
-from hookline.verbs.extract.data.sources import fingerprint
 from hookline.verbs.extract.engines import Engine, read_elsewhere
+from hookline.verbs.extract.inputs.sources import fingerprint
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.progress import Progress
 from hookline.verbs.extract.worker import Worker

@@ -9,7 +9,7 @@ import torch
 
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.verbs.extract.data.token_mask import Mask
+from hookline.verbs.extract.inputs.token_mask import Mask
 
 
 class Extracting(TypedDict, total=False):

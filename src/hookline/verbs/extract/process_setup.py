@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hookline.engine import Selector, full_value, is_dtensor, local_part, sharding
 from hookline.engine.pytree import tree
 from hookline.errors import warn
-from hookline.verbs.extract.data.batches import Source
-from hookline.verbs.extract.data.token_mask import DEFAULT_MASK
+from hookline.verbs.extract.inputs.batches import Source
+from hookline.verbs.extract.inputs.token_mask import DEFAULT_MASK
 from hookline.verbs.extract.options import Extracting
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32 import measured

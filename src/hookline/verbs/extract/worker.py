@@ -18,8 +18,8 @@ from hookline.stores.batch_columns import ColumnForm, columns_of
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
-from hookline.verbs.extract.data.sources import Batch, Source
-from hookline.verbs.extract.data.token_mask import Mask, tokens_of
+from hookline.verbs.extract.inputs.sources import Batch, Source
+from hookline.verbs.extract.inputs.token_mask import Mask, tokens_of
 from hookline.verbs.extract.seeding import seeded
 from hookline.verbs.record.prefix import Prefix
 

@@ -13,10 +13,10 @@ from hookline.engine import Order, Report, Selector, Site, is_grouped, no_callba
 from hookline.errors import AttachError, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
+from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.options import Chosen, checked_every, checked_statistics, chosen
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.reporting import Reporting
-from hookline.verbs.monitor.scaling import Scaling
 from hookline.verbs.monitor.slots import ALL, FIRST, Slots
 from hookline.verbs.monitor.steps import Steps
 from hookline.verbs.monitor.values import ValueSites

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hookline.engine import Site, local_part
 from hookline.engine.selection.module_tree import ParameterNode
-from hookline.verbs.monitor.scaling import of_parameter
+from hookline.verbs.monitor.loss_scale import of_parameter
 from hookline.verbs.monitor.slots import FIRST, SiteSlots, Slots, counts_of
 
 KINDS = ("value", "grad", "update")

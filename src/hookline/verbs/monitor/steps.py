@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from hookline.curves import StepReport
 from hookline.engine import Pass, Passes
 from hookline.errors import HooklineWarning, warn
+from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
-from hookline.verbs.monitor.scaling import Scaling
 from hookline.verbs.monitor.slots import Slots
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.

@@ -25,7 +25,7 @@ from hookline.engine.gradients.ports import GradInputTap
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.outlines import Slot
 from hookline.engine.pytree.tree import Leaf
-from hookline.verbs.monitor.scaling import Scaling
+from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.slots import SiteSlots, Slots, by_leaf, graph_slots
 
 

@@ -28,9 +28,9 @@ from hookline.views.page.guard import Guard, Rules
 from hookline.views.page.items import items_of, text_of
 from hookline.views.page.links import choice_of, number, parameters_of, query_of
 from hookline.views.page.optional_imports import load
+from hookline.views.page.shown_recordings import PageState, notices_of
 from hookline.views.page.site_view import site_view
 from hookline.views.page.sources import OpenRecordings
-from hookline.views.page.state import PageState, notices_of
 from hookline.views.page.templates import environment, script_hashes, sort_keys, table
 from hookline.views.page.thumbnails import feature_strip
 from hookline.views.page.values import ValueEntry

@@ -24,7 +24,7 @@ from hookline.views.page.pictures import (
     picture_of,
     problem_of,
 )
-from hookline.views.page.state import PageState
+from hookline.views.page.shown_recordings import PageState
 from hookline.views.page.values import Place, ValueEntry
 
 _TWINS = {

@@ -15,7 +15,7 @@ from hookline.statistics import Moments
 from hookline.stores import Store, excerpt, open_folder
 from hookline.views.page.curves_view import OpenRun, run_version
 from hookline.views.page.items import in_words
-from hookline.views.page.state import PageState, Shown
+from hookline.views.page.shown_recordings import PageState, Shown
 from hookline.views.statistics import Statistics
 
 _MANIFEST = "manifest.json"

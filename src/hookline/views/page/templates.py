@@ -14,8 +14,8 @@ from hookline.views.page.cells import cells_html
 from hookline.views.page.columns import Column
 from hookline.views.page.links import query_of
 from hookline.views.page.optional_imports import load
+from hookline.views.page.shown_recordings import data_of
 from hookline.views.page.site_view import facts_of, path_of, zero_of
-from hookline.views.page.state import data_of
 from hookline.views.page.thumbnails import MAX_CHANNELS
 from hookline.views.page.tree_rows import Row
 

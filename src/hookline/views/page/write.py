@@ -17,7 +17,7 @@ from hookline.recordings.manifest import MANIFEST
 from hookline.verbs.summary import Summary
 from hookline.views.page.columns import columns
 from hookline.views.page.optional_imports import load
-from hookline.views.page.state import failed_passes, notices_of_rows
+from hookline.views.page.shown_recordings import failed_passes, notices_of_rows
 from hookline.views.page.templates import environment, table
 from hookline.views.page.thumbnails import input_thumbnail
 from hookline.views.page.tree_rows import Row, tree_rows

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from hookline.engine.pytree.tree import tensors
-from hookline.verbs.extract.data.sources import fingerprint, source_of
+from hookline.verbs.extract.inputs.sources import fingerprint, source_of
 from source_checks import Counting, Random, Squares, alike, all_numbers, run, said
 
 

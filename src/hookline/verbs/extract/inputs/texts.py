@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 
 from hookline.errors import InputError, warn
 from hookline.models.packages import first_line
-from hookline.verbs.extract.data.loading import Loaded, Refusal, Skip, load_each
+from hookline.verbs.extract.inputs.loading import Loaded, Refusal, Skip, load_each
 
 KEY = "text"  # of a line of .jsonl, or the column of a table
 _PIECE_BYTES = 8 * 1024**2

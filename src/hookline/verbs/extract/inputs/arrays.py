@@ -15,8 +15,8 @@ from xxhash import xxh3_128
 
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.verbs.extract.data.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
-from hookline.verbs.extract.data.loading import Loaded
+from hookline.verbs.extract.inputs.fingerprints import N_SAMPLES, WHOLE_BYTES, bytes_of, spread
+from hookline.verbs.extract.inputs.loading import Loaded
 
 _PIECE_BYTES = 8 * 1024**2
 

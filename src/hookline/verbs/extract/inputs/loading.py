@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import map_tensors, tensors
 from hookline.errors import InputError
-from hookline.verbs.extract.data.batches import Batch, Loading
+from hookline.verbs.extract.inputs.batches import Batch, Loading
 from hookline.verbs.extract.seeding import seeded
 
 _N_TEXT = 200  # characters of an error's first line

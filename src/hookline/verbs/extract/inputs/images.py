@@ -16,7 +16,7 @@ from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
 from hookline.models.packages import first_line
 from hookline.models.pictures import SUFFIXES, open_picture
-from hookline.verbs.extract.data.loading import Loaded, Refusal, load_each
+from hookline.verbs.extract.inputs.loading import Loaded, Refusal, load_each
 
 if TYPE_CHECKING:
     from PIL.Image import Image

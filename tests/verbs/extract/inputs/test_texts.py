@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.verbs.extract.data import texts
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs import texts
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import run, said, whole
 
 LINES = ["one", "zwei drei", "", "vier", "fünf", "  "]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import alike, run, said, whole
 
 ROWS = np.arange(60, dtype=np.float32).reshape(10, 3, 2)

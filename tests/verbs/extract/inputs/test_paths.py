@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import said
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline.verbs.extract.data import fingerprints
-from hookline.verbs.extract.data.fingerprints import files_fingerprint, fingerprint, spread
+from hookline.verbs.extract.inputs import fingerprints
+from hookline.verbs.extract.inputs.fingerprints import files_fingerprint, fingerprint, spread
 
 
 def test_equal_values_have_equal_fingerprints_however_they_lie():
@@ -38,7 +38,7 @@ def test_every_difference_is_told():
 @pytest.mark.processes
 def test_a_fingerprint_is_the_same_in_another_process():
     code = (
-        "import torch; from hookline.verbs.extract.data.fingerprints import fingerprint;"
+        "import torch; from hookline.verbs.extract.inputs.fingerprints import fingerprint;"
         "print(fingerprint({'x': torch.arange(5), 'y': ('a', 1.5)}))"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

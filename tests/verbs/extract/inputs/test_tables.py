@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import alike, run, said, whole
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from hookline.verbs.extract.data.loading import Loaded, load_each
-from hookline.verbs.extract.data.texts import text_or_skip
+from hookline.verbs.extract.inputs.loading import Loaded, load_each
+from hookline.verbs.extract.inputs.texts import text_or_skip
 
 # Data sets that hold their items: to load them draws no random numbers.
 _PLAIN = frozenset({TensorDataset, list, range})

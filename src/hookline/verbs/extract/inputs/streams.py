@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.engine.pytree import describe
 from hookline.engine.pytree.tree import tensors
 from hookline.errors import InputError
-from hookline.verbs.extract.data.batches import Batch
-from hookline.verbs.extract.data.loading import Failure, Refusal
+from hookline.verbs.extract.inputs.batches import Batch
+from hookline.verbs.extract.inputs.loading import Failure, Refusal
 
 
 @final

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hookline.errors import InputError
 from hookline.models.packages import first_line
-from hookline.verbs.extract.data.arrays import ArrayItems, ArrayPart, ArrayRows
+from hookline.verbs.extract.inputs.arrays import ArrayItems, ArrayPart, ArrayRows
 
 _LOCAL_HEADER_BYTES = 30  # of a member of a zip archive; then its name and extra fields
 _ENDING = ".npy"

@@ -17,10 +17,10 @@ from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
 from hookline.models.packages import first_line
 from hookline.models.places import is_file
-from hookline.verbs.extract.data.fingerprints import files_fingerprint
-from hookline.verbs.extract.data.images import prepared
-from hookline.verbs.extract.data.loading import Loaded, load_each
-from hookline.verbs.extract.data.texts import KEY, text_or_skip
+from hookline.verbs.extract.inputs.fingerprints import files_fingerprint
+from hookline.verbs.extract.inputs.images import prepared
+from hookline.verbs.extract.inputs.loading import Loaded, load_each
+from hookline.verbs.extract.inputs.texts import KEY, text_or_skip
 
 _IMAGE = "image"
 _STATE = "state.json"

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from hookline.errors import InputError
 from hookline.models.places import is_file, is_folder, is_special, names_in, printable
-from hookline.verbs.extract.data.array_files import array_file_items
-from hookline.verbs.extract.data.batches import Loading
-from hookline.verbs.extract.data.images import ImageItems
-from hookline.verbs.extract.data.loading import Items
-from hookline.verbs.extract.data.tables import HuggingFaceItems, ParquetTexts, is_huggingface_folder
-from hookline.verbs.extract.data.texts import Lines, TextItems, Texts, tokenizer_of
+from hookline.verbs.extract.inputs.array_files import array_file_items
+from hookline.verbs.extract.inputs.batches import Loading
+from hookline.verbs.extract.inputs.images import ImageItems
+from hookline.verbs.extract.inputs.loading import Items
+from hookline.verbs.extract.inputs.tables import (
+    HuggingFaceItems,
+    ParquetTexts,
+    is_huggingface_folder,
+)
+from hookline.verbs.extract.inputs.texts import Lines, TextItems, Texts, tokenizer_of
 
 _ARRAYS = (".npy", ".npz")
 _TEXTS = (".txt", ".jsonl", ".parquet")

@@ -18,15 +18,15 @@ from torch.utils.data import (
 
 from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
-from hookline.verbs.extract.data.arrays import array_items, is_array
-from hookline.verbs.extract.data.batches import Batch, Loading, OnError, Source
-from hookline.verbs.extract.data.datasets import DatasetItems
-from hookline.verbs.extract.data.files import items_of_path
-from hookline.verbs.extract.data.fingerprints import fingerprint
-from hookline.verbs.extract.data.loading import IndexedSource, Items, LoaderOptions
-from hookline.verbs.extract.data.streams import IterableSource
-from hookline.verbs.extract.data.tables import HuggingFaceItems, is_huggingface
-from hookline.verbs.extract.data.texts import tokenizer_of
+from hookline.verbs.extract.inputs.arrays import array_items, is_array
+from hookline.verbs.extract.inputs.batches import Batch, Loading, OnError, Source
+from hookline.verbs.extract.inputs.datasets import DatasetItems
+from hookline.verbs.extract.inputs.fingerprints import fingerprint
+from hookline.verbs.extract.inputs.loading import IndexedSource, Items, LoaderOptions
+from hookline.verbs.extract.inputs.paths import items_of_path
+from hookline.verbs.extract.inputs.streams import IterableSource
+from hookline.verbs.extract.inputs.tables import HuggingFaceItems, is_huggingface
+from hookline.verbs.extract.inputs.texts import tokenizer_of
 
 __all__ = ["Batch", "Source", "fingerprint", "source_of"]
 

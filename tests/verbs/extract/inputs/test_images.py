@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import alike, run, said, whole
 
 pictures = pytest.importorskip("PIL.Image")

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import hookline as hl
-from hookline.verbs.extract.data.loading import Loaded
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs.loading import Loaded
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import Counting, Random, Squares, alike, run, said
 
 

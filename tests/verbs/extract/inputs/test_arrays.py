@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.verbs.extract.data import arrays
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs import arrays
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import run, said
 
 

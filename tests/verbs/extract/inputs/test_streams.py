@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.verbs.extract.data.sources import source_of
+from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import Counting, run, said
 
 
