@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 
 import pytest
 import torch
@@ -118,3 +120,97 @@ def test_the_command_shows_the_finding_and_runs_the_module(net, tmp_path):
     wrong = CliRunner().invoke(app, ["replay", finding.file, "demo:digits"])
     assert wrong.exit_code == 2
     assert CliRunner().invoke(app, ["replay", str(tmp_path / "no")]).exit_code == 2
+
+
+def test_an_argument_that_cannot_be_saved_hides_no_finding(net, tmp_path):
+    class Root(torch.nn.Module):
+        def forward(self, x, more):
+            return x.log()
+
+    endless: list[object] = []
+    endless.append(endless)
+    with (
+        pytest.raises(hl.NonFiniteError) as caught,
+        hl.check(Root(), keep=tmp_path / "nan") as line,
+    ):
+        line._line.root(torch.tensor([-1.0]), endless)
+    assert caught.value.finding.function == "log"
+    assert "no file is kept: RecursionError" in str(caught.value.finding)
+
+
+def test_nothing_half_written_stays(net, tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hookline.verbs.check.kept.save_file", full)
+    finding = kept(net["make"](), tmp_path / "nan")
+    assert finding.file is None
+    assert "No space left on device" in str(finding)
+    assert list((tmp_path / "nan").iterdir()) == []
+
+
+def body_of(file, change):
+    """Write a copy of a kept file with another text in it."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(file, framework="pt") as opened:
+        body = json.loads(opened.metadata()["hookline"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    text = change(body)
+    text = json.dumps(body) if text is None else text
+    save_file(tensors, f"{file}.other", metadata={"hookline": text})
+    return f"{file}.other"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: "[" * 100_000 + "]" * 100_000,
+        lambda body: body["finding"].update(path=3),
+        lambda body: body.update(rng="0"),
+        lambda body: body.update(inputs=[]),
+    ],
+)
+def test_a_text_that_is_damaged_is_refused_in_one_line(net, tmp_path, change):
+    other = body_of(kept(net["make"](), tmp_path).file, change)
+    shown = CliRunner().invoke(app, ["replay", other])
+    assert shown.exit_code == 2
+    assert "damaged" in shown.output
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(hl.FolderError, match="regular file"):
+        read(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(autocast=[["cpu", "load"]]),
+        lambda body: body.update(autocast=[["cpu", "nothing"]]),
+        lambda body: body["state"].update(scale=body["rng"]),
+        lambda body: body.update(inputs={"list": [[None, {"list": [], "type": "builtins.list"}]]}),
+    ],
+)
+def test_what_the_module_cannot_run_on_is_said_in_one_line(net, tmp_path, change):
+    other = body_of(kept(net["make"](), tmp_path).file, change)
+    shown = CliRunner().invoke(app, ["replay", other, f"{tmp_path}/net.py:make"])
+    assert shown.exit_code == 2, shown.output
+
+
+def test_text_in_a_file_cannot_command_the_terminal(net, tmp_path):
+    other = body_of(
+        kept(net["make"](), tmp_path).file,
+        lambda body: body["finding"].update(notes=["\x1b[2Jgone"], function="[bold]\x1b[31m"),
+    )
+    shown = CliRunner().invoke(app, ["replay", other])
+    assert "\x1b" not in shown.output
+    assert "[bold]" in shown.output
+
+
+def test_a_name_of_a_folder_that_no_system_has():
+    with pytest.raises(hl.FolderError, match="keep="):
+        hl.check(torch.nn.Linear(2, 2), keep="a\0b")

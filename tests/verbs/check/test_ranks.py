@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -124,4 +125,27 @@ def test_sharded_training_that_is_well_is_left_alone(rank, folder):
     model = sharded()
     with hl.check(model) as line:
         train(model, torch.ones(2, 4) + rank)
+    assert line.findings == []
+
+
+class Gathering(Root):
+    """Its forward is a collective, as a contrastive loss over all ranks is."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, output.detach())
+        return output + sum(parts) * 0
+
+
+@on_ranks
+def test_a_forward_that_talks_to_other_ranks_is_not_repeated(rank, folder):
+    model = DistributedDataParallel(Gathering())
+    # Finite numbers whose sum overflows, on one rank only: a repetition there would wait.
+    model.module.last.register_forward_hook(
+        lambda module, args, output: output * 0 + (3e38 if rank == 1 else 0)
+    )
+    with hl.check(model) as line, torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(8, 4))
     assert line.findings == []

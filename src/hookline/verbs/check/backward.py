@@ -36,7 +36,7 @@ from hookline.verbs.check.origins import measured
 from hookline.verbs.check.outcome import Outcome, of_tensor
 from hookline.verbs.check.ranks import earliest, is_on_any, shared
 from hookline.verbs.check.replay import Replay
-from hookline.verbs.check.run import RUN, Run
+from hookline.verbs.check.run import RUN, Run, version
 
 
 @final
@@ -72,8 +72,8 @@ class BackwardChecks:
         self._forward = forward
         self._warns_of_missing = warns_of_missing
         self._weights: list[tuple[str, Tensor]] = []
-        # The gradients when `outcome.in_backward` was found.
-        self._grads: list[tuple[int, int | None]] = []
+        self._judged = self._found_with = _Gradients([])
+        self._has_stepped = False
 
     def start(
         self, line: Line, root: list[tuple[Site, ModuleNode]], registrations: Registrations
@@ -114,9 +114,11 @@ class BackwardChecks:
             is_known, is_finite = outcome.in_backward is not None, self._gradients_are_finite()
             if is_known and is_finite:
                 outcome.in_backward = None  # the step was skipped, and this is another one
-            elif not is_known and not is_finite:
+            elif not is_finite and not (is_known and self._judged.are_tensors(self._weights)):
+                # Where gradients accumulate, the first who made them so counts.
                 outcome.in_backward = outcome.take_until_step() or self._judge(run)
-                self._grads = self._grads_now()
+            self._judged = _Gradients(self._weights)
+            self._found_with = self._found_with if is_known else self._judged
             if self._sharded_on is not None:
                 outcome.in_backward = shared(outcome.in_backward, self._sharded_on)
         finally:
@@ -135,16 +137,24 @@ class BackwardChecks:
                     origin = replay.backward()
                 if origin is not None:
                     return self._outcome.keep(replay, origin, replay.finding(origin, "backward"))
-                why = "the run did not repeat itself"
+                why = (
+                    "the repeated backward is finite; look at what else writes gradients, such as"
+                    " a loss on weights or on values inside the model"
+                )
             except Exception as error:
                 why = f"the run could not be repeated ({first_line(error)})"
-        bad = [(path, one.grad) for path, one in self._weights
+        return self._of_gradients(self._weights, run.step, why or "")
+
+    @staticmethod
+    def _of_gradients(weights: list[tuple[str, Tensor]], step: int | None, why: str) -> Finding:
+        """Describe the gradients that are not finite, where the operation is not known."""
+        bad = [(path, one.grad) for path, one in weights
                if one.grad is not None and kinds_in(one.grad)]  # fmt: skip
         path, grad = bad[-1]
-        assert grad is not None
-        return of_tensor("gradient", path, grad, run.step).with_(
-            notes=(f"the operation is not known: {why}",)
-        )
+        notes = [f"the operation is not known: {why}"]
+        if len(bad) > 1:
+            notes.append(f"{len(bad)} of {len(weights)} gradients are not finite")
+        return of_tensor("gradient", path, grad, step).with_(notes=tuple(notes))
 
     def _of_loss(self, run: Run) -> Finding:
         grad = next(one for one in run.gradients.values() if kinds_in(one))
@@ -172,26 +182,44 @@ class BackwardChecks:
 
     def _stepped_with(self, optimizer: Optimizer, held: set[int]) -> Finding | None:
         """Return what an optimizer is about to step with; None if its gradients are finite."""
-        stepped = any(id(one) in held for _, one in self._weights)
-        if self._outcome.in_backward is None or not stepped:
-            return None
+        if not held <= {id(one) for _, one in self._weights}:
+            self._walk_again()  # parts of the model may have been replaced
+        stepped = [one for one in self._weights if id(one[1]) in held]
         skipped = getattr(optimizer, "found_inf", None)
-        if isinstance(skipped, Tensor) and bool(skipped):
+        if not stepped or (isinstance(skipped, Tensor) and bool(skipped)):
             return None  # the optimizer itself skips the step, as GradScaler asks it to
-        is_bad = not self._gradients_are_finite(held)
+        self._has_stepped = True
+        known = self._outcome.in_backward
+        is_judged = known is None and self._judged.are_same(stepped)
+        is_bad = not is_judged and not self._gradients_are_finite(held)
         if self._sharded_on is not None:
             is_bad = is_on_any(is_bad, self._sharded_on)
-        finding = self._outcome.take_backward()
-        return finding if is_bad else None
+        return (known or self._of_step(stepped)) if is_bad else None
+
+    def _of_step(self, stepped: list[tuple[str, Tensor]]) -> Finding | None:
+        """Describe gradients that no backward through the model's outputs has made."""
+        if not any(one.grad is not None and kinds_in(one.grad) for _, one in stepped):
+            return None  # another rank has them
+        why = (
+            "no backward through the model's outputs made it; look at what else writes gradients,"
+            " such as a division after backward() or a loss on values inside the model"
+        )
+        return self._of_gradients(stepped, self._forward.last_step, why)
+
+    def _walk_again(self) -> None:
+        model = self._model()
+        if model is not None:
+            self._weights = list(model.named_parameters())
 
     def end(self, error: BaseException | None) -> None:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         outcome.at_end = outcome.at_end or outcome.take_until_step()
         finding = outcome.take_backward()
-        # Gradients that were unscaled, clipped or dropped, and no optimizer has stepped with, were
+        # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        if finding is None or self._grads_now() != self._grads:
+        is_skipped = self._has_stepped or not self._found_with.are_same(self._weights)
+        if finding is None or is_skipped or finding in outcome.all:
             return
         outcome.add(finding)
         if error is None:
@@ -210,10 +238,42 @@ class BackwardChecks:
             return True
         return not any(kinds_in(one) for one in grads)
 
-    def _grads_now(self) -> list[tuple[int, int | None]]:
-        """Return what tells whether somebody has changed or dropped a gradient."""
-        grads = [tensor.grad for _, tensor in self._weights]
-        return [(id(one), None if one is None else one._version) for one in grads]
+
+@final
+class _Gradients:
+    """Remember which gradients some weights have, to tell whether they have changed since.
+
+    Args:
+        weights: the weights, by path.
+    """
+
+    __slots__ = ("_seen",)
+
+    def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
+        # Weakly, or the memory of gradients that are dropped would stay.
+        self._seen = {
+            id(tensor): None if grad is None else (weakref.ref(grad), version(grad))
+            for _, tensor in weights
+            for grad in (tensor.grad,)
+        }
+
+    def are_same(self, weights: list[tuple[str, Tensor]]) -> bool:
+        """Tell whether weights have the gradients that they had, with the same numbers."""
+        return self.are_tensors(weights) and all(
+            seen is None or one.grad is None or seen[1] == version(one.grad)
+            for _, one in weights
+            for seen in (self._seen[id(one)],)
+        )
+
+    def are_tensors(self, weights: list[tuple[str, Tensor]]) -> bool:
+        """Tell whether weights have the tensors of gradients that they had."""
+        return all(self._is_tensor(id(one), one.grad) for _, one in weights)
+
+    def _is_tensor(self, key: int, grad: Tensor | None) -> bool:
+        seen = self._seen.get(key)
+        if seen is None or grad is None:
+            return seen is None and grad is None and key in self._seen
+        return seen[0]() is grad
 
 
 @final

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.display.text import plural
 from hookline.engine import Line, Report, Site, hides, is_grouped, sharding
-from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf
+from hookline.engine.selection.module_tree import ModuleNode, walk
+from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, parameters
 from hookline.errors import AttachError, warn
 from hookline.verbs.check.also import choices
 from hookline.verbs.check.backward import BackwardChecks
+from hookline.verbs.check.finding import SINCE_START, Finding
 from hookline.verbs.check.finiteness import Kind, are_finite, is_measurable, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
 from hookline.verbs.check.kept import folder_for
 from hookline.verbs.check.outcome import Outcome, of_tensor
+from hookline.verbs.check.ranks import shared
 from hookline.verbs.shared.verb_line import VerbLine
 
 
@@ -42,6 +45,7 @@ class CheckLine(VerbLine[Line]):
         is_sharded = is_grouped() and bool(sharding(model))
         devices = (one.device for one in model.parameters())
         sharded_on = next(devices, torch.device("cpu")) if is_sharded else None
+        self._sharded_on = sharded_on
         self._forward = ForwardChecks(line.passes, model, self._outcome, sharded_on, also)
         self._backward = BackwardChecks(
             line.passes, model, self._outcome, sharded_on, self._forward,
@@ -58,7 +62,9 @@ class CheckLine(VerbLine[Line]):
     def start(self) -> None:
         """Refuse a model that is poisoned already, and attach the taps, all or none."""
         line = self._line
-        _refuse_poisoned(line, self._outcome)
+        finding = _poisoned(line.nodes, None, with_buffers=True)
+        if finding is not None:
+            raise self._outcome.add(finding).error()
         places = [
             (Site(node.path, aliases=node.aliases, module_type=node.type_name), node)
             for node in line.nodes
@@ -78,9 +84,24 @@ class CheckLine(VerbLine[Line]):
         super().remove()
 
     def _ending(self, error: BaseException | None) -> None:
+        has_ended = self._line.passes.closed
         if error is None:
             self._forward.end()
         self._backward.end(error)
+        if error is None and not has_ended:
+            self._judge_weights()
+
+    def _judge_weights(self) -> None:
+        """Look for weights that the last step has poisoned: no run came after it to show them."""
+        outcome, root = self._outcome, self._line.root
+        is_told = outcome.at_end is not None or any(not one.vanished for one in outcome.all)
+        if is_told or root is None:
+            return
+        finding = _poisoned(walk(root), self._forward.last_step, with_buffers=False)
+        if self._sharded_on is not None:
+            finding = shared(finding, self._sharded_on)
+        if finding is not None:
+            outcome.at_end = outcome.add(finding.with_(notes=(SINCE_START,)))
 
     def _ended(self, error: BaseException | None) -> None:
         outcome = self._outcome
@@ -98,22 +119,33 @@ class CheckLine(VerbLine[Line]):
                 )
 
 
-def _refuse_poisoned(line: Line, outcome: Outcome) -> None:
-    """Raise an error if a parameter or a buffer is poisoned before anything has run."""
-    held = [("parameter", node.path, node.tensor, Kind.NONE) for node in line.module_tree.tensors]
+def _poisoned(
+    nodes: Sequence[ModuleNode], step: int | None, *, with_buffers: bool
+) -> Finding | None:
+    """Find a parameter that is not finite, or a buffer that holds a NaN."""
     meant = Kind.INF | Kind.MINUS_INF
-    held += [
-        ("buffer", f"{node.path}.{name}".lstrip("."), one, meant)
-        for node in line.nodes
-        for name, one in buffers(node.module).items()
-        if one is not None
+    found: list[tuple[str, str, str, Tensor | None, Kind]] = [
+        ("parameter", node.path, name, one, Kind.NONE)
+        for node in nodes
+        for name, one in parameters(node.module).items()
     ]
-    held = [one for one in held if is_measurable(one[2])]
+    found += [
+        ("buffer", node.path, name, one, meant)
+        for node in nodes
+        if with_buffers
+        for name, one in buffers(node.module).items()
+    ]
+    held = [
+        (kind, f"{path}.{name}".lstrip("."), one, allowed)
+        for kind, path, name, one, allowed in found
+        if one is not None and is_measurable(one)
+    ]
     sums = [total(tensor) for _, _, tensor, _ in held]
     flags = are_finite([one for one in sums if one is not None])
     for (kind, path, tensor, allowed), is_finite in zip(held, flags, strict=False):
         if not is_finite and kinds_in(tensor) & ~allowed:
-            raise outcome.add(of_tensor(kind, path, tensor, None)).error()
+            return of_tensor(kind, path, tensor, step)
+    return None
 
 
 def check(

@@ -13,6 +13,11 @@ from hookline.errors import NonFiniteError
 from hookline.statistics import Moments
 
 _MOST_PASSED = 6
+# What is known of a parameter that is not finite: else the check, or a step, was refused.
+SINCE_START = (
+    "it was finite when the check began, and no step used a gradient that was not finite; look at"
+    " the learning rate, the optimizer's eps, and what else writes weights"
+)
 
 
 @final
@@ -134,6 +139,8 @@ class Finding:
             what = f"gradients in the backward of {self.site}"
         elif self.kind == "forward":
             what = f"the output of {self.site}"
+        elif self.kind == "constant":
+            what = "a tensor besides parameters, buffers and inputs"
         else:
             what = f"the {self.kind} {self.site}"
         type_name = f" ({self.module_type})" if self.module_type else ""
@@ -146,13 +153,14 @@ class Finding:
 
     def _counts(self) -> str:
         parts = [f"{self.n_nan} NaN" * bool(self.n_nan), f"{self.n_inf} inf" * bool(self.n_inf)]
-        counts = " and ".join(filter(None, parts)) or "a value that is not"
+        counts = " and ".join(filter(None, parts)) or "a NaN or an infinity"
         return f"{counts} of {plural(self.n_total, 'value')}" if self.n_total else counts
 
     def _remedy(self) -> str:
         more = "print(error.finding) says more"
-        suspect = f"Look at {self.suspect}; " if self.suspect else "Look at its inputs: "
-        return f"{suspect}{more}."
+        if self.kind == "loss":
+            return f"Look at the loss; {more}."
+        return f"Look at {self.suspect or 'its inputs'}; {more}."
 
     def error(self) -> NonFiniteError:
         """Return the error that says this."""
@@ -178,7 +186,7 @@ class Finding:
         lines += [f"  {note}" for note in self.notes]
         if self.file:
             lines.append(f"  kept: hookline replay {self.file}")
-        return "\n".join(lines)
+        return escape_invisible("\n".join(lines))
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as a dict that JSON can hold."""

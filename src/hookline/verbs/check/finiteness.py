@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from hookline.engine import is_wrapped, local_part
+from hookline.engine import has_numbers, innermost, is_wrapped, local_part
 from hookline.engine.pytree import tree
 from hookline.statistics import Moments
 
 # Sums of these overflow, or lose their digits, unless they are added up in float32.
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+Measure = Callable[[Any], Tensor | None]
 
 
 class Kind(Flag):
@@ -41,7 +43,8 @@ def total(value: Any) -> Tensor | None:
     if len(sums) == 1:
         return sums[0]
     first = sums[0].device
-    return torch.stack([one.to(first, torch.float32) for one in sums]).sum()
+    parts = [torch.view_as_real(one).sum() if one.is_complex() else one for one in sums]
+    return torch.stack([one.to(first, torch.float32) for one in parts]).sum()
 
 
 def total_nan(value: Any) -> Tensor | None:
@@ -64,16 +67,30 @@ def extremes(value: Any) -> Tensor | None:
                   for one in real])  # fmt: skip
 
 
+def beside_masks(value: Any) -> Tensor | None:
+    """Do the same for a site where -inf may be meant: NaN and infinity count, -inf does not."""
+    plain = [flat(one) for _, one in tree.tensors(value) if is_measurable(one)]
+    return extremes([torch.nan_to_num(one, torch.nan, torch.inf, 0.0) for one in plain])
+
+
+def transformed(measure: Measure, value: Any) -> Tensor | None:
+    """Measure a value inside a transform of torch.func: all examples of a batch together."""
+    number = measure([innermost(one.detach()) for _, one in tree.tensors(value)])
+    return None if number is None else innermost(number)
+
+
 def is_measurable(tensor: Tensor) -> bool:
     """Tell whether a tensor holds numbers that may be infinite."""
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    is_there = not (tensor.is_meta or is_lazy(tensor))
+    is_there = has_numbers(tensor) and not is_lazy(tensor)
     return is_number and is_there and not tensor.is_quantized and not is_wrapped(tensor)
 
 
 def flat(tensor: Tensor) -> Tensor:
     """Return the numbers that a tensor holds on this rank, without their graph."""
     tensor = local_part(tensor.detach())
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # for float8, torch has few operations
     if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor
     if tensor.is_nested and tensor.layout is torch.strided:
@@ -97,7 +114,9 @@ def are_finite(sums: Sequence[Tensor]) -> list[bool]:
         groups.setdefault((one.dtype, one.device), []).append(index)
     found = [True] * len(sums)
     with torch.no_grad():
-        for members in groups.values():
+        for (_, device), members in groups.items():
+            if device.type == "meta":
+                continue
             finite = torch.stack([sums[index] for index in members]).isfinite()
             if not finite.all():
                 for index, is_finite in zip(members, finite.tolist(), strict=True):
@@ -119,6 +138,16 @@ def kinds_in(tensor: Tensor) -> Kind:
     return found | (Kind.MINUS_INF if (plain == -torch.inf).any() else Kind.NONE)
 
 
+def counted(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of NaNs and of infinities in a tensor.
+
+    A complex number counts once, and a sparse tensor by the values that it holds.
+    """
+    plain = flat(tensor)
+    n_nan = int(plain.isnan().sum())
+    return n_nan, int((~plain.isfinite()).sum()) - n_nan
+
+
 def moments(tensor: Tensor) -> Moments:
     """Measure the numbers of a tensor; those of a complex tensor as real and imaginary parts."""
     plain = flat(tensor)
@@ -126,6 +155,3 @@ def moments(tensor: Tensor) -> Moments:
         plain = torch.view_as_real(plain)
     wide = plain if plain.dtype in (torch.float32, torch.float64) else plain.double()
     return Moments.of(wide.cpu().numpy())
-
-
-Measure = Callable[[Any], Tensor | None]

@@ -29,9 +29,12 @@ from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import (
     Measure,
     are_finite,
+    beside_masks,
     extremes,
+    kinds_in,
     total,
     total_nan,
+    transformed,
     without_infinity,
 )
 from hookline.verbs.check.origins import measured
@@ -107,6 +110,11 @@ class ForwardChecks:
         line.tap(Selection(line.module_tree, places), bind, Order.RECORD)
         self._passes.sink, self._passes.at_root = self, self._root_begins
 
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last run; None before the first."""
+        return self._n_runs - 1 if self._n_runs else None
+
     def end(self) -> None:
         """Warn of what the whole block has shown, such as dead units."""
         for habits in self._habits:
@@ -117,8 +125,9 @@ class ForwardChecks:
         self._outputs.append(one)
 
         def see(current: Pass, value: Any) -> None:
-            number_of = one.measure(value)
-            if number_of is not None and not current.is_transformed:
+            is_plain = not current.is_transformed
+            number_of = one.measure(value) if is_plain else transformed(one.measure, value)
+            if number_of is not None:
                 current.log.append((number, number_of))
                 if not current.roots and len(current.log) > _MOST_SUMS:
                     self.judge_parts(current)
@@ -145,7 +154,11 @@ class ForwardChecks:
 
     def begin_pass(self, current: Pass) -> None:
         """Make the run of a pass, and judge it when the pass ends."""
-        run = Run(self._n_runs, self._sharded_on is not None)
+        run = Run(
+            self._n_runs,
+            is_sharded=self._sharded_on is not None,
+            is_transformed=current.is_transformed,
+        )
         self._n_runs += 1
         current.opened[RUN], current.opened[_SEEN] = [run], []
         run.sums = current.log
@@ -204,9 +217,10 @@ class ForwardChecks:
         if not suspects:
             return None
         model, why = self._model(), run.why_not_repeatable()
-        # What a backward has made is there still if the weights have stepped without an optimizer
-        # of torch.
-        finding = self._outcome.take_backward()
+        finding = None
+        if model is not None and any(map(kinds_in, model.parameters())):
+            # The weights have stepped without an optimizer of torch, with what a backward made.
+            finding = self._outcome.take_backward()
         if finding is None and model is not None and why is None:
             replay = Replay(model, run, self._passes)
             try:
@@ -260,7 +274,7 @@ class ForwardChecks:
         is_sure = any(bool(run.sums[index][1].isnan().any()) for index, _ in suspects)
         if not is_sure and all(one.measure is total for one in sites):
             for one in sites:
-                one.measure = extremes
+                one.measure = beside_masks
             return None
         index, number = suspects[0]
         call = sum(other == number for other, _ in run.sums[:index])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
@@ -18,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hookline.engine import path_text
 from hookline.engine.pytree import tree
 from hookline.engine.selection.module_tree import walk
-from hookline.errors import FolderError, ModelError
+from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.recordings.encoding import decode, encode
 from hookline.recordings.manifest import first_line
 from hookline.verbs.check.finding import Finding
@@ -43,6 +45,7 @@ class Situation:
         gradients: the gradients of its outputs, for a backward.
         training: whether it was in training mode.
         autocast: the kinds of devices with autocast on, and its dtypes.
+        lost: what could not be saved of its arguments.
     """
 
     finding: Finding
@@ -53,6 +56,7 @@ class Situation:
     gradients: list[Tensor]
     training: bool
     autocast: list[tuple[str, str]]
+    lost: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> str:
         """Write the situation into a new file of a folder, and return its path.
@@ -83,12 +87,17 @@ class Situation:
         finding = self.finding
         rank = "" if finding.rank is None else f"-rank{finding.rank}"
         path = _free(folder, f"step{finding.step}{rank}-{finding.path or 'root'}")
-        part = path.with_suffix(".part")
+        text = json.dumps(body)
         try:
-            save_file(tensors, part, metadata={_KEY: json.dumps(body)})
-            os.replace(part, path)
+            # In a folder of its own, so that nothing half written stays.
+            with TemporaryDirectory(prefix=".part", dir=folder) as part:
+                save_file(tensors, Path(part, path.name), metadata={_KEY: text})
+                os.replace(Path(part, path.name), path)
         except (OSError, SafetensorError) as error:
-            raise FolderError(f"{path} cannot be written: {first_line(error)}.") from error
+            raise FolderError(
+                f"{path} cannot be written: {first_line(error)}."
+                "\nGive keep= a folder with enough space that can be written."
+            ) from error
         return str(path)
 
     def run(self, model: nn.Module, check: Any) -> Finding | None:
@@ -107,23 +116,28 @@ class Situation:
                 f"the model must have a module {self.path!r}, got {type(model).__name__}."
                 "\nName the model that the finding is of."
             )
-        module.load_state_dict(self.state, strict=False)
-        module.train(self.training)
         args, kwargs = self.inputs
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
-            torch.set_rng_state(self.rng)
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
-            try:
+        try:
+            module.load_state_dict(self.state, strict=False)
+            module.train(self.training)
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng())
+                torch.set_rng_state(self.rng)
+                for kind, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
                 with check(module):
                     output = module(*args, **kwargs)
                     self._backward(output)
-            except ArithmeticError as error:
-                found: Finding | None = getattr(error, "finding", None)
-                if found is None:
-                    raise
-                return found
+        except NonFiniteError as error:
+            found: Finding = error.finding
+            return found
+        except Exception as error:
+            lost = f" (not saved: {', '.join(self.lost)})" if self.lost else ""
+            raise ModelError(
+                f"the module {path_text(self.path)} ({type(module).__name__}) must run on what the"
+                f" file holds{lost}, got {type(error).__name__}: {first_line(error)}."
+                "\nName the model that the finding is of."
+            ) from error
         return None
 
     def _backward(self, output: Any) -> None:
@@ -140,14 +154,21 @@ def read(path: str | os.PathLike[str]) -> Situation:
         FolderError: it is not such a file, or it is damaged.
     """
     try:
+        # To open a pipe would wait for one who writes to it.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("it must be a regular file")
         with safe_open(path, framework="pt") as file:
             body = json.loads((file.metadata() or {})[_KEY])
             if body["format"] != _FORMAT:
                 raise ValueError(body["format"])
-            return _situation(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            found = _situation(body, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        str(found.finding)  # what cannot be told is damaged
+        torch.Generator().set_state(found.rng)
+        return found
     except FileNotFoundError:
         raise FolderError(f"{path} does not exist.") from None
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, SafetensorError, LookupError, RuntimeError, ValueError, TypeError,
+            AttributeError) as error:  # fmt: skip
         raise FolderError(
             f"{path} must be a file that hl.check(model, keep=folder) wrote, got another or a"
             f" damaged one ({first_line(error)})."
@@ -158,13 +179,14 @@ def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situat
     args, kwargs = decode(body["inputs"], tensors.__getitem__)
     return Situation(
         finding=Finding.from_json(body["finding"]),
-        path=body["path"],
+        path=str(body["path"]),
         inputs=(tuple(args), dict(kwargs)),
         state={name: tensors[key] for name, key in body["state"].items()},
         rng=tensors[body["rng"]],
         gradients=[tensors[key] for key in body["gradients"]],
         training=bool(body["training"]),
         autocast=[(kind, dtype) for kind, dtype in body["autocast"]],
+        lost=tuple(body["lost"]),
     )
 
 
@@ -186,7 +208,7 @@ def folder_for(keep: str | os.PathLike[str]) -> Path:
     try:
         folder = Path(keep)
         folder.mkdir(parents=True, exist_ok=True)
-    except (TypeError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise FolderError(
             f"keep= must be a folder that can be written, got {keep!r} ({first_line(error)})."
             "\nGive its name, such as keep='nan/'."

@@ -21,15 +21,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookline.engine import is_grouped
+from hookline.engine.torch_private.graph.dispatch import storage_address, without_dispatch_modes
 from hookline.engine.torch_private.graph.nodes import traced_node
 from hookline.verbs.check.finding import Measured, SourceLine
-from hookline.verbs.check.finiteness import Kind, is_measurable, kinds_in, moments
+from hookline.verbs.check.finiteness import Kind, counted, is_measurable, kinds_in, moments
 
 # Folders whose frames are of no user: torch, hookline.
 _OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.nn.__file__).parents[1])
 # Operations whose memory is not written yet.
 _EMPTY = ("empty", "new_empty", "resize")
+# The namespaces of operations that all ranks of a job run together.
+_COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+# Operations that write a number out as it is, by parts of their names.
+_FILLING = ("fill", "full", "pad", "where", "scatter", "nan_to_num", "scalar_tensor")
 _TRACEBACK_LINE = 'File "'
 
 
@@ -94,7 +100,7 @@ class Outside:
 
     def add(self, kind: str, name: str, tensor: Tensor) -> None:
         """Name a tensor; the first name of a memory counts."""
-        key = memory(tensor)
+        key = storage_address(tensor)
         if key is not None:
             self.names.setdefault(key, (kind, name))
 
@@ -144,6 +150,8 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function.namespace in _COLLECTIVE and is_grouped():
+            raise RuntimeError(f"it calls {function}, which would wait for the other ranks")
         self._count, self._operation = self._count + 1, str(function)
         given = [one for one in _flat((args, kwargs)) if isinstance(one, Tensor)]
         written = _written(function, args, kwargs)
@@ -157,13 +165,14 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_of(self, tensor: Tensor) -> _Mark | None:
         """Return what is known of a tensor that is not finite; None if it is finite."""
-        return self._read(tensor)
+        with without_dispatch_modes():  # or the look would be an operation of the model
+            return self._read(tensor)
 
     def _read(self, tensor: Tensor) -> _Mark | None:
         kinds = _kinds(tensor)
         if not kinds:
             return None
-        key = memory(tensor)
+        key = storage_address(tensor)
         known = self._marks.get(-1 if key is None else key, ())
         bad = [mark for mark in known if mark.origin is not None and mark.kinds & kinds]
         if bad:
@@ -204,12 +213,12 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = _first_origin(known)
         name = str(function).partition(".")[2].partition(".")[0]
         is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in known)
-        meant = _all_kinds(mark.kinds for mark in known) | _scalars(arguments)
+        meant = _all_kinds(mark.kinds for mark in known) | _scalars(name, arguments)
         if origin is None and not is_empty and _all_kinds(kinds for _, kinds in bad) & ~meant:
             was = [before[id(one)][1] if id(one) in before else one for one in given]
             origin = self._new(function, was, [one for one, _ in bad])
         for tensor, one in bad:
-            key = memory(tensor)
+            key = storage_address(tensor)
             if key is not None:
                 mark = _Mark(tensor, one, origin, is_empty)
                 self._marks.setdefault(key, []).insert(0, mark)
@@ -238,7 +247,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return origin
 
     def _name_of(self, tensor: Tensor, index: int) -> str:
-        key = memory(tensor)
+        key = storage_address(tensor)
         kind, name = self._outside.names.get(-1 if key is None else key, ("", ""))
         return f"{kind} {name}" if kind else f"[{index}]"
 
@@ -250,18 +259,10 @@ def measured(name: str, tensor: Tensor) -> Measured:
     return Measured(name, tuple(tensor.shape), dtype, numbers)
 
 
-def memory(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's memory; None if it has none of its own."""
-    try:
-        return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
 def _counted(origin: Origin, tensor: Tensor) -> Origin:
-    n_nan = int(tensor.isnan().sum())
+    n_nan, n_inf = counted(tensor)
     origin.n_nan += n_nan
-    origin.n_inf += int((~tensor.isfinite()).sum()) - n_nan
+    origin.n_inf += n_inf
     origin.n_total += tensor.numel()
     return origin
 
@@ -304,12 +305,15 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _scalars(arguments: Any) -> Kind:
-    """Return the kinds of numbers that are written out in the arguments: these are meant."""
+def _scalars(name: str, arguments: Any) -> Kind:
+    """Return the kinds of numbers that are written out in the arguments: these are meant.
+
+    A NaN is meant where memory is filled with it, and not where it is computed with.
+    """
     found = Kind.NONE
     for one in _flat(arguments):
         if isinstance(one, float) and math.isnan(one):
-            found |= Kind.NAN
+            found |= Kind.NAN if any(word in name for word in _FILLING) else Kind.NONE
         elif isinstance(one, float) and math.isinf(one):
             found |= Kind.INF if one > 0 else Kind.MINUS_INF
     return found

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from hookline.engine import is_grouped
 from hookline.errors import FolderError
+from hookline.recordings.manifest import first_line
 from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.finiteness import counted
 from hookline.verbs.check.origins import Origin
 from hookline.verbs.check.ranks import rank_here
 from hookline.verbs.check.replay import Replay
@@ -65,11 +67,15 @@ class Outcome:
         self._n_files += 1
         if is_grouped():
             finding = finding.with_(rank=rank_here())
-        situation = replay.situation(origin, finding)
+        # A full disk, or an argument that cannot be saved, must not hide the finding.
         try:
+            situation = replay.situation(origin, finding)
             return situation.finding.with_(file=situation.write(self._folder))
-        except FolderError as error:  # a full disk must not hide the finding
-            return finding.with_(notes=(*finding.notes, str(error)))
+        except FolderError as error:
+            note = str(error)
+        except Exception as error:
+            note = f"no file is kept: {type(error).__name__}: {first_line(error)}"
+        return finding.with_(notes=(*finding.notes, note))
 
 
 def of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> Finding:
@@ -81,9 +87,8 @@ def of_tensor(kind: str, path: str, tensor: Tensor, step: int | None) -> Finding
         tensor: the tensor.
         step: the number of the run; None before the first.
     """
-    n_nan = int(tensor.isnan().sum())
-    n_bad = int((~tensor.isfinite()).sum())
+    n_nan, n_inf = counted(tensor)
     return Finding(
-        kind, path, step=step, n_nan=n_nan, n_inf=n_bad - n_nan, n_total=tensor.numel(),
+        kind, path, step=step, n_nan=n_nan, n_inf=n_inf, n_total=tensor.numel(),
         suspect=f"{kind} {path}" if path else None,
     )  # fmt: skip

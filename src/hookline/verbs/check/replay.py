@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ from hookline.engine.selection.module_tree import ModuleNode, walk
 from hookline.engine.torch_private.graph.nodes import next_number
 from hookline.engine.torch_private.hooks import tensor_hook_dict
 from hookline.engine.torch_private.modules import buffers, is_scripted, parameters, unwrap
-from hookline.verbs.check.finding import Finding, Measured
+from hookline.verbs.check.finding import SINCE_START, Finding, Measured
 from hookline.verbs.check.finiteness import is_measurable
 from hookline.verbs.check.kept import Situation
-from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured, memory
+from hookline.verbs.check.origins import FunctionNames, Origin, Origins, Outside, measured
 from hookline.verbs.check.run import Run
 
 # A parameter above this size is a likely cause: float16 ends at 65,504.
@@ -135,13 +136,13 @@ class Replay:
         if not pairs or not wanted:
             return None
         # A checkpoint runs its modules again, in the backward.
-        watched = (
-            repeated(self._passes),
-            self._hooked(),
-            torch.autograd.set_detect_anomaly(True, False),
-        )
         self._is_backward = True
-        with watched[0], watched[1], watched[2], self.origins:
+        with ExitStack() as stack:
+            stack.enter_context(repeated(self._passes))
+            stack.enter_context(self._run.left_as_found(self._root))
+            stack.enter_context(self._hooked())
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, False))
+            stack.enter_context(self.origins)
             found = _gradients([one for one, _ in pairs], wanted, [one for _, one in pairs])
         marks = [self.origins.mark_of(one) for one in found if one is not None]
         made = [mark.origin for mark in marks if mark is not None and mark.origin is not None]
@@ -155,8 +156,11 @@ class Replay:
         registrations = Registrations()
         with ExitStack() as stack:
             stack.callback(registrations.end)
+            # A model that raises is judged while torch goes through its forward hooks: then no hook
+            # may come or go there.
+            is_raising = sys.exception() is not None
             for node in walk(self._root):
-                if not is_scripted(node.module):
+                if not is_scripted(node.module) and not (is_raising and node.module is self._root):
                     self._watch(registrations, node)
             yield
 
@@ -214,9 +218,12 @@ class Replay:
         if is_outside and call is not None and not inputs:
             inputs = _inputs(call)
         kept = [one for one in held if not one.name.startswith("num_batches")]
+        suspect = f"{origin.kind} {path}" if path else None
+        if not is_outside:
+            suspect = _suspect(kept, node)
         return Finding(
             kind=origin.kind if is_outside else kind,
-            path=path or ("a tensor of the model" if origin.kind == "constant" else ""),
+            path=path,
             module_type="" if is_outside or node is None else node.type_name,
             call=None if is_outside or call is None else call.number,
             step=self._run.step,
@@ -228,8 +235,9 @@ class Replay:
             line=origin.line,
             inputs=inputs,
             parameters=tuple(kept),
-            suspect=f"{origin.kind} {path}" if is_outside else _suspect(kept, node),
+            suspect=suspect,
             passed_on=self._passed_on(origin, call),
+            notes=(SINCE_START,) if origin.kind == "parameter" else (),
         )
 
     def situation(self, origin: Origin, finding: Finding) -> Situation:
@@ -332,4 +340,4 @@ def _suspect(held: list[Measured], node: ModuleNode | None) -> str | None:
     return f"{node.path}.{name}" if node.path else name
 
 
-__all__ = ["ModuleCall", "Replay", "memory"]
+__all__ = ["ModuleCall", "Replay"]

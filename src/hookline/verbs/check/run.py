@@ -14,6 +14,7 @@ from hookline.engine import every_tensor
 from hookline.engine.compile.compiled_modules import inside_compiled
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.modules import buffers, unwrap
+from hookline.verbs.shared.random_states import RandomStates, generators_of
 from hookline.verbs.shared.run_model import restore_state
 
 # The key in `Pass.opened` of a pass's run.
@@ -28,6 +29,7 @@ class Run:
     Args:
         step: the number of the run, from 0.
         is_sharded: whether its weights are sharded over ranks.
+        is_transformed: whether it runs inside a transform of torch.func.
 
     Attributes:
         sums: a number for each output of a leaf module, in the order of the run: the number of the
@@ -38,12 +40,14 @@ class Run:
     """
 
     __slots__ = (
-        "_autocast", "_before", "_is_inference", "_is_sharded", "_rng", "_tensors", "args",
-        "gradients", "has_grad", "is_waiting", "kwargs", "step", "sums",
+        "_autocast", "_before", "_generators", "_is_inference", "_is_sharded", "_is_transformed",
+        "_random", "_tensors", "args", "gradients", "has_grad", "is_waiting", "kwargs", "step",
+        "sums",
     )  # fmt: skip
 
-    def __init__(self, step: int, is_sharded: bool) -> None:
+    def __init__(self, step: int, *, is_sharded: bool, is_transformed: bool) -> None:
         self.step = step
+        self._is_transformed = is_transformed
         self._is_sharded = is_sharded
         self.sums: list[tuple[int, Tensor]] = []
         self.args: tuple[Any, ...] | None = None
@@ -53,7 +57,8 @@ class Run:
         self.has_grad = torch.is_grad_enabled()
         self._tensors: list[tuple[Tensor, int | None]] = []
         self._before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        self._rng: list[Tensor] = []
+        self._random: RandomStates | None = None
+        self._generators: list[torch.Generator] = []
 
     def begin(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
         """Keep references to the root's arguments, and the random state."""
@@ -66,25 +71,26 @@ class Run:
         if changing.copies_inputs:
             self.args, self.kwargs = tree.map_tensors(_copy, (self.args, self.kwargs))
         found = every_tensor((self.args, self.kwargs))
-        self._tensors = [(one, _version(one)) for one in found]
-        self._rng = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._rng += torch.cuda.get_rng_state_all()
+        self._tensors = [(one, version(one)) for one in found]
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in _DEVICES
         ]
         self._is_inference = torch.is_inference_mode_enabled()
         self._before = changing.copies(root)
+        self._generators = changing.generators
+        self._random = RandomStates(self._generators)
 
     def are_inputs_overwritten(self) -> bool:
         """Tell whether an input has been overwritten in place since the run began."""
-        return any(_version(one) != version for one, version in self._tensors)
+        return any(version(one) != before for one, before in self._tensors)
 
     def why_not_repeatable(self) -> str | None:
         """Say why the run cannot be repeated; None if it can."""
         if self._is_sharded:
             return "weights are sharded, and a repeated run would wait for the other ranks"
+        if self._is_transformed:
+            return "a transform of torch.func runs the model; check the run without it"
         if self.args is None:
             return "the model was not called, only a part; check that, as in hl.check(m.net)"
         found = every_tensor((self.args, self.kwargs))
@@ -98,20 +104,29 @@ class Run:
     def repeated_state(self, root: nn.Module) -> Iterator[None]:
         """Put buffers, random states and modes as they were when the run began, for the block."""
         with ExitStack() as stack:
-            stack.enter_context(restore_state(root))
+            stack.enter_context(self.left_as_found(root))
             for table, name, copy in self._before:
                 held = table.get(name)
                 if held is not None and held.shape == copy.shape:
                     table[name] = copy.clone()
-            torch.set_rng_state(self._rng[0])
-            if len(self._rng) > 1:
-                torch.cuda.set_rng_state_all(self._rng[1:])
+            assert self._random is not None
+            self._random.restore()
             for kind, is_on, dtype in self._autocast:
                 if is_on or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self.has_grad))
             yield
+
+    @contextmanager
+    def left_as_found(self, root: nn.Module) -> Iterator[None]:
+        """Put buffers, training flags and random states back after the block."""
+        states = RandomStates(self._generators)
+        try:
+            with restore_state(root):
+                yield
+        finally:
+            states.restore()
 
     def buffer_before(self, module: nn.Module, name: str) -> Tensor | None:
         """Return a buffer as it was when the run began; None if the run has not changed it."""
@@ -141,12 +156,16 @@ class ChangingBuffers:
 
     Attributes:
         copies_inputs: whether an earlier run has overwritten its inputs, so that copies are kept.
+        generators: the random generators that are attributes of the model's modules.
     """
 
-    __slots__ = ("_all", "_changing", "_is_training", "_versions", "copies_inputs")
+    __slots__ = (
+        "_all", "_changing", "_is_training", "_versions", "copies_inputs", "generators",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.copies_inputs = False
+        self.generators: list[torch.Generator] = []
         self._all: list[tuple[dict[str, Tensor | None], str]] = []
         self._changing: list[tuple[dict[str, Tensor | None], str]] = []
         self._is_training: bool | None = None
@@ -156,6 +175,7 @@ class ChangingBuffers:
         """Copy the buffers that the run may change."""
         if self._is_training is not root.training:
             self._is_training = root.training
+            self.generators = generators_of(root)
             self._all = [
                 (table, name)
                 for module in root.modules()
@@ -185,12 +205,13 @@ class ChangingBuffers:
 
 def _state(table: dict[str, Tensor | None], name: str) -> tuple[int, int | None]:
     held = table.get(name)
-    return id(held), None if held is None else _version(held)
+    return id(held), None if held is None else version(held)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _version(tensor: Tensor) -> int | None:
+def version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None where torch does not count."""
     return None if tensor.is_inference() else tensor._version
