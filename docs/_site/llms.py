@@ -23,10 +23,11 @@ CALLS = re.compile(
     r"|\bhookline (?:demo|inspect|view|summary|doctor|hooks)\b"
 )
 HEAD = (
-    "# hookline\n\n> See, measure and change what flows through any PyTorch model, forward and"
-    " backward, without touching its code.\n\nInstall from a checkout with `pip install .`, then"
-    " `import hookline as hl`. Each entry links to a section of the documentation and names the"
-    " calls in it. The text of all pages is in [llms-full.txt](llms-full.txt).\n"
+    "# hookline\n\n> hookline shows, measures and changes the values inside any PyTorch model, in"
+    " the forward and in the backward pass. The model's code stays as it is.\n\nInstall hookline"
+    " from a checkout with `pip install .`, and import it with `import hookline as hl`. Each entry"
+    " below links to a section of the documentation and names the calls in that section. The text"
+    " of all pages is in [llms-full.txt](llms-full.txt).\n"
 )
 
 
