@@ -2,7 +2,10 @@
 
 The oracle is torch.profiler with a `record_function` around each module. A module's backward is
 then the sum over the nodes of autograd whose sequence number an operation of the module has.
-Rounds of both alternate, and medians over the rounds are compared.
+
+Both measure the same steps at once. In steps apart they would differ by what the steps differ by:
+where the allocator must ask the system for memory again, one module takes several times its time,
+and in the next step another one. Medians over the steps are compared.
 """
 
 from __future__ import annotations
@@ -137,10 +140,16 @@ def _recorded(model: nn.Module, profiler: Any) -> Iterator[Any]:
             handle.remove()
 
 
-def by_torch(model: nn.Module, step: Step) -> Times:
-    """Run a step under torch's profiler. Return the seconds of each module and phase."""
-    with _recorded(model, torch.profiler.profile(activities=[ProfilerActivity.CPU])) as found:
+def by_both(model: nn.Module, step: Step) -> tuple[Times, Times]:
+    """Run a step under torch's profiler and `hl.profile`. Return the seconds by each."""
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU])
+    with _recorded(model, profiler) as found, hl.profile(model, flops=False) as prof:
         step()
+    return _by_torch(found), _by_hookline(prof)
+
+
+def _by_torch(found: Any) -> Times:
+    """Return the seconds of each module and phase that torch's profiler has measured."""
     times: Times = {}
     chains: dict[int, list[str]] = {}
     events = sorted(found.events(), key=lambda one: one.time_range.start)
@@ -174,16 +183,14 @@ def _chain(event: Any) -> list[str]:
     return found
 
 
-def by_hookline(model: nn.Module, step: Step) -> tuple[Times, float]:
-    """Run a step under `hl.profile`. Return the seconds, and the whole block's by the parts'."""
-    with hl.profile(model, flops=False) as prof:
-        step()
+def _by_hookline(prof: hl.Profile) -> Times:
+    """Return the seconds of each module and phase that a profile has measured."""
     times: Times = {}
     for row in prof.rows:
         if row.calls:
             times[row.path or _ROOT, "forward"] = row.time.forward
             times[row.path or _ROOT, "backward"] = row.time.backward
-    return times, sum(row.self_time.all for row in prof.rows) / prof.total.time.all
+    return times
 
 
 def _zoo() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -216,17 +223,14 @@ def _compare(name: str, model: nn.Module, x: Tensor, n_rounds: int) -> int:
         _loss(model(x)).backward()  # type: ignore[no-untyped-call]
 
     step()
-    rounds = []
-    for _ in range(n_rounds + 1):
-        rounds.append((by_torch(model, step), by_hookline(model, step)[0]))
-    del rounds[0]
+    rounds = [by_both(model, step) for _ in range(n_rounds + 1)][1:]
     ratios: Times = {}
     for key in rounds[0][0].keys() & rounds[0][1].keys():
         if statistics.median(torchs[key] for torchs, _ in rounds) >= _LEAST_SECONDS:
             ratios[key] = statistics.median(
                 ours[key] / torchs[key] for torchs, ours in rounds if torchs[key]
             )
-    print(f"{name}: hl.profile by torch.profiler, {n_rounds} rounds")
+    print(f"{name}: hl.profile by torch.profiler, {n_rounds} steps")
     for phase in ("forward", "backward"):
         found = sorted(ratio for (_, one), ratio in ratios.items() if one == phase)
         if found:
