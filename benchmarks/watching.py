@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hookline as hl
 from benchmarks.timing import CLOCKS, Clock
 from benchmarks.torchvision_import import import_torchvision
-from hookline.verbs.shared import stopwatch
+from hookline.util import stopwatch
 
 _ROOT = "(root)"
 _BOUND = 0.1  # of a time that is printed without a `~`

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hookline.verbs.shared import stopwatch
+from hookline.util import stopwatch
 
 
 class Hand:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from hookline.verbs.shared import stopwatch
+from hookline.util import stopwatch
 from parallel import conv_net, half, images, loss_of, sharded, stack
 from processes import on_ranks, ranks_of
 

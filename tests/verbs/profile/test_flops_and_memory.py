@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 import pytest
@@ -220,6 +221,12 @@ def test_modes_and_autocast_are_those_of_each_run():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(1, 1))
+
+
 def test_why_flops_are_missing_is_said():
     class Depends(nn.Module):
         def __init__(self):
@@ -237,11 +244,17 @@ def test_why_flops_are_missing_is_said():
     with hl.profile(Depends()) as prof:
         prof._line.root(torch.ones(1, 4))
     assert prof["a"].flops.forward == 32
-    assert "FLOPs and peaks are not complete: the model cannot run on shapes" in str(prof)
+    assert prof.table.notes == (
+        "FLOPs and peaks are not complete: the model cannot run on shapes alone: its code depends"
+        " on the numbers in tensors (aten._local_scalar_dense.default).",
+    )
     with hl.profile(NoCopy(4, 4)) as prof:
         prof._line.root(torch.ones(1, 4))
     assert prof.total.flops.all == 0
     assert "the model cannot be copied: TypeError: one is enough" in str(prof)
+    with hl.profile(nn.Sequential(nn.Linear(1, 1), scripted())) as prof:
+        prof._line.root(torch.ones(1, 1))
+    assert "the model cannot be copied: ModelError: it holds a scripted module." in str(prof)
     with hl.profile(nn.Linear(1, 1)) as prof:
         for n in range(1, 20):
             prof._line.root(torch.ones(n, 1))
@@ -319,3 +332,63 @@ def test_the_zoos_checkpointed_model_is_measured():
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert prof.total.flops.forward == 64 + 64 + 32
     assert prof.total.flops.recompute == prof["1"].flops.recompute == 64
+
+
+class Deeper(nn.Module):
+    """Calls its layer once more in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.n_passes = nn.Linear(2, 2), 0
+
+    def forward(self, x):
+        self.n_passes += 1
+        for _ in range(self.n_passes):
+            x = self.layer(x)
+        return x
+
+
+def test_code_that_does_other_work_on_the_same_shapes_is_said():
+    model, x = Deeper(), torch.ones(1, 2)
+    with hl.profile(model) as prof:
+        model(x)
+        assert prof.table.notes == ()
+        model(x)
+    assert prof.table.notes == (
+        "FLOPs and peaks are not those of all passes: layer was called 3 times, and 2 times where"
+        " the same shapes were counted.",
+    )
+
+
+def test_a_pass_that_did_not_finish_is_said():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with hl.profile(model) as prof:
+        model(torch.ones(1, 2))
+        with hl.edit(model, "0", interrupt), pytest.raises(MemoryError):
+            model(torch.ones(1, 2))
+    assert prof.table.notes == (
+        "FLOPs and peaks are not those of all passes: 1 was called 1 time, and 2 times where the"
+        " same shapes were counted.",
+    )
+
+
+def interrupt(tensor):
+    raise MemoryError
+
+
+def test_a_backward_after_the_end_has_no_flops():
+    model = nn.Linear(2, 2)
+    with hl.profile(model) as prof:
+        loss = model(torch.ones(1, 2)).sum()
+    loss.backward()
+    assert prof.total.flops == (8, 0, 0)
+
+
+def test_modules_that_came_later_are_said():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with hl.profile(model) as prof:
+        model.append(nn.Linear(2, 2))
+        model(torch.ones(1, 2))
+    assert prof.table.notes[0].startswith(
+        "1 module came into the model in the block, the first at 1"
+    )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.shared import stopwatch
+from hookline.util import stopwatch
 from moved_clock import moved_clock
 
 hand = pytest.fixture(moved_clock)
@@ -137,6 +137,37 @@ def test_the_work_of_other_lines_is_left_out(hand):
         path: one[:2] for path, one in EXPECTED.items()
     }
     assert prof.total.overhead > 5000
+
+
+def test_what_other_lines_see_in_backward_is_left_out(hand):
+    model = model_of(hand)
+
+    def slow(tensor):
+        hand.seconds += 500
+        return tensor
+
+    ports = ("grad_output", "grad_input")
+    with (
+        hl.record(model, ports=ports, keep=slow),
+        hl.profile(model) as prof,
+        hl.record(model, ports=ports, keep=slow),
+    ):
+        model(ones()).sum().backward()
+    assert seconds(prof) == EXPECTED
+    assert prof.total.overhead >= 2 * 5 * 500
+
+
+def test_an_edit_counts_for_the_model_that_it_changes(hand):
+    model = model_of(hand)
+
+    def slow(tensor):
+        hand.seconds += 500
+        return tensor * 1
+
+    with hl.edit(model, ["0", "0:grad_output"], slow), hl.profile(model) as prof:
+        model(ones()).sum().backward()
+    assert prof["0"].time.forward == 501
+    assert prof.total.time.backward == 560.75
 
 
 class Slow:
@@ -447,6 +478,32 @@ def test_each_thread_is_measured_only_if_asked_for():
     with pytest.warns(hl.HooklineWarning, match="in another thread"), hl.profile(model) as prof:
         in_thread()
     assert prof["0"].calls == 0
+
+
+def test_steps_of_optimizers_in_threads_add_up(hand):
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            stopwatch.STOPWATCH._clock = hand  # each thread has its own
+            stopwatch.STOPWATCH.left_out = 0.0
+            return super().step(closure)
+
+    slow = Slow(model.parameters(), 0.1)
+    slow.register_step_pre_hook(lambda *_: setattr(hand, "seconds", hand.seconds + 50))
+
+    def run():
+        stopwatch.STOPWATCH._clock = hand
+        stopwatch.STOPWATCH.left_out = 0.0
+        model(torch.ones(1, 2)).sum().backward()
+        slow.step()
+
+    with hl.profile(model, every_thread=True) as prof:
+        for _ in range(2):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+    assert prof.total.optimizer == 100
 
 
 def test_two_tasks_have_profiles_of_their_own():

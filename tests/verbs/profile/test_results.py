@@ -236,3 +236,13 @@ def test_a_context_finds_its_place_again():
     assert [one.path for one in top.all()] == [None, "", "block", "inner", "new"]
     again = inner.child("block")
     assert outermost([block, again], lambda path: path == "block") == [block]
+
+
+def test_a_table_is_made_once_after_the_end(net, image):
+    with hl.profile(net) as prof:
+        net(image)
+        first = prof.table
+        net(image)
+    assert first.total.passes == 1
+    assert prof.table.total.passes == 2
+    assert prof.table is prof.table

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.verbs.shared.stopwatch import Stopwatch
+from hookline.util.stopwatch import Stopwatch
 from hookline.verbs.watch.call_times import Call
 from moved_clock import moved_clock
 

@@ -48,6 +48,7 @@ from hookline.engine.torch_private.distributed import Source, source_of
 from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
+from hookline.util.stopwatch import STOPWATCH
 
 # The key in `Pass.opened` of the root's inputs.
 ROOT_INPUTS = object()
@@ -294,8 +295,12 @@ class GradientTap(Tap):
 
     def _hook_for(self, first: Pass, pending: PendingGradient, slot: int) -> GradHook:
         if self.on.keeps_graph:
-            return GradHook(self._arrive_weakly, weakref.ref(first), pending, slot)
-        return GradHook(self.arrive, first, pending, slot)
+            hook = GradHook(self._arrive_weakly, weakref.ref(first), pending, slot)
+        else:
+            hook = GradHook(self.arrive, first, pending, slot)
+        if STOPWATCH.readers and self.rank >= Order.GRAD_READ:  # what only looks is not the model's
+            return GradHook(STOPWATCH.leave_out, hook)
+        return hook
 
     def _put(
         self, current: Pass, tensor: Tensor, hook: GradHook, owner: int, number: int | None = None

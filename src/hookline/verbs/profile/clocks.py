@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from hookline.verbs.shared.stopwatch import STOPWATCH
+from hookline.util.stopwatch import STOPWATCH
 
 # The number of intervals after which those that a device has finished are read.
 _MANY = 4096
@@ -63,20 +63,24 @@ class WallClock:
 
     def pause(self) -> float:
         """Stop the clock and return the mark."""
-        reading = STOPWATCH.read()
-        self._left_out = STOPWATCH.left_out
+        reading, left_out = STOPWATCH.read(), STOPWATCH.left_out
         if threading.get_ident() != self._thread:
             self._thread = threading.get_ident()
-            elapsed = reading + self._left_out - self._really
+            elapsed = reading + left_out - self._really
             self._shift = self._last + elapsed - reading
+        else:
+            self.overhead += left_out - self._left_out  # by other lines, since the last border
+        self._left_out = left_out
         self._reading = reading
         return reading + self._shift
 
     def resume(self) -> float:
         """Let the clock go on and return the mark."""
         STOPWATCH.go_on(self._reading)
-        self.overhead += STOPWATCH.left_out - self._left_out
-        self._really = self._reading + STOPWATCH.left_out
+        left_out = STOPWATCH.left_out
+        self.overhead += left_out - self._left_out
+        self._left_out = left_out
+        self._really = self._reading + left_out
         self._last = self._reading + self._shift
         return self._last
 

@@ -12,27 +12,60 @@ import contextvars
 import warnings
 from bisect import bisect_right
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Order, backward_number
+from hookline.display.text import plural
+from hookline.engine import Order, backward_number, path_text
 from hookline.engine.line.registration import Registrations
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.nodes import next_number, number_of, running_node
 from hookline.engine.torch_private.graph.operations import OperationCounter
-from hookline.engine.torch_private.graph.shapes_only import ShapesOnly
-from hookline.verbs.profile.contexts import BACKWARD, FORWARD, RECOMPUTE, Context
+from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, why_no_shapes
+from hookline.verbs.profile.contexts import BACKWARD, CALLS, FORWARD, RECOMPUTE, Context
 from hookline.verbs.profile.inputs import Kind, Kinds
 
 
-def count_flops(kinds: Kinds) -> tuple[Context, str]:
-    """Count the FLOPs and the peak memory of all runs.
+class Counted(NamedTuple):
+    """The FLOPs and the peak memory of all runs.
 
-    Returns:
-        The calling contexts, with FLOPs and peaks; and why some are not known, or an empty text.
+    Attributes:
+        top: the top of the calling contexts, with FLOPs, peaks and numbers of calls.
+        failure: why some are not known; an empty text if all are.
     """
+
+    top: Context
+    failure: str
+
+    def differing(self, calls: dict[str, float]) -> str:
+        """Return the first module that was called another number of times than was counted.
+
+        Its code depends on more than the shapes of the inputs, or raised in some run.
+
+        Args:
+            calls: the numbers of calls, by path.
+        """
+        counted = dict.fromkeys(calls, (0.0, 0.0))
+        for one in self.top.all():
+            if one.path in counted:
+                first, again = counted[one.path]
+                cell = one.cells[0]
+                counted[one.path] = first + cell[CALLS], again + cell[RECOMPUTE]
+        for path, number in calls.items():
+            first, again = counted[path]
+            # A module that a custom backward calls is no recomputation to hookline.
+            if number not in (first, first + again):
+                return (
+                    f"{path_text(path)} was called {plural(int(number), 'time')}, and"
+                    f" {plural(int(first), 'time')} where the same shapes were counted"
+                )
+        return ""
+
+
+def count_flops(kinds: Kinds) -> Counted:
+    """Count the FLOPs and the peak memory of all runs."""
     top, failure = Context(), kinds.failure
     for kind in kinds.found:
         if kinds.copy is None or kind.inputs is None:
@@ -41,10 +74,9 @@ def count_flops(kinds: Kinds) -> tuple[Context, str]:
         try:
             # In a context of its own, where no line of the caller sees the run.
             contextvars.Context().run(_run, kinds.copy, kind, counted)
-        except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
-            failure = failure or f"the model cannot run on shapes alone: {text}"
-    return top, failure
+        except (Exception, SystemExit) as error:
+            failure = failure or f"the model cannot run on shapes alone: {why_no_shapes(error)}"
+    return Counted(top, failure)
 
 
 def _run(copy: ShapesOnly, kind: Kind, counted: _Counted) -> None:
@@ -92,6 +124,8 @@ class _Counted:
             self._stack.append(self._owner_in_backward().again(path))
         else:
             self._stack.append(above.child(path))
+        is_again = backward_number() != -1
+        self._stack[-1].cells[0][RECOMPUTE if is_again else CALLS] += self._kind.n_runs
         self._border()
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -18,7 +18,7 @@ from hookline.engine import backward_number, every_tensor
 from hookline.engine.autograd.written_views import GradHook
 from hookline.engine.torch_private.autograd import hook_node_before
 from hookline.engine.torch_private.graph.nodes import memory_of
-from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of
+from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, why_no_shapes
 
 _MOST_KINDS = 16
 _ATOMS = (int, float, bool, str, type(None))
@@ -39,10 +39,12 @@ class Kind:
         n_runs: the number of runs.
         n_backwards: the number of backwards through these runs.
         seeds: the indices of the outputs that a gradient has reached.
+        closed: whether the profile has ended: later backwards are not its own.
     """
 
     __slots__ = (
-        "autocast", "flags", "has_gradients", "inputs", "n_backwards", "n_runs", "path", "seeds",
+        "autocast", "closed", "flags", "has_gradients", "inputs", "n_backwards", "n_runs", "path",
+        "seeds",
     )  # fmt: skip
 
     def __init__(self, path: str, *, has_gradients: bool, autocast: tuple[Any, ...]) -> None:
@@ -54,6 +56,7 @@ class Kind:
         self.n_runs = 0
         self.n_backwards = 0
         self.seeds: set[int] = set()
+        self.closed = False
 
 
 @final
@@ -81,6 +84,8 @@ class Run:
                 hook_node_before(node, GradHook(partial(self._reached, index)))
 
     def _reached(self, index: int, grads: tuple[Tensor | None, ...]) -> None:
+        if self.kind.closed:
+            return
         self.kind.seeds.add(index)
         if self._backward != backward_number():
             self._backward = backward_number()
@@ -158,19 +163,16 @@ class Kinds:
             kind.inputs = self.copy.copied((args, kwargs))
             kind.flags = flags_of(self._model)
         except Exception as error:
-            self.failure = f"the model cannot be copied: {_first_line(error)}"
+            self.failure = f"the model cannot be copied: {why_no_shapes(error)}"
         self.seconds += time.perf_counter() - began
 
     def release(self) -> None:
         """Let go of the model."""
         self._model, self._by_path = None, {}
+        for kind in self.found:
+            kind.closed = True
         if self.copy is not None:
             self.copy.release()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"
 
 
 def _form(value: Any) -> Any:

@@ -26,6 +26,7 @@ from hookline.engine.torch_private.graph.nodes import (
     nodes_below,
     number_of,
 )
+from hookline.util.stopwatch import is_above
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.contexts import (
     BACKWARD,
@@ -37,7 +38,6 @@ from hookline.verbs.profile.contexts import (
     Context,
 )
 from hookline.verbs.profile.inputs import Run
-from hookline.verbs.shared.stopwatch import is_above
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
 _MOST_BORDERS = 8192

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
@@ -9,16 +10,20 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
+from hookline.display.text import plural
 from hookline.engine import Line, Site, hides, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.line.attachment import AtEnd
+from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.torch_private.graph.shapes_only import is_sharded
 from hookline.engine.torch_private.modules import holds_compiled_call, is_scripted
 from hookline.errors import AttachError, warn
+from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.profile.chrome import write_trace
 from hookline.verbs.profile.clocks import clock_for
 from hookline.verbs.profile.contexts import (
     BACKWARD,
+    CALLS,
     COLLECTIVES,
     FORWARD,
     OPTIMIZER,
@@ -26,7 +31,7 @@ from hookline.verbs.profile.contexts import (
     Context,
 )
 from hookline.verbs.profile.flame import write_flame
-from hookline.verbs.profile.flops_and_memory import count_flops
+from hookline.verbs.profile.flops_and_memory import Counted, count_flops
 from hookline.verbs.profile.inputs import Kinds
 from hookline.verbs.profile.rows import Row, rows_of, sum_of
 from hookline.verbs.profile.table import ProfileTable, Total
@@ -59,7 +64,10 @@ class Profile(VerbLine[Line]):
         self._kinds = Kinds(modules[""], modules, wants_flops=flops)
         self._ledger = Ledger(self._kinds, partial(clock_for, _device_of(model)))
         self._failure: str | None = None
-        self._counted: tuple[int, Context, str] | None = None
+        self._tapped: set[str] = set()
+        self._counted: tuple[int, Counted] | None = None
+        self._tables: dict[tuple[int, ...], ProfileTable] = {}  # after the end
+        self._added = ""
 
     def __enter__(self) -> Self:
         self._line.__enter__()
@@ -70,17 +78,24 @@ class Profile(VerbLine[Line]):
         line, ledger, model = self._line, self._ledger, self._model
         assert model is not None
         inside = _inside_compiled(model)
+        self._tapped = {
+            node.path
+            for node in line.nodes
+            if id(node.module) not in inside and not is_scripted(node.module)
+        }
         paths = {id(node.module): node.path for node in line.nodes}
         regions = CompiledRegions(ledger, line.passes, paths)
         parameters = {id(one) for node in line.nodes for one in node.module.parameters(False)}
         steps = OptimizerHooks(ledger, line.passes, parameters)
         with line.all_or_nothing() as registrations:
             line.attached.append(AtEnd(regions.close))
+            line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(ledger))))
+            STOPWATCH.readers.add(id(ledger))
             regions.open([one for one in model.modules() if holds_compiled_call(one)])
             registrations.register_everywhere("step_pre", steps.before)
             registrations.register_everywhere("step_post", steps.after)
             for node in line.nodes:
-                if id(node.module) not in inside and not is_scripted(node.module):
+                if node.path in self._tapped:
                     site = Site(node.path, module_type=type(node.module).__name__)
                     registrations.register_all(node.module, ProfileTap(site, line.passes, ledger))
                     if is_sharded(node.module):
@@ -93,6 +108,8 @@ class Profile(VerbLine[Line]):
         if error is not None and self._failure is None:
             self._failure = self._where_it_failed(error)
         self._ledger.end()
+        if self._model is not None:
+            self._added = _added_modules(self._model, self._line.nodes)
 
     def _where_it_failed(self, error: BaseException) -> str:
         text = (str(error).strip().splitlines() or [""])[0]
@@ -212,22 +229,30 @@ class Profile(VerbLine[Line]):
         return self._ledger.lanes
 
     def _table(self, cells: tuple[int, ...], number: int) -> ProfileTable:
+        if self._ledger.ended and cells in self._tables:
+            return self._tables[cells]
+        table = self._make_table(cells, number)
+        if self._ledger.ended:
+            self._tables[cells] = table
+        return table
+
+    def _make_table(self, cells: tuple[int, ...], number: int) -> ProfileTable:
         lanes = self._settle()
-        counted, failure = self._count()
+        counted = self._count()
         tops = [lane.top.context for lane in lanes]
-        rows = rows_of(self._described.rows, tops, counted, cells)
+        rows = rows_of(self._described.rows, tops, counted.top, cells)
         n_passes = len(self._ledger.passes)
         is_sum = len(cells) > 1
         n_all = 1 if is_sum else max(n_passes, 1)
         rows = [row.over(number, n_all) for row in rows]
-        around = lanes[0].top.cell
+        around = [lane.top.cell for lane in lanes]
         overhead = sum(lane.clock.overhead for lane in lanes)
         overhead -= 0 if is_sum else self._kinds.seconds  # once, in the first pass
         total = Total(
             time=sum_of(row.self_time for row in rows),
-            optimizer=around[OPTIMIZER] / n_all,
-            collectives=around[COLLECTIVES] / n_all,
-            outside=around[FORWARD] / n_all,
+            optimizer=sum(cell[OPTIMIZER] for cell in around) / n_all,
+            collectives=sum(cell[COLLECTIVES] for cell in around) / n_all,
+            outside=around[0][FORWARD] / n_all,
             overhead=overhead / n_all,
             flops=sum_of(row.self_flops for row in rows),
             activation_bytes=sum(row.self_activation_bytes for row in rows),
@@ -235,18 +260,33 @@ class Profile(VerbLine[Line]):
             parameters=rows[0].parameters,
             passes=n_passes if is_sum else number,
         )
-        notes = (f"FLOPs and peaks are not complete: {failure}.",) if failure else ()
         return ProfileTable(
             self._described.model_type, rows, total, is_mean=not is_sum,
-            failure=self._failure, notes=notes,
+            failure=self._failure, notes=self._notes(counted, tops),
         )  # fmt: skip
 
-    def _count(self) -> tuple[Context, str]:
+    def _notes(self, counted: Counted, tops: list[Context]) -> tuple[str, ...]:
+        """Say what the numbers lack."""
+        notes = [self._added] if self._added else []
+        if counted.failure:
+            notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
+        elif self._kinds.wants_flops:
+            paths = (row.path for row in self._described.rows)
+            calls = {path: 0.0 for path in paths if path in self._tapped}
+            for one in (one for top in tops for one in top.all()):
+                if one.path in calls:
+                    calls[one.path] += one.cells[0][CALLS] + one.cells[1][CALLS]
+            differing = counted.differing(calls)
+            if differing:
+                notes.append(f"FLOPs and peaks are not those of all passes: {differing}.")
+        return tuple(notes)
+
+    def _count(self) -> Counted:
         """Count the FLOPs of all runs so far."""
         n_runs = sum(kind.n_runs + kind.n_backwards for kind in self._kinds.found)
         if self._counted is None or self._counted[0] != n_runs:
-            self._counted = n_runs, *count_flops(self._kinds)
-        return self._counted[1:]
+            self._counted = n_runs, count_flops(self._kinds)
+        return self._counted[1]
 
 
 def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False) -> Profile:
@@ -311,3 +351,15 @@ def _inside_compiled(model: nn.Module) -> set[int]:
     """Return the ids of the modules that run inside compiled code."""
     compiled = [module for module in model.modules() if is_compiled(module)]
     return {id(one) for module in compiled for one in module.modules()}
+
+
+def _added_modules(model: nn.Module, nodes: Sequence[ModuleNode]) -> str:
+    """Say which modules a model has now and had not when the profile began."""
+    known = {id(node.module) for node in nodes}
+    added = [path for path, module in model.named_modules() if id(module) not in known]
+    if not added:
+        return ""
+    return (
+        f"{plural(len(added), 'module')} came into the model in the block, the first at"
+        f" {path_text(added[0])}: no row has their calls, and those who call them have their times."
+    )

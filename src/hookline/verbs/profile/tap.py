@@ -45,12 +45,14 @@ class Ledger:
     Attributes:
         lanes: the lanes of all threads.
         passes: the numbers of the passes.
+        ended: whether the clocks have stopped for good.
     """
 
     def __init__(self, kinds: Kinds, make_clock: Callable[[], Clock]) -> None:
         self.kinds = kinds
         self.lanes: list[Lane] = []
         self.passes: set[int] = set()
+        self.ended = False
         self._make_clock = make_clock
         self.thread = _Thread()
         self.thread.active = self.own_lane()
@@ -90,6 +92,7 @@ class Ledger:
         """Stop all clocks."""
         for lane in self.lanes:
             lane.end()
+        self.ended = True
 
 
 @final

@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import Order, Passes, Site
 from hookline.engine.line.registration import Registrations
 from hookline.engine.taps.base import HookSpec, Tap, is_inert, no_callback
-from hookline.verbs.shared.stopwatch import STOPWATCH, Stopwatch, is_above
+from hookline.util.stopwatch import STOPWATCH, Stopwatch, is_above
 
 # The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
 # Python code and tables that have left the caches (`benchmarks/watching.py`).

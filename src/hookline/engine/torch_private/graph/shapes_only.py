@@ -58,6 +58,8 @@ class ShapesOnly:
         split = sharding(model)
         if split not in ("", "FSDP2"):
             raise ModelError(_SPLIT[split])
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise ModelError("it holds a scripted module")
         self._stand_ins = _StandIns()
         self._memo: dict[int, Any] = {}
         every = list(model.modules())
@@ -138,6 +140,15 @@ def flags_of(model: nn.Module) -> Flags:
         (module.training, [one.requires_grad for one in module.parameters(recurse=False)])
         for module in model.modules()
     ]
+
+
+def why_no_shapes(error: BaseException) -> str:
+    """Return why a model does not run on shapes, as part of a sentence."""
+    name = type(error).__name__
+    if name in _ON_NUMBERS:
+        return f"its code depends on the numbers in tensors ({getattr(error, 'func', name)})"
+    text = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
+    return f"{name}: {text[:_LONGEST]}".rstrip(": .")
 
 
 @final
@@ -241,6 +252,9 @@ def _compiled_in(module: nn.Module) -> nn.Module | None:
     return children(module).get("_orig_mod") if is_optimized else None
 
 
+# Errors of fake tensors where an operation needs the numbers, or makes a shape of them.
+_ON_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
+_LONGEST = 150  # characters of a message of torch
 # The attributes in which torch keeps the state of `fully_shard` and `replicate`.
 _COMPOSABLE = "__composable_api"
 _SPLIT = {

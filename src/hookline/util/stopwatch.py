@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import final
+from typing import Any, ClassVar, final
 
 
 @final
@@ -25,7 +25,10 @@ class Stopwatch(threading.local):
 
     Attributes:
         left_out: the seconds that were left out so far in this thread.
+        readers: the ids of those who time a backward; of all threads.
     """
+
+    readers: ClassVar[set[int]] = set()
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -38,6 +41,14 @@ class Stopwatch(threading.local):
     def go_on(self, reading: float) -> None:
         """Leave out the time since a reading."""
         self.left_out = self._clock() - reading
+
+    def leave_out(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function, whose time is left out, and return its result."""
+        reading = self.read()
+        try:
+            return function(*args)
+        finally:
+            self.go_on(reading)
 
 
 # All lines share one stopwatch: the hooks of one line belong to no other line's model times.
