@@ -57,7 +57,7 @@ def _cells_of(path: Path) -> Iterator[Cell]:
 
 
 def table(found: list[Cell]) -> str:
-    """The table in Markdown, and below it what the numbers in it mean."""
+    """Return the table in Markdown, the notes to which its numbers refer, and the tests."""
     regimes = list(dict.fromkeys(cell.regime for cell in found))
     notes: list[str] = []
     rows = ["| regime | " + " | ".join(VERBS) + " |", "|---" * (len(VERBS) + 1) + "|"]
@@ -65,7 +65,10 @@ def table(found: list[Cell]) -> str:
         mine = [cell for cell in found if cell.regime == regime]
         shown = [_cell([cell for cell in mine if verb in cell.verbs], notes) for verb in VERBS]
         rows.append(f"| {regime} | " + " | ".join(shown) + " |")
-    lines = [f"{k}. {note}" for k, note in enumerate(notes, start=1)]
+    lines = [
+        f"{k}. {', '.join(dict.fromkeys(c.regime for c in found if _note(c) == note))}: {note}"
+        for k, note in enumerate(notes, start=1)
+    ]
     proofs = [
         f"- {regime}: "
         + ", ".join(dict.fromkeys(f"`{cell.test}`" for cell in found if cell.regime == regime))

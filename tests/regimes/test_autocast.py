@@ -21,7 +21,9 @@ def make(features=64):
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * 100
 
 
-@pytest.mark.cell("autocast", "record", note="values keep the dtype that the model gives them")
+@pytest.mark.cell(
+    "autocast", "record", note="recorded values keep the dtype that the model gives them"
+)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_what_is_recorded_is_what_flows_and_numbers_are_kept(dtype):
     model = make()
@@ -49,7 +51,11 @@ def error(found, expected):
 
 
 @pytest.mark.trap(27)
-@pytest.mark.cell("autocast", "statistics", note="statistics are computed and kept in float32")
+@pytest.mark.cell(
+    "autocast",
+    "statistics",
+    note="a statistic, such as `keep=torch.norm`, is computed and stored in float32",
+)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_a_statistic_is_that_of_the_values_in_float32(name, dtype):
@@ -152,7 +158,7 @@ def test_gradients_are_a_hand_hooks_and_their_statistics_exact():
     "autocast",
     "edit",
     "raw hooks",
-    note="the function runs under autocast, as the model's own code does",
+    note="the edit function or raw hook runs under autocast, as the model's own code does",
 )
 def test_edits_run_as_the_models_own_code_and_keep_the_dtype():
     model, seen = make(), []

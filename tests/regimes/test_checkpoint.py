@@ -126,7 +126,7 @@ def recorded(way, **options):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "record", "statistics")
+@pytest.mark.cell("activation checkpointing", "record", "statistics")
 def test_records_come_from_the_first_run_each_once(way):
     options = {"ports": ("output", "input"), "copy": True}
     plain, run = recorded(plainly, **options), recorded(way, **options)
@@ -139,8 +139,11 @@ def test_records_come_from_the_first_run_each_once(way):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "gradients", note="a parameter that several reentrant regions"
-                  " share gets its gradient in parts")  # fmt: skip
+@pytest.mark.cell(
+    "activation checkpointing", "gradients",
+    note="if several regions with `use_reentrant=True` share a parameter, the parameter's"
+    " gradient arrives in parts",
+)  # fmt: skip
 def test_gradients_are_those_without_checkpointing_each_once(way):
     options = {"ports": ("grad_output", "grad_input"), "selector": "**"}
     plain, run = recorded(plainly, **options), recorded(way, **options)
@@ -160,7 +163,7 @@ def test_training_is_the_same_with_a_line_on(way):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "edit")
+@pytest.mark.cell("activation checkpointing", "edit")
 def test_an_edit_is_made_in_both_runs_with_right_gradients(way):
     plain, model = Net(), Net(way)
     for one in (plain, model):
@@ -235,7 +238,7 @@ def with_gradient_hooks(model):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "edit gradients", "raw hooks")
+@pytest.mark.cell("activation checkpointing", "edit gradients", "raw hooks")
 def test_gradients_are_changed_as_without_checkpointing(way):
     plain, model = Net(), Net(way)
     expected, found = with_gradient_hooks(plain), with_gradient_hooks(model)
@@ -282,7 +285,7 @@ def test_gradients_of_parameters_belong_to_the_pass(way):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "watch")
+@pytest.mark.cell("activation checkpointing", "watch")
 def test_each_call_is_printed_once(way):
     out = StringIO()
     model = Net(way)
@@ -293,7 +296,7 @@ def test_each_call_is_printed_once(way):
 
 
 @every_way
-@pytest.mark.cell("checkpointing", "clip")
+@pytest.mark.cell("activation checkpointing", "clip")
 def test_gradients_are_clipped_as_without_checkpointing(way):
     for options in ({"norm": 0.1}, {"value": 0.01}, {"total_norm": 0.1}):
         plain, model = Net(), Net(way)

@@ -66,7 +66,9 @@ def close(one, other):
 
 @pytest.mark.trap(12)
 @backends
-@pytest.mark.cell("checkpointing, compiled", "record", "gradients", "edit", "edit gradients")
+@pytest.mark.cell(
+    "activation checkpointing in compiled code", "record", "gradients", "edit", "edit gradients"
+)
 def test_compiled_regions_are_recorded_and_edited_as_in_eager(backend):
     config = torch._dynamo.config
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint

@@ -206,7 +206,7 @@ def check_alike(plain, model, sites):
 
 
 @both
-@pytest.mark.cell("checkpointing", "features")
+@pytest.mark.cell("activation checkpointing", "features")
 def test_summary_and_features_count_no_second_run(reentrant):
     model, plain = conv_net(reentrant).train(), conv_net(None)
     x = torch.ones(2, 3, 6, 6)

@@ -139,7 +139,8 @@ def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
 
 @pytest.mark.cell(
     "torch.compile", "watch",
-    note="modules in compiled code are printed after it has run, without inputs and times",
+    note="`hl.watch` prints modules in compiled code after that code has run, without inputs"
+    " and times",
 )  # fmt: skip
 def test_watch_prints_what_compiled_code_has_done():
     model, out = steps(), io.StringIO()
@@ -158,7 +159,7 @@ def test_watch_prints_what_compiled_code_has_done():
 @pytest.mark.cell(
     "torch.compile",
     "features",
-    note="the whole graph runs, because compiled code cannot stop in the middle",
+    note="`hl.features` runs the whole graph, because compiled code cannot stop in the middle",
 )
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_features_are_those_of_the_eager_model(form):
@@ -414,7 +415,12 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     assert step > 50
 
 
-@pytest.mark.cell("torch.compile", "raw hooks", refused="AttachError", note="for `line.saved`")
+@pytest.mark.cell(
+    "torch.compile",
+    "raw hooks",
+    refused="AttachError",
+    note="for pack and unpack hooks (`line.saved`) in compiled code",
+)
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
     run = torch.compile(model, **OPTIONS)
@@ -650,7 +656,9 @@ def test_an_operator_that_keeps_gradients_is_dead_code_if_unused():
     sunk.clear()
 
 
-@pytest.mark.cell("torch.compile", "raw hooks", note="forward and forward_pre hooks are traced")
+@pytest.mark.cell(
+    "torch.compile", "raw hooks", note="forward and forward_pre hooks are traced into the graph"
+)
 @pytest.mark.trap(14)
 def test_paths_are_those_of_the_model():
     model = steps()

@@ -48,7 +48,7 @@ def test_under_ddp_each_rank_records_its_part_of_the_batch(rank, folder):
 
 
 @pytest.mark.cell(
-    "DDP", "gradients", note="a parameter's gradient is this rank's, before the reduction"
+    "DDP", "gradients", note="a parameter's gradient is this rank's gradient, before the reduction"
 )
 @pytest.mark.trap(30)
 @on_ranks
@@ -67,7 +67,9 @@ def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
 
 
 @pytest.mark.cell(
-    "DDP", "statistics", note="each rank has its own; `run.reduced` combines all ranks"
+    "DDP",
+    "statistics",
+    note="each rank has statistics of its own; `run.reduced` combines those of all ranks",
 )
 @on_ranks
 def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
@@ -238,7 +240,9 @@ def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
 
 
 @pytest.mark.cell(
-    "FSDP2", "statistics", note="each rank has its own; `run.reduced` combines all ranks"
+    "FSDP2",
+    "statistics",
+    note="each rank has statistics of its own; `run.reduced` combines those of all ranks",
 )
 @pytest.mark.trap(30)
 @on_ranks

@@ -243,7 +243,7 @@ def assert_recorded(setup, site):
 
 @pytest.mark.cell("DDP", "record", "statistics", "features", "edit", "raw hooks")
 @pytest.mark.cell("FSDP2", "record", "statistics", "features", "edit", "raw hooks")
-@pytest.mark.cell("tensor parallel", "record", "statistics", "features", "edit", "raw hooks")
+@pytest.mark.cell("tensor parallelism", "record", "statistics", "features", "edit", "raw hooks")
 @in_each_regime
 def test_values_are_those_of_hooks_on_the_plain_model(setup, path):
     for site in (path, f"{path}:input"):
@@ -270,7 +270,7 @@ def quartered(grad):
 @pytest.mark.cell("DDP", "gradients", "statistics", "edit gradients", "raw hooks", "clip")
 @pytest.mark.cell("FSDP2", "gradients", "statistics", "edit gradients", "raw hooks", "clip")
 @pytest.mark.cell(
-    "tensor parallel", "gradients", "statistics", "edit gradients", "raw hooks", "clip"
+    "tensor parallelism", "gradients", "statistics", "edit gradients", "raw hooks", "clip"
 )
 @in_each_regime
 def test_gradients_are_those_of_hooks_on_the_plain_model(setup, path):
@@ -334,7 +334,7 @@ def spaced(lines):
 
 @pytest.mark.cell("DDP", "watch")
 @pytest.mark.cell("FSDP2", "watch")
-@pytest.mark.cell("tensor parallel", "watch")
+@pytest.mark.cell("tensor parallelism", "watch")
 @in_each_regime
 def test_watch_prints_what_hooks_measure_on_this_rank(setup):
     file = io.StringIO()
@@ -358,7 +358,7 @@ def parameter_hook(name, hook, model):
 
 @pytest.mark.cell("DDP", "edit gradients", "raw hooks", "clip")
 @pytest.mark.cell("FSDP2", "edit gradients", "raw hooks", "clip")
-@pytest.mark.cell("tensor parallel", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell("tensor parallelism", "edit gradients", "raw hooks", "clip")
 @in_each_regime
 def test_parameters_gradients_are_changed_as_by_hand(setup):
     name = next(name for name, p in setup.plain.named_parameters() if p.dim() == 2)
@@ -413,7 +413,7 @@ def part_split(model):
 
 
 @pytest.mark.cell("FSDP2", "gradients", "edit gradients")
-@pytest.mark.cell("tensor parallel", "gradients", "edit gradients")
+@pytest.mark.cell("tensor parallelism", "gradients", "edit gradients")
 @on_ranks
 def test_the_input_of_a_part_is_the_tensor_that_all_uses_share(rank, folder):
     # A layer returns a view if its input has three dimensions. What comes back past the part to a

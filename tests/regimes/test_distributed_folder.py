@@ -145,8 +145,8 @@ def stage_of(rank):
 
 
 @pytest.mark.cell(
-    "pipeline", "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "clip",
-    "watch", note="a pass is one microbatch",
+    "pipeline parallelism", "record", "gradients", "statistics", "edit", "edit gradients",
+    "raw hooks", "clip", "watch", note="each microbatch counts as one pass (one run of the model)",
 )  # fmt: skip
 @on_ranks
 def test_stages_of_a_pipeline_do_what_hooks_do_on_the_whole(rank, folder):
@@ -200,7 +200,13 @@ def test_stages_of_a_pipeline_do_what_hooks_do_on_the_whole(rank, folder):
         assert not all(map(torch.equal, changed, bare))
 
 
-@pytest.mark.cell("pipeline", "record", "gradients", "edit", note="a pass is one microbatch")
+@pytest.mark.cell(
+    "pipeline parallelism",
+    "record",
+    "gradients",
+    "edit",
+    note="each microbatch counts as one pass (one run of the model)",
+)
 @on_ranks
 def test_in_a_pipeline_each_microbatch_is_a_pass_of_its_stage(rank, folder):
     stage_model = blocks()

@@ -39,7 +39,7 @@ ranks = pytest.fixture(scope="module")(ranks_of(2))
 # -- tensor parallel ----------------------------------------------------------------------------
 
 
-@pytest.mark.cell("tensor parallel", "record", "gradients", "statistics")
+@pytest.mark.cell("tensor parallelism", "record", "gradients", "statistics")
 @on_ranks
 def test_tensor_parallel_values_gathered_are_a_single_processs(rank, folder):
     model, batch = split(llama()), tokens()
@@ -71,7 +71,7 @@ def test_tensor_parallel_values_gathered_are_a_single_processs(rank, folder):
 
 
 @pytest.mark.cell(
-    "tensor parallel", "edit", "edit gradients", "raw hooks", "watch", "features", "clip"
+    "tensor parallelism", "edit", "edit gradients", "raw hooks", "watch", "features", "clip"
 )
 @on_ranks
 def test_tensor_parallel_lines_change_as_in_one_process(rank, folder):
@@ -110,7 +110,7 @@ SITES = ("0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input", "2:gr
          "3:grad_input", ":grad_output", "0:grad_input")  # fmt: skip
 
 
-@pytest.mark.cell("tensor parallel", "clip")
+@pytest.mark.cell("tensor parallelism", "clip")
 @on_ranks
 def test_the_norm_of_a_split_gradient_is_that_of_the_whole(rank, folder):
     bounds = ({"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"norm": 0.05, "norm_type": inf},

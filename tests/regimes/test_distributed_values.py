@@ -44,7 +44,7 @@ class Parallel(nn.Module):
 KEEPS = [{}, {"keep": lambda t: t}, {"keep": lambda t: t[:, :1]}, {"copy": True}]
 
 
-@pytest.mark.cell("tensor parallel", "record")
+@pytest.mark.cell("tensor parallelism", "record")
 @on_ranks
 def test_a_value_overwritten_by_a_collective_is_kept(rank, folder):
     x = torch.full((1, 2), float(rank + 1))

@@ -63,11 +63,12 @@ OFF = r"turned off torch's fast path of layers\.0.*\n.*set_fastpath_enabled\(Fal
 
 @pytest.mark.trap(34)
 @pytest.mark.cell(
-    "encoder layers, fast path",
+    "TransformerEncoder, torch's fast path on",
     "record",
     "raw hooks",
     "edit",
-    note="a warning says that the last bits may be those of the slow path",
+    note="a hook inside an encoder layer turns off torch's fast path for that layer, which"
+    " may change the last bits of the output; a warning says so",
 )
 def test_a_hook_inside_turns_the_fast_path_off_and_that_is_said(x, padding, fused_calls):
     model = encoder(norm_first=True)
@@ -98,7 +99,7 @@ def test_a_hook_inside_turns_the_fast_path_off_and_that_is_said(x, padding, fuse
 
 
 @pytest.mark.usefixtures("without_fast_path")
-@pytest.mark.cell("encoder layers, fast path off", "record", "watch", "statistics")
+@pytest.mark.cell("TransformerEncoder, torch's fast path off", "record", "watch", "statistics")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_without_the_fast_path_bits_are_the_models_own_unsaid(x, padding, norm_first, capsys):
     model = encoder(norm_first=norm_first)
@@ -115,7 +116,7 @@ def test_without_the_fast_path_bits_are_the_models_own_unsaid(x, padding, norm_f
     capsys.readouterr()
 
 
-@pytest.mark.cell("encoder layers, with gradients", "record", "gradients")
+@pytest.mark.cell("TransformerEncoder, with gradients", "record", "gradients")
 def test_with_gradients_is_no_fast_path_and_nothing_is_said(x):
     model, bare = encoder(), encoder()
     plain = bare(x)
@@ -173,9 +174,9 @@ def test_a_copy_sheds_the_hooks_and_has_its_fast_path(x, fused_calls):
 
 @pytest.mark.trap(34)
 @pytest.mark.cell(
-    "encoder layers, fast path",
+    "TransformerEncoder, torch's fast path on",
     "record",
-    note="with a padding mask, values inside are nested tensors",
+    note="with a padding mask, the values recorded inside the encoder are nested tensors",
 )
 def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     model = encoder()
@@ -195,8 +196,9 @@ def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
 
 @pytest.mark.trap(34)
 @pytest.mark.cell(
-    "encoder layers, fast path", "raw hooks", refused="HooklineWarning",
-    note="`hl.EVERYWHERE` does not see the modules inside",
+    "TransformerEncoder, torch's fast path on", "raw hooks", refused="HooklineWarning",
+    note="`hl.EVERYWHERE` leaves the fast path on, so its hooks are not called for modules"
+    " inside an encoder layer",
 )  # fmt: skip
 def test_everywhere_says_that_it_does_not_see_into_fused_layers(x):
     model = nn.Sequential(nn.Linear(16, 16), encoder()).eval()

@@ -59,7 +59,7 @@ GRADS = {
 
 @pytest.mark.trap(28)
 @pytest.mark.cell(
-    "torch.func.grad, vjp", "record", note="values are plain tensors after the transform"
+    "torch.func.grad, vjp", "record", note="after the transform, recorded values are plain tensors"
 )
 @pytest.mark.parametrize("name", [*GRADS, "jvp", "jacrev", "jacfwd"])
 def test_values_come_out_plain_whatever_the_transform(name, net, image, left_as_found):
@@ -195,7 +195,8 @@ def test_a_value_overwritten_inside_transforms_is_refused_too(net, image):
 @pytest.mark.cell(
     "torch.func.grad, vjp",
     "gradients",
-    note="`grad` of a parameter never fires, because the transform returns the gradient",
+    note="a hook on a parameter's gradient is never called, because the transform returns"
+    " the gradient",
 )
 def test_a_parameters_gradient_is_what_the_transform_returns(net, image):
     with pytest.warns(
@@ -223,7 +224,8 @@ def test_a_silent_parameter_says_so_of_a_module_run_by_hand_too():
     "torch.func.vmap",
     "record",
     "statistics",
-    note="the batch is the first dimension; `keep=` gets one example",
+    note="the recording holds the batch along the first dimension; a `keep=` function gets"
+    " one example",
 )
 def test_under_vmap_the_whole_batch_is_recorded_batch_in_front():
     torch.manual_seed(0)
@@ -258,7 +260,8 @@ def test_a_value_that_does_not_depend_on_the_batch_has_none():
 @pytest.mark.cell(
     "torch.func.vmap",
     "record",
-    note="in an ensemble by `stack_module_state`, the members are the first dimension",
+    note="for an ensemble by `stack_module_state`, the recording holds the members along the"
+    " first dimension",
 )
 def test_an_ensemble_is_recorded_member_by_member():
     torch.manual_seed(0)
@@ -271,7 +274,9 @@ def test_an_ensemble_is_recorded_member_by_member():
 
 
 @pytest.mark.cell(
-    "torch.func.vmap", "gradients", note="if the gradient is taken inside: `vmap(grad(f))`"
+    "torch.func.vmap",
+    "gradients",
+    note="gradients work if they are computed inside `vmap`, as in `vmap(grad(f))`",
 )
 def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     alone = []
@@ -293,7 +298,7 @@ def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     "gradients",
     "raw hooks",
     refused="AttachError",
-    note="if the gradient is taken outside",
+    note="if the gradient is computed outside `vmap`, as by `loss.backward()` after `vmap`",
 )
 @pytest.mark.parametrize("port", ["grad_output", "grad_input", "raw"])
 def test_gradients_that_flow_past_one_examples_value_are_refused(port, net, image):

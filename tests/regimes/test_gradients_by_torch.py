@@ -58,7 +58,7 @@ def test_under_autocast(site):
     assert_gradients_are_torchs(rows_net, cast, site)
 
 
-@pytest.mark.cell("checkpointing", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell("activation checkpointing", "gradients", "edit gradients", "raw hooks", "clip")
 @pytest.mark.parametrize("site", ["0:grad_output", "1:grad_output", "1:grad_input", "2:grad_input"])
 @pytest.mark.parametrize("is_reentrant", [True, False])
 def test_under_checkpointing(site, is_reentrant):
@@ -73,7 +73,9 @@ def test_under_checkpointing(site, is_reentrant):
 
 
 @pytest.mark.cell("torch.compile", "gradients", "edit gradients", "clip")
-@pytest.mark.cell("checkpointing, compiled", "gradients", "edit gradients", "clip")
+@pytest.mark.cell(
+    "activation checkpointing in compiled code", "gradients", "edit gradients", "clip"
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("site", ["block:grad_input", "block.linear:grad_output"])
 @pytest.mark.compiles
@@ -168,7 +170,11 @@ def test_with_parametrized_weights(site, change):
 
 
 @pytest.mark.cell(
-    "pruning; old weight and spectral norm", "gradients", "edit gradients", "raw hooks", "clip"
+    "pruning; old `weight_norm` and `spectral_norm`",
+    "gradients",
+    "edit gradients",
+    "raw hooks",
+    "clip",
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated")
 @pytest.mark.parametrize(
@@ -185,7 +191,7 @@ def test_with_pruned_and_normed_weights(site, change):
     assert_gradients_are_torchs(partial(rows_net, change), step, site)
 
 
-@pytest.mark.cell("pruning; old weight and spectral norm", "clip")
+@pytest.mark.cell("pruning; old `weight_norm` and `spectral_norm`", "clip")
 def test_a_pruned_parameters_gradient_is_clipped_as_torch_does():
     change = partial(prune.l1_unstructured, name="weight", amount=0.5)
     bare = gradients_of(rows_net(change), step)
@@ -194,7 +200,13 @@ def test_a_pruned_parameters_gradient_is_clipped_as_torch_does():
         assert_close(gradients_of(model, step), clipped_by_torch(bare, norm=0.1))
 
 
-@pytest.mark.cell("attributes of their own", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell(
+    "modules with their own `__getattr__`, `__setattr__`",
+    "gradients",
+    "edit gradients",
+    "raw hooks",
+    "clip",
+)
 @pytest.mark.parametrize("site", ["inner.0:grad_output", "inner.2:grad_input"])
 def test_with_modules_that_have_attributes_of_their_own(site):
     assert_gradients_are_torchs(lambda: Delegating(rows_net()), step, site)
@@ -230,7 +242,9 @@ def test_with_a_forward_replaced_on_the_instance(site):
     assert_gradients_are_torchs(replaced, step, site)
 
 
-@pytest.mark.cell("modules that call themselves", "gradients", "edit gradients", "raw hooks")
+@pytest.mark.cell(
+    "modules that call themselves recursively", "gradients", "edit gradients", "raw hooks"
+)
 def test_with_modules_that_call_themselves():
     def recursive():
         torch.manual_seed(0)
@@ -247,7 +261,9 @@ def test_with_modules_that_call_themselves():
     assert_close(run.calls(site), came[::-1])  # what is called last has its gradient first
 
 
-@pytest.mark.cell("gradients switched inside forward", "gradients", "edit gradients", "raw hooks")
+@pytest.mark.cell(
+    "`no_grad` or `enable_grad` inside forward", "gradients", "edit gradients", "raw hooks"
+)
 def test_where_the_model_switches_gradients():
     class Switching(nn.Sequential):
         def forward(self, x):
@@ -291,7 +307,7 @@ def test_with_data_parallel_on_the_cpu(site):
 
 
 @pytest.mark.cell(
-    "encoder layers, with gradients", "gradients", "edit gradients", "raw hooks", "clip"
+    "TransformerEncoder, with gradients", "gradients", "edit gradients", "raw hooks", "clip"
 )
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize(
@@ -329,7 +345,9 @@ def test_with_int8_weights_of_torchao(site, torchao_model):
     assert_gradients_are_torchs(lambda: torchao_model, through, site)
 
 
-@pytest.mark.cell("threads, one model", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell(
+    "several threads that share a model", "gradients", "edit gradients", "raw hooks", "clip"
+)
 @both_ports
 def test_in_threads_that_share_a_model(site):
     model, barrier = silent(rows_net()), threading.Barrier(4, timeout=60)
@@ -367,7 +385,9 @@ def test_in_threads_that_share_a_model(site):
 child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 
 
-@pytest.mark.cell("a fork inside the block", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell(
+    "`os.fork` while hooks are attached", "gradients", "edit gradients", "raw hooks", "clip"
+)
 @both_ports
 @pytest.mark.processes
 def test_in_a_forked_child(site):

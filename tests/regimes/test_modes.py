@@ -97,7 +97,8 @@ MODES = {
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.cell(
-    "anomaly, deterministic, saved tensors' hooks, default device and dtype, modes of torch",
+    "anomaly mode, deterministic algorithms, hooks on saved tensors, default device and"
+    " dtype, `TorchFunctionMode`, `TorchDispatchMode`",
     "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
     "clip",
 )  # fmt: skip
@@ -146,7 +147,8 @@ def step(model):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.cell(
-    "anomaly, deterministic, saved tensors' hooks, default device and dtype, modes of torch",
+    "anomaly mode, deterministic algorithms, hooks on saved tensors, default device and"
+    " dtype, `TorchFunctionMode`, `TorchDispatchMode`",
     "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
     "clip",
 )  # fmt: skip
@@ -196,8 +198,8 @@ def test_compiled_code_meets_hooklines_numbers_on_any_default(mode, model):
 
 @pytest.mark.cell(
     "forward-mode AD", "record", "edit",
-    note="values are detached and lose their tangent;"
-    " `detach=False, keep=forward_ad.unpack_dual` keeps it",
+    note="recorded values are detached and lose their tangent; `detach=False,"
+    " keep=forward_ad.unpack_dual` keeps the tangent",
 )  # fmt: skip
 def test_dual_numbers_are_recorded_whole_where_that_is_asked_for(model):
     tangent = torch.ones_like(X)

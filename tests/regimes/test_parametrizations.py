@@ -50,7 +50,7 @@ def x():
 
 
 @pytest.mark.cell("parametrized weights", "record", "gradients")
-@pytest.mark.cell("pruning; old weight and spectral norm", "record", "gradients")
+@pytest.mark.cell("pruning; old `weight_norm` and `spectral_norm`", "record", "gradients")
 @pytest.mark.parametrize("change", ALL)
 def test_a_recorded_model_gives_its_numbers_and_all_gradients(change, x):
     bare, model = build(change), build(change)
@@ -96,7 +96,7 @@ def test_what_a_parametrization_computes_is_a_site_of_its_own(name, x):
 @pytest.mark.cell(
     "parametrized weights",
     "record",
-    note="under `parametrize.cached()`, the parametrization runs once in the block",
+    note="under `parametrize.cached()`, the parametrization runs once in the whole `with` block",
 )
 def test_a_cached_parametrization_runs_once_later_passes_say_so(x):
     model = build(parametrizations.spectral_norm)
@@ -136,7 +136,7 @@ def test_the_error_for_a_weight_of_a_hook_names_its_parameters(name):
     assert all(f"'0.{parameter}'" in str(caught.value) for parameter in parameters)
 
 
-@pytest.mark.cell("pruning; old weight and spectral norm", "edit", "raw hooks", "clip")
+@pytest.mark.cell("pruning; old `weight_norm` and `spectral_norm`", "edit", "raw hooks", "clip")
 @pytest.mark.parametrize("change", [pytest.param(old_weight_norm, id="norm"), pruned])
 def test_torchs_hooks_keep_their_place_input_edits_stay_edits(change, x):
     model = build(change)

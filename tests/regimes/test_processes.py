@@ -60,8 +60,9 @@ def child(action):
 
 
 @pytest.mark.cell(
-    "a fork inside the block", "record", "gradients", "edit", "edit gradients", "clip",
-    note="the child continues with a copy of the line; the parent's line sees none of it",
+    "`os.fork` while hooks are attached", "record", "gradients", "edit", "edit gradients", "clip",
+    note="the child process continues with a copy of the hooks; the parent's recording holds"
+    " no values of the child",
 )  # fmt: skip
 def test_a_child_goes_on_alone_and_the_parents_line_is_untouched(model, x):
     plain = model(x)
@@ -86,7 +87,7 @@ def test_a_child_goes_on_alone_and_the_parents_line_is_untouched(model, x):
     assert not len(hl.inventory(model))
 
 
-@pytest.mark.cell("a fork inside the block", "raw hooks", "features", "watch")
+@pytest.mark.cell("`os.fork` while hooks are attached", "raw hooks", "features", "watch")
 def test_a_child_that_ends_its_lines_leaves_the_parents_hooks(model, x, capsys):
     seen = []
     line = hl.attach(model)
@@ -133,7 +134,7 @@ def test_a_fork_amid_a_forward_leaves_both_with_their_own_pass(x):
     assert list(run) == ["(root)", "first", "second"]
 
 
-@pytest.mark.cell("a fork while other threads attach", "record", "raw hooks")
+@pytest.mark.cell("`os.fork` while another thread attaches hooks", "record", "raw hooks")
 def test_a_lock_that_another_thread_held_is_free_in_the_child(model, x):
     held, done = threading.Event(), threading.Event()
     plain_lock = threading.RLock()
@@ -186,10 +187,10 @@ class Encoded(Dataset):
 
 
 @pytest.mark.cell(
-    "workers of a DataLoader, forked", "record", refused="HooklineWarning",
-    note="the recording stays in the worker",
+    "forked workers of a DataLoader", "record", refused="HooklineWarning",
+    note="values recorded in a worker process stay in that process",
 )  # fmt: skip
-@pytest.mark.cell("workers of a DataLoader, forked", "edit")
+@pytest.mark.cell("forked workers of a DataLoader", "edit")
 def test_forked_workers_edit_and_keep_what_they_record(model):
     def load():
         workers = DataLoader(Encoded(model), batch_size=4, num_workers=1)
@@ -217,7 +218,7 @@ def test_forked_workers_edit_and_keep_what_they_record(model):
     "spawned processes",
     "record",
     "edit",
-    note="the process gets a copy of the model, whose hooks are inert",
+    note="the new process gets a copy of the model, and the hooks on the copy do nothing",
 )
 def test_a_spawned_process_gets_a_model_whose_hooks_are_inert(model, x):
     plain = model.requires_grad_(False)(x)

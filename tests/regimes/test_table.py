@@ -27,7 +27,7 @@ def test_a_condition_and_a_refusal_are_shown_and_explained(tmp_path):
     text = MAKER["table"](MAKER["cells"](tmp_path))
     assert "| autocast | yes |  | yes (1) | yes |" in text
     assert "| tracing | refused (2) |" in text
-    assert "1. in float32\n2. `AttachError`\n" in text
+    assert "1. autocast: in float32\n2. tracing: `AttachError`\n" in text
     assert "- tracing: `test_one.py::test_no`" in text
 
 

@@ -92,9 +92,10 @@ def wide(tensor):
 
 
 @pytest.mark.cell(
-    "kinds of tensors", "record", "features", "watch",
-    note="sparse, complex, quantised, 8-bit, nested, empty and viewed tensors are recorded as they"
-    " are; sparse, quantised, nested and complex32 ones are not saved, and `run.lost` names them",
+    "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors", "record", "features",
+    "watch",
+    note="tensors are recorded unchanged; `run.save` does not save sparse, quantised, nested"
+    " and complex32 tensors, and `run.lost` names those",
 )  # fmt: skip
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
 def test_a_tensor_is_recorded_as_saved_or_named_as_lost(name, tmp_path):
@@ -161,9 +162,10 @@ WORKS = {
 
 
 @pytest.mark.cell(
-    "kinds of tensors",
+    "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
     "edit",
-    note="an edit that torch lacks for a kind of tensor raises StructureError",
+    note="if torch lacks an edit's operation for a kind of tensor, the edit raises"
+    " `StructureError`",
 )
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
@@ -193,7 +195,13 @@ def test_the_refusal_of_an_edit_names_the_kind_and_a_way():
         assert torch.equal(model(value).float(), value.float() * 2)
 
 
-@pytest.mark.cell("kinds of tensors", "gradients", "edit gradients", "clip", "statistics")
+@pytest.mark.cell(
+    "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
+    "gradients",
+    "edit gradients",
+    "clip",
+    "statistics",
+)
 @pytest.mark.parametrize("port", ["grad_output", "grad_input"])
 def test_complex_gradients_are_autograds_and_their_norms_whole(port):
     torch.manual_seed(0)
@@ -240,7 +248,8 @@ def total(value):
 
 @pytest.mark.cell(
     "nested tensors", "record", "gradients", "statistics", "edit", "features", "watch",
-    note="both layouts are recorded; they are not saved, and `run.lost` names them",
+    note="strided and jagged nested tensors are recorded; `run.save` does not save them, and"
+    " `run.lost` names them",
 )  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_values_and_gradients_of_nested_tensors_are_their_parts(layout):
@@ -314,7 +323,12 @@ def test_nested_values_are_those_of_torchs_hooks(layout, path):
     assert not all(map(torch.equal, expected, bare))
 
 
-@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="with the jagged layout")
+@pytest.mark.cell(
+    "nested tensors",
+    "edit gradients",
+    "raw hooks",
+    note="only for nested tensors in the jagged layout",
+)
 @pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
 def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     torch.manual_seed(0)
@@ -330,7 +344,12 @@ def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     assert not all(map(torch.equal, expected, bare))
 
 
-@pytest.mark.cell("nested tensors", "edit gradients", "raw hooks", note="with the jagged layout")
+@pytest.mark.cell(
+    "nested tensors",
+    "edit gradients",
+    "raw hooks",
+    note="only for nested tensors in the jagged layout",
+)
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
     model, x, given = Pooled(), nested(torch.jagged), []
@@ -353,7 +372,7 @@ def with_holes():
     return torch.nested.narrow(torch.stack([BASE, BASE]), 1, starts, lengths, layout=torch.jagged)
 
 
-@pytest.mark.cell("nested tensors", "clip", note="with the jagged layout")
+@pytest.mark.cell("nested tensors", "clip", note="only for nested tensors in the jagged layout")
 @pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
 @pytest.mark.parametrize(
     "options", [{"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"value": 0.1}]

@@ -39,7 +39,9 @@ def together(*actions):
 
 
 @pytest.mark.trap(32)
-@pytest.mark.cell("threads, one model", "record", "gradients", "edit", "edit gradients", "clip")
+@pytest.mark.cell(
+    "several threads that share a model", "record", "gradients", "edit", "edit gradients", "clip"
+)
 def test_two_threads_on_one_model_see_only_their_own(model):
     alone = []
     for k in (1, 2):
@@ -77,7 +79,9 @@ def test_two_threads_on_one_model_see_only_their_own(model):
     assert not len(hl.inventory(model))
 
 
-@pytest.mark.cell("threads, one model", "raw hooks", "watch", "features", "statistics")
+@pytest.mark.cell(
+    "several threads that share a model", "raw hooks", "watch", "features", "statistics"
+)
 def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
     def work(k):
         def action(step):
@@ -106,7 +110,9 @@ def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
 
 
 @pytest.mark.cell(
-    "thread pools", "record", note="with `copy_context().run(model, ...)` or `every_thread=True`"
+    "thread pools",
+    "record",
+    note="run the model by `copy_context().run(model, ...)`, or attach with `every_thread=True`",
 )
 def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how(model):
     with ThreadPoolExecutor(2) as pool:
@@ -151,7 +157,11 @@ def test_tasks_that_are_gathered_keep_their_lines_apart(model, is_shared):
     assert not len(hl.inventory(model))
 
 
-@pytest.mark.cell("async tasks", "raw hooks", note="with `hl.EVERYWHERE`")
+@pytest.mark.cell(
+    "async tasks",
+    "raw hooks",
+    note="hooks of `hl.EVERYWHERE` run only in the task that attached them",
+)
 def test_everywhere_is_of_one_task(model):
     async def work(k):
         seen = []
@@ -170,7 +180,8 @@ def test_everywhere_is_of_one_task(model):
 
 @pytest.mark.cell(
     "DataParallel", "record", "edit",
-    note="on several devices, give `every_thread=True`; each replica runs a pass",
+    note="on several devices, attach with `every_thread=True`; the run of each replica is"
+    " then a pass",
 )  # fmt: skip
 def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     # What DataParallel does on several devices, which are not here: replicas, one thread each.
@@ -195,7 +206,10 @@ def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
 
 
 @pytest.mark.cell(
-    "DataParallel", "record", "gradients", note="on the CPU, DataParallel calls the module itself"
+    "DataParallel",
+    "record",
+    "gradients",
+    note="on the CPU, `DataParallel` calls the module directly, without replicas",
 )
 def test_data_parallel_on_the_cpu_is_the_module(model):
     parallel = nn.DataParallel(model)

@@ -76,7 +76,14 @@ def code(traced):
 
 @pytest.mark.trap(29)
 @pytest.mark.cell(
-    "tracing", "record", "gradients", "edit", "raw hooks", "watch", refused="AttachError"
+    "`torch.export`, `torch.jit.trace`, `make_fx`",
+    "record",
+    "gradients",
+    "edit",
+    "raw hooks",
+    "watch",
+    refused="AttachError",
+    note="tracing would write the attached hooks into the graph",
 )
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("tracer", TRACERS)

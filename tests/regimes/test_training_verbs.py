@@ -167,9 +167,9 @@ def unchanged(regime, verb):
 
 
 @pytest.mark.cell("autocast", "check")
-@pytest.mark.cell("checkpointing", "check")
+@pytest.mark.cell("activation checkpointing", "check")
 @pytest.mark.cell("torch.compile", "check")
-@pytest.mark.cell("encoder layers, with gradients", "check")
+@pytest.mark.cell("TransformerEncoder, with gradients", "check")
 @pytest.mark.cell("torch.func.grad, vjp", "check")
 @pytest.mark.cell("torch.func.vmap", "check")
 @pytest.mark.cell("lazy modules, before their first run", "check")
@@ -177,10 +177,10 @@ def unchanged(regime, verb):
 @pytest.mark.cell("torch.fx.GraphModule", "check")
 @pytest.mark.cell("AveragedModel (EMA, SWA)", "check")
 @pytest.mark.cell("a forward replaced on the instance", "check")
-@pytest.mark.cell("modules that call themselves", "check")
-@pytest.mark.cell("threads, one model", "check")
+@pytest.mark.cell("modules that call themselves recursively", "check")
+@pytest.mark.cell("several threads that share a model", "check")
 @pytest.mark.cell("no_grad, inference_mode", "check")
-@pytest.mark.cell("attributes of their own", "check")
+@pytest.mark.cell("modules with their own `__getattr__`, `__setattr__`", "check")
 @pytest.mark.compiles
 @CHECKED
 def test_check_changes_no_bit_and_finds_nothing(regime):
@@ -188,9 +188,9 @@ def test_check_changes_no_bit_and_finds_nothing(regime):
 
 
 @pytest.mark.cell("autocast", "profile")
-@pytest.mark.cell("checkpointing", "profile")
+@pytest.mark.cell("activation checkpointing", "profile")
 @pytest.mark.cell("torch.compile", "profile")
-@pytest.mark.cell("encoder layers, with gradients", "profile")
+@pytest.mark.cell("TransformerEncoder, with gradients", "profile")
 @pytest.mark.cell("torch.func.grad, vjp", "profile")
 @pytest.mark.cell("torch.func.vmap", "profile")
 @pytest.mark.cell("lazy modules, before their first run", "profile")
@@ -198,10 +198,10 @@ def test_check_changes_no_bit_and_finds_nothing(regime):
 @pytest.mark.cell("torch.fx.GraphModule", "profile")
 @pytest.mark.cell("AveragedModel (EMA, SWA)", "profile")
 @pytest.mark.cell("a forward replaced on the instance", "profile")
-@pytest.mark.cell("modules that call themselves", "profile")
-@pytest.mark.cell("threads, one model", "profile")
+@pytest.mark.cell("modules that call themselves recursively", "profile")
+@pytest.mark.cell("several threads that share a model", "profile")
 @pytest.mark.cell("no_grad, inference_mode", "profile")
-@pytest.mark.cell("attributes of their own", "profile")
+@pytest.mark.cell("modules with their own `__getattr__`, `__setattr__`", "profile")
 @pytest.mark.compiles
 @CHECKED
 def test_profile_changes_no_bit_and_times_each_module_that_ran(regime):
@@ -212,18 +212,18 @@ def test_profile_changes_no_bit_and_times_each_module_that_ran(regime):
 
 
 @pytest.mark.cell("autocast", "monitor")
-@pytest.mark.cell("checkpointing", "monitor")
+@pytest.mark.cell("activation checkpointing", "monitor")
 @pytest.mark.cell("torch.compile", "monitor")
-@pytest.mark.cell("encoder layers, with gradients", "monitor")
+@pytest.mark.cell("TransformerEncoder, with gradients", "monitor")
 @pytest.mark.cell("lazy modules, before their first run", "monitor")
 @pytest.mark.cell("parametrized weights", "monitor")
 @pytest.mark.cell("torch.fx.GraphModule", "monitor")
 @pytest.mark.cell("AveragedModel (EMA, SWA)", "monitor")
 @pytest.mark.cell("a forward replaced on the instance", "monitor")
-@pytest.mark.cell("modules that call themselves", "monitor")
-@pytest.mark.cell("threads, one model", "monitor")
+@pytest.mark.cell("modules that call themselves recursively", "monitor")
+@pytest.mark.cell("several threads that share a model", "monitor")
 @pytest.mark.cell("no_grad, inference_mode", "monitor")
-@pytest.mark.cell("attributes of their own", "monitor")
+@pytest.mark.cell("modules with their own `__getattr__`, `__setattr__`", "monitor")
 @pytest.mark.compiles
 @CHECKED
 def test_monitor_changes_no_bit_and_measures_what_is_recorded(regime):

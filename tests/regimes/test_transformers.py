@@ -55,13 +55,15 @@ def step(model, **given):
     return out.logits
 
 
-@pytest.mark.cell("transformers", "record", "statistics", "edit", "raw hooks", "features", "watch")
+@pytest.mark.cell(
+    "models of transformers", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.mlp", "lm_head"])
 def test_values_are_those_of_torchs_hooks(llama, path):
     assert_values_are_torchs(lambda: llama, step, path)
 
 
-@pytest.mark.cell("transformers", "record", "statistics", "edit", "features")
+@pytest.mark.cell("models of transformers", "record", "statistics", "edit", "features")
 def test_a_part_of_an_output_is_that_of_torchs_hooks(llama):
     verbs = ["record", "statistics", "edit", "features"]
     assert_values_are_torchs(lambda: llama, step, "model.layers.1.self_attn", verbs, part=nth(0))
@@ -72,13 +74,13 @@ def cleared(model):
     step(model)
 
 
-@pytest.mark.cell("transformers", "gradients", "edit gradients", "raw hooks", "clip")
+@pytest.mark.cell("models of transformers", "gradients", "edit gradients", "raw hooks", "clip")
 @pytest.mark.parametrize("site", ["model.layers.1:grad_output", "model.layers.0.mlp:grad_input"])
 def test_gradients_are_those_of_torchs_hooks(llama, site):
     assert_gradients_are_torchs(lambda: llama, cleared, site)
 
 
-@pytest.mark.cell("transformers, encoder-decoder", "record", "statistics", "edit", "features")
+@pytest.mark.cell("encoder-decoders of transformers", "record", "statistics", "edit", "features")
 @pytest.mark.parametrize("path", ["encoder.block.0", "decoder.block.1"])
 def test_values_of_an_encoder_decoder_are_torchs_hooks(t5, path):
     verbs = ["record", "statistics", "edit", "features"]
@@ -86,14 +88,14 @@ def test_values_of_an_encoder_decoder_are_torchs_hooks(t5, path):
 
 
 @pytest.mark.cell(
-    "transformers, encoder-decoder", "gradients", "edit gradients", "raw hooks", "clip"
+    "encoder-decoders of transformers", "gradients", "edit gradients", "raw hooks", "clip"
 )
 @pytest.mark.parametrize("site", ["encoder.block.1.layer.1:grad_output", "lm_head:grad_input"])
 def test_gradients_of_an_encoder_decoder_are_torchs_hooks(t5, site):
     assert_gradients_are_torchs(lambda: t5, cleared, site)
 
 
-@pytest.mark.cell("transformers, generate", "record", "statistics", "edit", "raw hooks")
+@pytest.mark.cell("`generate` of transformers", "record", "statistics", "edit", "raw hooks")
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
 def test_generate_does_what_it_does_under_torchs_hooks(llama, options):
     path = "model.layers.1"
@@ -120,7 +122,7 @@ def test_generate_does_what_it_does_under_torchs_hooks(llama, options):
 
 
 @pytest.mark.trap(36)
-@pytest.mark.cell("transformers", "record", "edit")
+@pytest.mark.cell("models of transformers", "record", "edit")
 def test_hidden_states_show_the_edit_behind_transformers_hooks(llama):
     with torch.no_grad():
         llama(IDS, output_hidden_states=True)
@@ -152,9 +154,9 @@ def test_transformers_hooks_inside_a_block_see_the_edit_and_stay(llama):
 
 @pytest.mark.trap(35)
 @pytest.mark.cell(
-    "transformers",
+    "models of transformers",
     "record",
-    note="attention patterns are recorded under `eager`, and are None under `sdpa`",
+    note="attention patterns are recorded with the `eager` attention, and are None with `sdpa`",
 )
 def test_attention_patterns_are_there_under_eager_not_under_sdpa(llama):
     with torch.no_grad():
@@ -171,7 +173,7 @@ def test_attention_patterns_are_there_under_eager_not_under_sdpa(llama):
 
 
 @pytest.mark.trap(24)
-@pytest.mark.cell("transformers", "gradients", "statistics")
+@pytest.mark.cell("models of transformers", "gradients", "statistics")
 def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
     by_hand = []
     handle = llama.model.register_forward_hook(
@@ -197,7 +199,7 @@ def test_model_outputs_keep_their_form_with_caches_as_they_were(llama):
     assert len(norms.passes[0]) == 3
 
 
-@pytest.mark.cell("transformers, generate", "record", "edit", "raw hooks")
+@pytest.mark.cell("`generate` of transformers", "record", "edit", "raw hooks")
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
     ("options", "lengths", "rows"),
@@ -234,9 +236,10 @@ class Outer(nn.Module):
 
 
 @pytest.mark.cell(
-    "transformers, generate",
+    "`generate` of transformers",
     "record",
-    note="a line on a module that `generate` does not call has one pass, and a warning says so",
+    note="if hooks are attached to a module that `generate` does not call, all steps count"
+    " as one pass, and a warning says so",
 )
 def test_a_root_that_generate_does_not_call_is_reported(llama):
     outer = Outer(llama)
@@ -257,7 +260,7 @@ def test_a_root_that_generate_does_not_call_is_reported(llama):
     assert "not called" not in str(run.report())
 
 
-@pytest.mark.cell("transformers, encoder-decoder", "record", "gradients", "edit", "features")
+@pytest.mark.cell("encoder-decoders of transformers", "record", "gradients", "edit", "features")
 def test_an_encoder_decoder_is_recorded_whole(t5):
     given = {"input_ids": IDS, "decoder_input_ids": IDS}
     plain = t5(**given).logits

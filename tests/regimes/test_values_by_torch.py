@@ -52,7 +52,9 @@ def test_under_autocast(path, dtype):
     assert_values_are_torchs(rows_net, cast, path)
 
 
-@pytest.mark.cell("checkpointing", "record", "statistics", "edit", "raw hooks", "features", "watch")
+@pytest.mark.cell(
+    "activation checkpointing", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 @pytest.mark.parametrize("is_reentrant", [True, False])
 def test_under_checkpointing(path, is_reentrant):
@@ -66,7 +68,13 @@ def test_under_checkpointing(path, is_reentrant):
 
 @pytest.mark.cell("torch.compile", "record", "statistics", "edit", "raw hooks", "features", "watch")
 @pytest.mark.cell(
-    "checkpointing, compiled", "record", "statistics", "edit", "raw hooks", "features", "watch"
+    "activation checkpointing in compiled code",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.compiles
@@ -150,7 +158,7 @@ def test_with_parametrized_weights(path, change):
 
 
 @pytest.mark.cell(
-    "pruning; old weight and spectral norm",
+    "pruning; old `weight_norm` and `spectral_norm`",
     "record",
     "statistics",
     "edit",
@@ -173,16 +181,24 @@ def test_with_pruned_and_normed_weights(change):
 
 
 @pytest.mark.cell(
-    "attributes of their own", "record", "statistics", "edit", "raw hooks", "features", "watch"
+    "modules with their own `__getattr__`, `__setattr__`",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "features",
+    "watch",
 )
 @pytest.mark.parametrize("path", ["inner.0", "inner"])
 def test_with_modules_that_have_attributes_of_their_own(path):
     assert_values_are_torchs(lambda: Delegating(rows_net()), step, path)
 
 
-@pytest.mark.cell("encoder layers, fast path", "record", "statistics", "edit", "raw hooks", "watch")
 @pytest.mark.cell(
-    "encoder layers, fast path off",
+    "TransformerEncoder, torch's fast path on", "record", "statistics", "edit", "raw hooks", "watch"
+)
+@pytest.mark.cell(
+    "TransformerEncoder, torch's fast path off",
     "record",
     "statistics",
     "edit",
@@ -226,7 +242,7 @@ def test_with_encoder_layers(path):
 
 
 @pytest.mark.cell(
-    "encoder layers, with gradients",
+    "TransformerEncoder, with gradients",
     "record",
     "statistics",
     "edit",
@@ -355,7 +371,7 @@ def test_with_a_forward_replaced_on_the_instance(path):
 
 
 @pytest.mark.cell(
-    "modules that call themselves", "record", "statistics", "edit", "raw hooks", "watch"
+    "modules that call themselves recursively", "record", "statistics", "edit", "raw hooks", "watch"
 )
 @pytest.mark.parametrize("path", ["linear", ""])
 def test_with_modules_that_call_themselves(path):
@@ -369,7 +385,7 @@ def test_with_modules_that_call_themselves(path):
 
 
 @pytest.mark.cell(
-    "gradients switched inside forward",
+    "`no_grad` or `enable_grad` inside forward",
     "record",
     "statistics",
     "edit",
@@ -401,7 +417,9 @@ def in_threads(*actions):
         return list(pool.map(work, actions))
 
 
-@pytest.mark.cell("threads, one model", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell(
+    "several threads that share a model", "record", "statistics", "edit", "features", "watch"
+)
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_in_threads_that_share_a_model(path):
     model = rows_net()
@@ -478,7 +496,7 @@ def test_an_edit_under_functional_call():
 child = runpy.run_path(str(HERE / "test_processes.py"))["child"]
 
 
-@pytest.mark.cell("a fork inside the block", "record", "edit", "features", "watch")
+@pytest.mark.cell("`os.fork` while hooks are attached", "record", "edit", "features", "watch")
 @pytest.mark.processes
 def test_in_a_forked_child():
     model = rows_net().requires_grad_(False)

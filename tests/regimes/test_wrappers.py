@@ -87,7 +87,13 @@ def test_a_traced_model_has_the_paths_of_the_modules_it_calls(model, x):
 
 @pytest.mark.trap(29)
 @pytest.mark.cell(
-    "tracing by torch.fx", "record", "gradients", "edit", "raw hooks", refused="AttachError"
+    "`torch.fx.symbolic_trace`",
+    "record",
+    "gradients",
+    "edit",
+    "raw hooks",
+    refused="AttachError",
+    note="tracing would write the attached hooks into the graph",
 )
 def test_tracing_is_refused_as_hooks_would_become_code(model, x):
     handle = model[0].register_forward_hook(lambda module, args, output: output * 0)
@@ -117,8 +123,9 @@ def test_tracing_is_refused_as_hooks_would_become_code(model, x):
 
 
 @pytest.mark.cell(
-    "a feature extractor made by torch.fx", "record",
-    note="a line on the original sees the modules without submodules",
+    "a feature extractor made by `torch.fx`", "record",
+    note="the extractor shares its leaf modules with the original model, so of the hooks on"
+    " the original only those on leaf modules are called",
 )  # fmt: skip
 def test_a_traced_copy_calls_innermost_modules_and_reports_which(model, x):
     traced = torch.fx.symbolic_trace(model)
@@ -148,9 +155,10 @@ class Adding(nn.Module):
 
 
 @pytest.mark.cell(
-    "a __call__ of its own",
+    "modules with their own `__call__`",
     "record",
-    note="the value is the result of `forward`; without `super()` the module is not seen",
+    note="the recorded value is the result of `forward`; if `__call__` does not call"
+    " `super().__call__`, hooks on the module are not called, and a warning says so",
 )
 def test_a_call_of_its_own_is_seen_from_within_or_explained(x):
     wrapped = Adding(calls_super=True)
@@ -215,7 +223,9 @@ class Holding(nn.Module):
         return self.heads["main"](self.blocks[0](x)) * self.scales[0] + self.named["shift"]
 
 
-@pytest.mark.cell("attributes of their own", "record", "gradients", "edit")
+@pytest.mark.cell(
+    "modules with their own `__getattr__`, `__setattr__`", "record", "gradients", "edit"
+)
 def test_modules_with_attributes_of_their_own_are_hooked(model, x, left_as_found):
     delegating = Guarding(model)
     before = left_as_found(delegating)
@@ -236,8 +246,21 @@ def holding_step(model):
     return [out]
 
 
-@pytest.mark.cell("torch's containers", "record", "statistics", "edit", "raw hooks", "watch")
-@pytest.mark.cell("torch's containers", "features", "gradients", "edit gradients", "clip")
+@pytest.mark.cell(
+    "modules inside `ModuleList`, `ModuleDict`, `ParameterList`, `ParameterDict`",
+    "record",
+    "statistics",
+    "edit",
+    "raw hooks",
+    "watch",
+)
+@pytest.mark.cell(
+    "modules inside `ModuleList`, `ModuleDict`, `ParameterList`, `ParameterDict`",
+    "features",
+    "gradients",
+    "edit gradients",
+    "clip",
+)
 @pytest.mark.parametrize("path", ["blocks.0", "heads.main"])
 def test_what_containers_hold_is_as_under_torchs_hooks(path):
     def holding():
@@ -249,7 +272,12 @@ def test_what_containers_hold_is_as_under_torchs_hooks(path):
 
 
 @pytest.mark.trap(33)
-@pytest.mark.cell("torch's containers", "record", "gradients", "clip")
+@pytest.mark.cell(
+    "modules inside `ModuleList`, `ModuleDict`, `ParameterList`, `ParameterDict`",
+    "record",
+    "gradients",
+    "clip",
+)
 def test_containers_are_no_sites_and_what_they_hold_are(x):
     model, bare = Holding(), Holding()
     bare.load_state_dict(model.state_dict())
@@ -340,7 +368,9 @@ def test_gradients_of_packed_sequences_are_those_of_torchs_hooks(path):
     assert_gradients_are_torchs(Packing, step, site, verbs, part=DATA)
 
 
-@pytest.mark.cell("modules that call themselves", "record", "gradients", "edit", "raw hooks")
+@pytest.mark.cell(
+    "modules that call themselves recursively", "record", "gradients", "edit", "raw hooks"
+)
 def test_a_module_that_calls_itself_is_one_pass_calls_apart(x):
     model, seen = Recursive(), []
     with (
@@ -384,7 +414,7 @@ def test_lines_come_and_go_while_a_model_runs_or_is_walked(model, x):
 
 
 @pytest.mark.trap(22)
-@pytest.mark.cell("copies made inside the block", "record", "gradients", "edit", "raw hooks")
+@pytest.mark.cell("deep copies of a model with hooks", "record", "gradients", "edit", "raw hooks")
 def test_a_copy_made_inside_the_block_sheds_its_inert_hooks(model, x):
     seen = []
     handle = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
@@ -423,8 +453,8 @@ def squared(model):
 
 
 @pytest.mark.cell(
-    "copies made inside the block", "record", "statistics", "gradients", "edit", "edit gradients",
-    "raw hooks", "clip",
+    "deep copies of a model with hooks", "record", "statistics", "gradients", "edit",
+    "edit gradients", "raw hooks", "clip",
 )  # fmt: skip
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_its_own_numbers_and_the_original_the_lines(copied):
