@@ -9,6 +9,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.curves import Curves, Entry, Layout, Reports, StepReport, numbers_of
+from hookline.statistics.quantiles import Quantiles
 
 
 def curves(n_ranks=1, ranks=None, steps=3):
@@ -87,6 +88,10 @@ def test_a_long_table_is_cut_and_says_so():
         ({"low": 1, "what": None}, {"low": 1.0}),
         ([1, 2], {}),
         ("text", {}),
+        (
+            Quantiles((0.01, 0.5, 0.999), (1.0, 2.0, 3.0), 0.01, 5, 1, 0.5, 4.0),
+            {"p1": 1.0, "p50": 2.0, "p99_9": 3.0, "min": 0.5, "max": 4.0, "non_finite": 1.0},
+        ),
     ],
 )
 def test_single_numbers_of_any_result(result, numbers):

@@ -123,6 +123,12 @@ def test_sparse_nested_and_quantised_tensors_are_measured():
     assert measure(quantised) == measure(torch.arange(4.0))
 
 
+def test_the_imaginary_part_of_a_conjugate_is_measured():
+    part = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert part.is_neg()
+    assert measure(part) == measure(torch.tensor([-2.0, 4.0]))
+
+
 def test_a_value_keeps_its_graph_and_its_numbers():
     parameter = torch.ones(3, requires_grad=True)
     doubled = parameter * 2

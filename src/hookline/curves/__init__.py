@@ -2,6 +2,7 @@
 
 from hookline.curves.curves import Curve as Curve
 from hookline.curves.curves import Curves as Curves
+from hookline.curves.layout import ABSENT as ABSENT
 from hookline.curves.layout import Entry as Entry
 from hookline.curves.layout import Layout as Layout
 from hookline.curves.numbers import numbers_of as numbers_of
@@ -13,6 +14,7 @@ from hookline.curves.step_reports import Reports as Reports
 from hookline.curves.step_reports import StepReport as StepReport
 
 __all__ = [
-    "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "RunReader", "StepReport",
+    "ABSENT", "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "RunReader",
+    "StepReport",
     "is_run", "numbers_of", "open_run",
 ]  # fmt: skip

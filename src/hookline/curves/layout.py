@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hookline.errors import warn
 from hookline.statistics import Statistic
+
+# What stands for slots without a value: a NaN that no computation gives, since a statistic of one's
+# own may have NaN in its slots.
+_ABSENT_BITS = 0x7FF8_0000_0068_6C63
+(ABSENT,) = struct.unpack("<d", struct.pack("<Q", _ABSENT_BITS))
+
+
+def is_there(slots: NDArray[Any]) -> bool:
+    """Tell whether slots are those of a value."""
+    return not (slots.view(np.int64) == _ABSENT_BITS).all()
 
 
 @final
@@ -45,6 +57,8 @@ class Layout:
     statistics: tuple[Statistic[Any], ...]
     entries: tuple[Entry, ...]
 
+    _told: set[int] = field(default_factory=set, compare=False, repr=False)
+
     @functools.cached_property
     def width(self) -> int:
         """Return the number of slots of one rank."""
@@ -60,13 +74,16 @@ class Layout:
             start += entry.width
         return found
 
-    def results(self, site: str, slots: NDArray[Any], rank: int | None) -> list[Any]:
+    def results(
+        self, site: str, slots: NDArray[Any], rank: int | None, *, is_lenient: bool = False
+    ) -> list[Any]:
         """Compute the result of each statistic at a site; nothing where no value came.
 
         Args:
             site: the site.
-            slots: the slots of each rank, of shape [ranks, width]. NaN stands for no value.
+            slots: the slots of each rank, of shape [ranks, width]. `ABSENT` stands for no value.
             rank: the rank; None merges the ranks that count.
+            is_lenient: whether a statistic that raises is left out, and said once.
         """
         found = []
         for entry, place in self.by_site.get(site, ()):
@@ -74,7 +91,23 @@ class Layout:
             counted = range(len(slots)) if entry.ranks is None else entry.ranks
             ranks = [one for one in counted if one < len(slots)] if rank is None else [rank]
             parts = [slots[one, place] for one in ranks]
-            there = [torch.from_numpy(one.copy()) for one in parts if not np.isnan(one).all()]
-            if there:
+            there = [torch.from_numpy(one.copy()) for one in parts if is_there(one)]
+            if not there:
+                continue
+            try:
                 found.append(statistic.result(functools.reduce(statistic.merge, there)))
+            except Exception as error:
+                if not is_lenient:
+                    raise
+                self._tell(statistic, site, error)
         return found
+
+    def _tell(self, statistic: Statistic[Any], site: str, error: Exception) -> None:
+        if id(statistic) not in self._told:
+            self._told.add(id(statistic))
+            first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            warn(
+                f"The numbers of {type(statistic).__name__} at {site} are left out:"
+                f" {type(error).__name__}: {first}."
+                f"\nSee where: curves[{site!r}].results."
+            )

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from hookline.statistics import Moments
+from hookline.statistics.quantiles import Quantiles
 
 
 def numbers_of(result: Any) -> dict[str, float]:
@@ -18,11 +19,14 @@ def numbers_of(result: Any) -> dict[str, float]:
         {'low': -1.0}
 
     Moments give their mean, deviation, extremes, norm, share of zeros and count of non-finite
-    numbers. Other results give what is a number: the items of a mapping, the fields of a dataclass
-    or named tuple, the places of a tuple, or the result itself under the empty name.
+    numbers. Quantiles give theirs as percentiles, such as `p50` and `p99_9`. Other results give
+    what is a number: the items of a mapping, the fields of a dataclass or named tuple, the places
+    of a tuple, or the result itself under the empty name.
     """
     if isinstance(result, Moments):
         return _of_moments(result)
+    if isinstance(result, Quantiles):
+        return _of_quantiles(result)
     if isinstance(result, Real):
         return {"": float(result)}
     return {str(name): float(part) for name, part in _parts(result) if isinstance(part, Real)}
@@ -47,5 +51,16 @@ def _of_moments(found: Moments) -> dict[str, float]:
         "max": found.max if is_any else math.nan,
         "norm": found.norm if is_any else math.nan,
         "zero_share": found.zero_share,
+        "non_finite": float(found.non_finite),
+    }
+
+
+def _of_quantiles(found: Quantiles) -> dict[str, float]:
+    is_any = found.count > found.non_finite
+    names = [f"p{100 * q:g}".replace(".", "_") for q in found.q]
+    return {
+        **dict(zip(names, found.values, strict=True)),
+        "min": found.min if is_any else math.nan,
+        "max": found.max if is_any else math.nan,
         "non_finite": float(found.non_finite),
     }

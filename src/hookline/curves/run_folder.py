@@ -92,16 +92,27 @@ class RunFolder:
 
         Raises:
             OSError: the disk is full or gone. Whole frames stay as they are.
+            FolderError: another monitor writes to the folder.
         """
         if self._file is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
-            self._file = os.open(self.path / FILE, flags, 0o666)
+            self._file = self._create()
+        if not self._size:  # also after the disk was full
             self._append(_MAGIC)
         if report.layout is not self._layout:
             self._append(_frame(_LAYOUT, _layout_bytes(report.layout)))
             self._layout = report.layout
         head = _STEP.pack(report.step, report.seconds, len(report.slots))
         self._append(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
+
+    def _create(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        try:
+            return os.open(self.path / FILE, flags, 0o666)
+        except FileExistsError as error:
+            raise FolderError(
+                f"{self.path} must be of one run, got another monitor's {FILE} in it."
+                "\nGive each run a folder of its own."
+            ) from error
 
     def close(self) -> None:
         """Say that the run has ended, and close the file. Idempotent.

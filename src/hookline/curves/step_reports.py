@@ -30,7 +30,8 @@ class StepReport:
     seconds: float
     layout: Layout
     slots: NDArray[Any]
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    # The numbers of all ranks, for several writers; made by the first and forgotten after the last.
+    _numbers: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def results(self, site: str, rank: int | None = None) -> list[Any]:
         """Return the result of each statistic at a site; nothing where no value came.
@@ -39,39 +40,57 @@ class StepReport:
             site: the site.
             rank: the rank; None merges the ranks.
         """
-        known = self._known.get((site, rank))
-        if known is None:
-            known = self._known[site, rank] = self.layout.results(site, self.slots, rank)
-        return known
+        return self.layout.results(site, self.slots, rank)
 
     def numbers(self, rank: int | None = None) -> dict[str, float]:
         """Return every single number of the step by name, such as `h.0/std`.
 
-        An update also has its `ratio` to the weight: the ratio of their norms.
+        An update also has its `ratio` to the weight: the ratio of their norms. A statistic whose
+        result raises is left out, and a warning says so once.
         """
+        if rank is None and self._numbers:
+            return dict(self._numbers)
+        layout, norms = self.layout, dict[str, float]()
         found: dict[str, float] = {}
-        for site in self.layout.by_site:
-            for result in self.results(site, rank):
-                for name, number in numbers_of(result).items():
+        for site in layout.by_site:
+            for k, result in enumerate(layout.results(site, self.slots, rank, is_lenient=True)):
+                numbers = numbers_of(result)
+                if not k:
+                    norms[site] = numbers.get("norm", math.nan)
+                for name, number in numbers.items():
                     found.setdefault(f"{site}/{name}" if name else site, number)
-            ratio = self.ratio(site, rank)
-            if ratio is not None:
-                found[f"{site}/ratio"] = ratio
+            weight = _weight_of(site)
+            if weight in norms and site in norms:
+                found[f"{site}/ratio"] = _ratio(norms[site], norms[weight])
+        if rank is None:
+            self._numbers.update(found)
         return found
+
+    def forget(self) -> None:
+        """Free the numbers, which `numbers` computes again when it is called."""
+        self._numbers.clear()
 
     def ratio(self, site: str, rank: int | None = None) -> float | None:
         """Return the ratio of an update's norm to the weight's; None where it is not known."""
-        path, _, port = site.rpartition(":")
-        if port != "update":
+        weight = _weight_of(site)
+        if weight is None:
             return None
         norms = [
             numbers_of(result).get("norm", math.nan)
-            for one in (site, f"{path}:value")
+            for one in (site, weight)
             for result in self.results(one, rank)[:1]
         ]
-        if len(norms) < 2:
-            return None
-        return norms[0] / norms[1] if norms[1] else math.nan
+        return _ratio(*norms) if len(norms) == 2 else None
+
+
+def _weight_of(site: str) -> str | None:
+    """Return the site of the weight that an update is of; None for other sites."""
+    path, _, port = site.rpartition(":")
+    return f"{path}:value" if port == "update" else None
+
+
+def _ratio(update: float, weight: float) -> float:
+    return update / weight if weight else math.nan
 
 
 class Source(Protocol):

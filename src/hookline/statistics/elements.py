@@ -36,6 +36,8 @@ def to_measure(value: Tensor) -> Iterable[Tensor]:
             '\nMove the model to a device before it runs: model.to_empty(device="cpu").'
         )
     value = innermost(value).detach()
+    if value.is_neg():
+        value = value.resolve_neg()  # the imaginary part of a conjugate
     return (value,) if _is_dense(value) else strided(value)
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import math
+import threading
 import warnings
 import weakref
 
@@ -260,6 +261,122 @@ def test_two_optimizers_of_one_model_make_one_step():
     assert seen.steps.tolist() == [0, 1, 2, 3]
     last = seen["2.weight:update"].count
     assert last.tolist() == [16, 16, 16, 16]
+
+
+def greatest(model, site, numbers):
+    """The greatest output of a module for inputs of one number each."""
+    return [site(model)(torch.full((2, 4), float(k))).max().item() for k in numbers]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_optimizer_that_steps_rarely_moves_no_number(every):
+    model = net()
+    often, rarely = (torch.optim.SGD(one.parameters(), lr=0.0) for one in (model[0], model[2]))
+    with hl.monitor(model, ["0", "2.weight:update"], ports="output", every=every) as seen:
+        for k in range(8):
+            model(torch.full((2, 4), float(k))).sum().backward()
+            often.step()
+            if k % 4 == 2:
+                rarely.step()
+    steps = list(range(0, 8, every))
+    assert seen.steps.tolist() == steps
+    assert seen["0"].max.tolist() == greatest(model, lambda one: one[0], steps)
+    assert seen["0"].count.tolist() == [16] * len(steps)
+    had = (~np.isnan(seen["2.weight:update"].mean)).tolist()
+    assert had == [k % 4 == 2 for k in steps]
+
+
+def test_alternating_passes_and_optimizers_keep_their_steps():
+    model = nn.ModuleDict({"one": net(), "other": net()})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.0) for name, part in model.items()}
+    with hl.monitor(model, ["one.0", "other.0"], ports="output") as seen:
+        for k in range(4):
+            for name, part in model.items():
+                part(torch.full((2, 4), float(k))).sum().backward()
+                optimizers[name].step()
+    assert seen.steps.tolist() == [0, 1, 2, 3]
+    for name in model:
+        expected = greatest(model, lambda one, name=name: one[name][0], range(4))
+        assert seen[f"{name}.0"].max.tolist() == expected
+
+
+def test_an_optimizer_made_anew_goes_on_where_the_old_one_ended():
+    model = net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
+    with hl.monitor(model, "0", ports="output") as seen:
+        for k in range(6):
+            model(torch.full((2, 4), float(k))).sum().backward()
+            optimizers[k > 2].step()
+            assert len(seen) == k + 1  # each step is reported when it has ended
+    assert seen["0"].max.tolist() == greatest(model, lambda one: one[0], range(6))
+
+
+def test_an_optimizer_that_gets_the_model_later_tells_the_steps():
+    model, other = net(), nn.Linear(1, 1)
+    optimizer = sgd(other)
+    with hl.monitor(model, "0", ports="output") as seen:
+        for k in range(6):
+            if k == 2:
+                optimizer.add_param_group({"params": list(model.parameters())})
+            model(batch(k)).sum().backward()
+            optimizer.step()
+    assert seen["0"].count.tolist() == [3 * 128, 128, 128, 128]
+
+
+@pytest.mark.parametrize(("first", "step", "every"), [(99, 0, 100), (0, 1, 2), (7, 3, 5)])
+def test_passes_are_counted_before_it_is_known_who_tells(first, step, every):
+    model = net()
+    line = hl.monitor(model, "0", ports="output", every=every)
+    with line as seen:
+        line.first, line.step = first, step
+        for k in range(step, 300):
+            model(torch.full((2, 4), float(k)))
+    expected = [k for k in range(step, 300) if (k - first) % every == 0]
+    assert seen.steps.tolist() == expected
+    assert seen["0"].max.tolist() == greatest(model, lambda one: one[0], expected)
+
+
+def test_parts_of_training_without_gradients_are_measured():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.backbone(x)
+            return self.head(x)
+
+    model = Frozen()
+    optimizer = sgd(model.head)
+    with hl.monitor(model, ["backbone", "head"], ports="output") as seen:
+        for k in range(4):
+            model(batch(k)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(batch(k))
+    assert seen["backbone"].count.tolist() == [64, 64, 64, 64]
+    assert seen["head"].count.tolist() == [32, 32, 32, 32]
+
+
+def test_values_of_many_threads_are_all_counted():
+    model = net()
+    optimizer = sgd(model)
+
+    def work():
+        for k in range(40):
+            model(batch(k))
+
+    with hl.monitor(model, "0", ports="output", every_thread=True) as seen:
+        for _ in range(3):
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for one in threads:
+                one.start()
+            for one in threads:
+                one.join()
+            model(batch(0)).sum().backward()
+            optimizer.step()
+    assert seen["0"].count.tolist() == [161 * 128] * 3
 
 
 def test_optimizers_of_other_models_are_not_heard():
@@ -549,6 +666,62 @@ def test_a_statistic_that_raises_is_said_and_training_goes_on():
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("slots", "found"),
+    [
+        (torch.zeros(3), r"Tensor\[3\]"),
+        (torch.zeros(1, 2), r"Tensor\[1, 2\]"),
+        (None, "NoneType"),
+        (1.0, "float"),
+    ],
+)
+def test_slots_of_another_shape_spoil_no_other_site(slots, found):
+    class Odd(Range):
+        def update(self, slots_before, value):
+            return slots if value.shape[-1] == 2 else super().update(slots_before, value)
+
+    model = net()
+    wanted = f"2 is left out: Odd must keep a flat tensor of 2 slots, got {found}"
+    with pytest.warns(hl.HooklineWarning, match=wanted) as told:
+        with hl.monitor(model, ["0", "1", "2"], ports="output", stats=Odd()) as seen:
+            train(model, sgd(model), 3)
+    assert len(told) == 1
+    assert seen.sites == ("0", "1")
+    assert seen["0"].high[0] == net()[0](batch(0)).max().item()
+    assert seen["1"].low.tolist() == [0, 0, 0]
+
+
+def test_nan_in_slots_of_ones_own_is_a_value():
+    class Sum(Range):
+        def start(self, value):
+            return torch.zeros(1, dtype=torch.float64)
+
+        def update(self, slots, value):
+            return slots + value.sum()
+
+        def result(self, slots):
+            return slots.item()
+
+    model = net()
+    with hl.monitor(model, "0", ports="output", stats=Sum()) as seen:
+        model(batch(0))
+        model(torch.full((2, 4), math.nan))
+    assert [math.isnan(one) for one in seen["0"].results] == [False, True]
+    assert math.isnan(seen.at(1)["0"])
+
+
+def test_a_module_replaced_in_training_is_said_once():
+    model = net()
+    with pytest.warns(hl.HooklineWarning, match=r"0 \(and 0.weight, 0.bias\) was replaced") as told:
+        with hl.monitor(model) as seen:
+            train(model, sgd(model), 2)
+            model[0] = nn.Linear(4, 8)
+            train(model, sgd(model), 2)
+    assert len(told) == 1
+    assert np.isnan(seen["0"].mean).tolist() == [False, False, True, True]
+    assert not np.isnan(seen["2.weight:grad"].mean).any()
+
+
 def test_a_warning_made_an_error_ends_the_training_when_asked():
     class Raises(Range):
         def update(self, slots, value):
@@ -588,6 +761,17 @@ def test_a_block_that_raises_keeps_what_was_reported():
             train(model, sgd(model), 2)
             raise ZeroDivisionError
     assert seen.steps.tolist() == [0, 1]
+
+
+def test_a_first_step_is_reported_if_the_block_raises_after_it():
+    model = net()
+    with pytest.raises(ZeroDivisionError):
+        with hl.monitor(model, "0") as seen:
+            train(model, sgd(model[2]), 1)  # others may train the rest
+            model(batch(1)).sum().backward()
+            raise ZeroDivisionError
+    assert seen.steps.tolist() == [0]
+    assert seen["0"].count.tolist() == [128]
 
 
 def test_values_that_are_overwritten_are_measured_before():

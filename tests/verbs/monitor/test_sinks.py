@@ -303,6 +303,118 @@ def test_a_full_disk_is_said_once_and_whole_reports_stay(tmp_path, name):
     assert 1 <= len(steps) < 12
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+@pytest.mark.parametrize("n_bytes", [0, 4, 200, 1_500])
+def test_a_run_has_every_report_when_the_disk_has_space_again(tmp_path, n_bytes):
+    limit = full_disk(n_bytes)
+
+    class Disk:
+        start = close = lambda self, *_: None
+
+        def write(self, report):
+            if report.step == 0:
+                limit.__enter__()
+            elif report.step == 4:
+                limit.__exit__(None, None, None)
+
+    with pytest.warns(hl.HooklineWarning, match="raised OSError") as told:
+        seen = train([Disk(), tmp_path / "run"], steps=6)
+    assert len(told) == 1
+    found = hl.open(tmp_path / "run")
+    assert found.steps.tolist() == seen.steps.tolist() == list(range(6))
+
+
+def test_two_monitors_on_one_folder_do_not_mix(tmp_path):
+    one, other = nn.Linear(4, 4), nn.ReLU()
+    with pytest.warns(hl.HooklineWarning) as told:
+        with hl.monitor(other, to=tmp_path), hl.monitor(one, to=tmp_path) as seen:
+            for _ in range(3):
+                one(torch.ones(2, 4))
+                one(torch.ones(2, 4))
+                other(torch.ones(2, 4))
+    assert "must be of one run, got another" in str(told[0].message)
+    assert "3 reports never reached" in str(told[1].message)
+    assert hl.open(tmp_path).steps.tolist() == seen.steps.tolist()
+    assert hl.open(tmp_path).sites == seen.sites
+
+
+def test_a_parquet_file_has_each_row_once_after_a_full_disk(tmp_path, monkeypatch):
+    from pyarrow import parquet
+
+    from hookline.verbs.monitor.sinks import parquet as sink
+
+    n_calls, write_table = [], parquet.ParquetWriter.write_table
+
+    def full(self, table, *args, **options):
+        n_calls.append(1)
+        if len(n_calls) in (2, 3):
+            raise OSError(28, "No space left on device")
+        write_table(self, table, *args, **options)
+
+    monkeypatch.setattr(sink, "_GROUP_ROWS", 10)
+    monkeypatch.setattr(parquet.ParquetWriter, "write_table", full)
+    with pytest.warns(hl.HooklineWarning, match="No space left"):
+        seen = train(tmp_path / "run.parquet", steps=8)
+    rows = parquet.read_table(tmp_path / "run.parquet").to_pylist()
+    names = [(row["step"], f"{row['site']}/{row['name']}") for row in rows]
+    assert names == [(step, name) for step in range(8) for name in seen.at(step)]
+
+
+def test_a_parquet_file_keeps_its_rows_if_the_last_cannot_be_written(tmp_path, monkeypatch):
+    from pyarrow import parquet
+
+    from hookline.verbs.monitor.sinks import parquet as sink
+
+    write_table = parquet.ParquetWriter.write_table
+
+    def full(self, table, *args, **options):
+        if table["step"][0].as_py() >= 2:
+            raise OSError(28, "No space left on device")
+        write_table(self, table, *args, **options)
+
+    monkeypatch.setattr(sink, "_GROUP_ROWS", 10)
+    monkeypatch.setattr(parquet.ParquetWriter, "write_table", full)
+    with pytest.warns(hl.HooklineWarning):
+        train(tmp_path / "run.parquet", steps=4)
+    steps = parquet.read_table(tmp_path / "run.parquet")["step"].to_pylist()
+    assert sorted(set(steps)) == [0, 1]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    from hookline.verbs.monitor.sinks import parquet as sink
+
+    monkeypatch.setattr(sink, "find_spec", lambda name: None)
+    with pytest.raises(hl.AttachError, match=r"must have pyarrow, .*\nRun in .*pip install"):
+        train(tmp_path / "run.parquet")
+
+
+def test_a_result_that_raises_leaves_the_other_numbers(tmp_path):
+    class Raises:
+        def start(self, value):
+            return torch.zeros(1, dtype=torch.float64)
+
+        def update(self, slots, value):
+            return slots
+
+        merge = update
+
+        def result(self, slots):
+            raise ValueError("no idea")
+
+    got = {}
+    with pytest.warns(hl.HooklineWarning, match="numbers of Raises at 1 are left out: Val") as told:
+        seen = train(got.__setitem__, stats=[Raises(), hl.stats.moments()])
+    assert len(told) == 1
+    assert_equal(got, seen)
+    with pytest.raises(ValueError, match="no idea"):
+        _ = seen["1"].results
+
+
+def test_numbers_that_were_written_are_not_kept():
+    seen = train(lambda step, numbers: None)
+    assert not any(report._numbers for report in seen._source.read())
+
+
 @pytest.mark.parametrize("name", ["run.jsonl", "run.parquet", "run"])
 def test_an_existing_file_or_folder_is_refused(tmp_path, name):
     path = tmp_path / name

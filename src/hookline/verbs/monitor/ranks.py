@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.curves import Entry, Layout
+from hookline.curves import ABSENT, Entry, Layout
 from hookline.engine import gather_json, is_grouped, ranks_of
 from hookline.errors import RanksError, warn
 from hookline.statistics import Statistic
@@ -117,8 +116,8 @@ class Ranks:
         self._said = said or [[]]
 
     def _placed(self, mine: Tensor, *, is_new: bool) -> Tensor:
-        """Put this rank's slots at their places in the layout; NaN stands for missing ones."""
-        placed = torch.full((1 + self._layout.width,), np.nan, dtype=torch.float64)
+        """Put this rank's slots at their places in the layout; `ABSENT` stands for missing ones."""
+        placed = torch.full((1 + self._layout.width,), ABSENT, dtype=torch.float64)
         placed[0] = float(is_new)
         mine = mine.cpu()
         if not is_new:

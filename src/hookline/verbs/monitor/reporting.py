@@ -8,6 +8,7 @@ from typing import Any, final
 from hookline.curves import Curves, Reports, StepReport
 from hookline.errors import HooklineWarning, warn
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
+from hookline.verbs.monitor.slots import first_words
 
 
 @final
@@ -29,6 +30,7 @@ class Reporting:
         self._reports.add(report)
         for writer in self._writers:
             writer.add(report)
+        report.forget()  # the numbers take more memory than the slots
 
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""
@@ -80,9 +82,8 @@ class _Guarded:
         except Exception as error:
             if not self._has_told:
                 self._has_told = True
-                first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
                 warn(
-                    f"hl.monitor: {name_of(self._writer)} raised {type(error).__name__}: {first}."
+                    f"hl.monitor: {name_of(self._writer)} raised {first_words(error)}."
                     " The training goes on, and the numbers are kept."
                     "\nRead them from seen; each report tries again."
                 )

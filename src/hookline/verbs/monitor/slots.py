@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from hookline.engine import Site, has_numbers, is_dtensor, local_part
-from hookline.engine.pytree import tree
+from hookline.curves import ABSENT
+from hookline.engine import Pass, Site, has_numbers, is_dtensor, local_part
+from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineWarning, warn
 from hookline.statistics import Statistic
+from hookline.util.locks import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
 # first, as each holds a copy; of a DTensor this rank ("mine"), or another that holds the same part.
@@ -45,11 +47,13 @@ class SiteSlots:
         "is_off",
         "name",
         "order",
+        "site",
         "slots",
         "widths",
     )
 
     def __init__(self, site: Site, order: tuple[int, int], of: Slots, counts: str = ALL) -> None:
+        self.site = site
         self.name = str(site)
         self.order = order
         self.slots: list[Tensor] | None = None
@@ -84,13 +88,26 @@ class SiteSlots:
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-            self._leave_out(f"its statistic raised {type(error).__name__}: {first}")
+            self._leave_out(f"its statistic raised {first_words(error)}")
 
     def _update(self, value: Tensor) -> None:
-        slots = self._empty if self.slots is None else self.slots
-        pairs = zip(self._of.statistics, slots, strict=True)
-        self.slots = [one.update(mine, value) for one, mine in pairs]
+        with self._of.lock:
+            slots = self._empty if self.slots is None else self.slots
+            pairs = zip(self._of.statistics, slots, strict=True)
+            self.slots = [one.update(mine, value) for one, mine in pairs]
+
+    def take(self) -> list[Tensor] | None:
+        """Return the slots of this step, and begin a new step; None without a value."""
+        slots, self.slots = self.slots, None
+        if slots is None:
+            return None
+        for statistic, one, width in zip(self._of.statistics, slots, self.widths, strict=True):
+            if not isinstance(one, Tensor) or one.dim() != 1 or one.numel() != width:
+                name = type(statistic).__name__
+                found = describe.in_words(one) if isinstance(one, Tensor) else type(one).__name__
+                self._leave_out(f"{name} must keep a flat tensor of {width} slots, got {found}")
+                return None
+        return slots
 
     def _prepare(self, value: Tensor) -> None:
         """Look at the first value of a dtype or device, and at each empty one."""
@@ -106,7 +123,10 @@ class SiteSlots:
                 self._move(value)
 
     def _leave_out(self, why: str) -> None:
-        self.is_off = True
+        self.is_off, self.slots = True, None
+        if self.widths:
+            self.widths = ()
+            self._of.changed()
         self._of.complain(self.name, f"is left out: {why}")
 
     def _move(self, value: Tensor) -> None:
@@ -119,20 +139,26 @@ class SiteSlots:
         self.has(self._empty)
 
     def merge(self, slots: list[Tensor]) -> None:
-        """Merge slots that compiled code has computed, or that were set aside."""
-        if self.slots is None:
-            self.slots = slots
-            self.has(slots)
-        else:
-            statistics = self._of.statistics
-            self.slots = [
-                one.merge(mine, other)
-                for one, mine, other in zip(statistics, self.slots, slots, strict=True)
-            ]
+        """Merge slots that compiled code has computed, or that were set aside.
+
+        Training goes on if this fails.
+        """
+        if self.is_off:
+            return
+        try:
+            with self._of.lock:
+                if self.slots is None:
+                    self.has(slots)
+                    self.slots = slots
+                else:
+                    triples = zip(self._of.statistics, self.slots, slots, strict=True)
+                    self.slots = [one.merge(mine, other) for one, mine, other in triples]
+        except Exception as error:
+            self._leave_out(f"its statistic raised {first_words(error)}")
 
     def has(self, slots: list[Tensor]) -> None:
         """Note the widths of the slots; statistics with other widths begin a new layout."""
-        widths = tuple(one.numel() for one in slots)
+        widths = tuple(one.numel() if isinstance(one, Tensor) else 0 for one in slots)
         if widths != self.widths:
             self.widths = widths
             self._of.changed()
@@ -149,7 +175,9 @@ class Slots:
     Attributes:
         is_on: whether this step is reported. Hooks look at it once, and do nothing else if not.
         needs_grad: whether values of runs without gradients are left out.
+        of_training: the passes whose root began with gradients enabled.
         version: increases when a site appears, so that the layout of reports changes.
+        lock: held while slots change, since values may come from several threads.
     """
 
     def __init__(self, statistics: tuple[Statistic[Any], ...], n_modules: int) -> None:
@@ -157,17 +185,30 @@ class Slots:
         self.n_modules = n_modules
         self.is_on = True
         self.needs_grad = False
+        self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.version = 0
+        self.lock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
         self._told: set[str] = set()
         self._complaints: list[tuple[str, str]] = []
 
     def site(self, site: Site, order: tuple[int, int], counts: str = ALL) -> SiteSlots:
         """Return the slots of a site, which are made on first use."""
-        name = str(site)
-        if name not in self._sites:
-            self._sites[name] = SiteSlots(site, order, self, counts)
-        return self._sites[name]
+        with self.lock:
+            name = str(site)
+            if name not in self._sites:
+                self._sites[name] = SiteSlots(site, order, self, counts)
+            return self._sites[name]
+
+    def is_outside_training(self, current: Pass) -> bool:
+        """Tell whether a value flows without gradients, as in validation.
+
+        A part of a training pass may disable them: a frozen backbone, or the first run of a
+        reentrant checkpoint.
+        """
+        if torch.is_grad_enabled() or current.region is not None:
+            return False
+        return current not in self.of_training
 
     def changed(self) -> None:
         """Note that the layout has changed."""
@@ -181,15 +222,21 @@ class Slots:
     def take(self) -> dict[str, list[Tensor]]:
         """Return the slots of each site that had a value in this step, and begin a new step."""
         taken = {}
-        for site in self._sites.values():
-            if site.slots is not None:
-                taken[site.name], site.slots = site.slots, None
+        with self.lock:
+            for site in self._sites.values():
+                slots = site.take()
+                if slots is not None:
+                    taken[site.name] = slots
         return taken
 
     def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
         modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
         return not modules or any(one.is_off or one.name in taken for one in modules)
+
+    def missing(self, taken: dict[str, list[Tensor]]) -> list[Site]:
+        """Return the sites that had values in earlier steps, and have none in this step."""
+        return [one.site for one in self.sites() if not one.is_off and one.name not in taken]
 
     def put(self, taken: dict[str, list[Tensor]]) -> None:
         """Merge slots that were taken before."""
@@ -215,12 +262,18 @@ class Slots:
             )
 
 
+def first_words(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first}"
+
+
 def _named(complaints: list[tuple[str, str]]) -> str:
     return ", ".join(site for site, _ in complaints[:4]) + (", …" if len(complaints) > 4 else "")
 
 
 def packed(sites: list[SiteSlots], taken: dict[str, list[Tensor]]) -> Tensor:
-    """Pack the slots of all sites into one float64 tensor; NaN stands for sites without a value."""
+    """Pack the slots of all sites into one float64 tensor; `ABSENT` stands for missing values."""
     if not sites:
         return torch.empty(0, dtype=torch.float64)
     device = next((slots[0].device for slots in taken.values()), torch.device("cpu"))
@@ -230,12 +283,12 @@ def packed(sites: list[SiteSlots], taken: dict[str, list[Tensor]]) -> Tensor:
         if slots is None:
             parts.append(_absent(sum(site.widths), device))
         else:
-            parts += [one if one.device == device else one.to(device) for one in slots]
+            parts += [one.to(device, torch.float64) for one in slots]
     return torch.cat(parts)
 
 
 def _absent(width: int, device: torch.device) -> Tensor:
-    return torch.full((width,), math.nan, dtype=torch.float64, device=device)
+    return torch.full((width,), ABSENT, dtype=torch.float64, device=device)
 
 
 def graph_slots(statistics: tuple[Statistic[Any], ...]) -> Callable[[Any], Any]:

@@ -6,6 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol, final
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.curves import StepReport
-from hookline.engine import Pass, Passes
+from hookline.engine import Pass
 from hookline.errors import HooklineWarning, warn
+from hookline.util.locks import fork_safe_lock
 from hookline.verbs.monitor.loss_scale import Scaling
+from hookline.verbs.monitor.originals import Originals
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
-from hookline.verbs.monitor.slots import Slots
+from hookline.verbs.monitor.slots import Slots, first_words
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
@@ -38,15 +41,15 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def guarded(self: Steps, *args: Any, **options: Any) -> None:
         try:
-            if not self.has_failed:
-                method(self, *args, **options)
+            with self._lock:
+                if not self.has_failed:
+                    method(self, *args, **options)
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
             self.stop()
-            first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
             warn(
-                f"hl.monitor stopped at step {self.number}: {type(error).__name__}: {first}. The"
+                f"hl.monitor stopped at step {self.number}: {first_words(error)}. The"
                 " training goes on."
                 "\nMake HooklineWarning an error to see where: python -W error::UserWarning."
             )
@@ -58,14 +61,14 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 class Steps:
     """Collect the slots of each step, and report the steps whose turn it is.
 
-    A step ends when each optimizer of the model has stepped, or one of them steps again. Passes
-    between belong to one step, as in gradient accumulation. The first step shows which optimizers
-    there are, so it ends when the next pass begins. Until an optimizer steps, the passes are kept
-    apart. If none ever does, each pass is a step.
+    A step ends when every parameter was stepped that an optimizer holds, and the others have no
+    gradient. The first step shows which optimizers there are, so it ends when every parameter of
+    the model was stepped. A step that is still open ends when a parameter is stepped again; the
+    passes since its last optimizer's step belong to the next step. Until an optimizer steps, the
+    passes are kept apart. If none ever does, each pass is a step.
 
     Args:
         model: the model.
-        passes: the passes of the line.
         slots: the slots of all sites.
         parameters: measures parameters.
         scaling: divides gradients by the scale of the loss.
@@ -76,7 +79,6 @@ class Steps:
     def __init__(
         self,
         model: nn.Module,
-        passes: Passes,
         slots: Slots,
         parameters: Parameters,
         scaling: Scaling,
@@ -89,24 +91,30 @@ class Steps:
         self.n_reported = 0
         self.told_by = ""  # "optimizer" or "pass", once it is known
         self._model = weakref.ref(model)
-        self._passes = passes
         self._knows_optimizers = False
         self._slots = slots
         self._measured = parameters
         self._scaling = scaling
         self._every = every
         self._to = to
-        # Whether an optimizer trains the model.
-        self._trains: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        # The number of parameters that each optimizer has, and the ids of those of the model.
+        self._held: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]]
+        self._held = weakref.WeakKeyDictionary()
+        # The parameters of the model that no known optimizer holds; None is to be found.
+        self._not_held: list[weakref.ref[Tensor]] | None = None
         self._has_stepped = False
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
+        # The slots of this step up to its last optimizer's step.
+        self._aside: dict[str, list[Tensor]] = {}
         # The slots of passes before any optimizer has stepped, and whether they had gradients.
         self._waiting: list[tuple[dict[str, list[Tensor]], bool]] = []
         self._n_passes = 0
         self._has_grad = False
         self.is_over = False
         self.has_failed = False
-        self._has_told = False
+        self._has_told = self._has_told_replaced = False
+        self._originals = Originals(model)
+        self._lock = fork_safe_lock()  # passes may begin in several threads
 
     @property
     def every(self) -> int:
@@ -124,9 +132,18 @@ class Steps:
         self._slots.is_on = False
 
     def _turn(self) -> None:
-        """Look whether the present step is reported, and tell the hooks."""
-        self._slots.is_on = (self.number - self.first) % self._every == 0
+        """Look whether the present values may be reported, and tell the hooks.
+
+        They belong to the present step. Until it is known who tells the steps, the present pass may
+        be a step of its own. After an optimizer's step, the next step may have begun.
+        """
+        later = len(self._waiting) if not self.told_by else int(self._has_stepped)
+        self._slots.is_on = self._is_due() or bool(later and self._is_due(later))
         self._measured.keeps_copies = self._every == 1
+
+    def _is_due(self, later: int = 0) -> bool:
+        """Tell whether the present step is reported, or one that is later by so many."""
+        return (self.number + later - self.first) % self._every == 0
 
     # -- called by hooks ---------------------------------------------------------------------------
 
@@ -134,13 +151,16 @@ class Steps:
     def begin_pass(self, current: Pass) -> None:
         """Begin a pass of the root, or a pass of modules that run outside the root."""
         if self.told_by == "optimizer":
-            if self._has_stepped and not self._knows_optimizers:
-                self._end_step()
             return
         if self._n_passes:
             self._end_pass()
         self._n_passes += 1
         self._has_grad = torch.is_grad_enabled()
+
+    def root_begins(self, current: Pass, frame: FrameType) -> None:
+        """Note whether the root runs with gradients: then all values of the pass are training's."""
+        if torch.is_grad_enabled():
+            self._slots.of_training.add(current)
 
     def _end_pass(self) -> None:
         if self.told_by == "pass":
@@ -149,24 +169,34 @@ class Steps:
         self._waiting.append((self._slots.take(), self._has_grad))
         if len(self._waiting) >= _MOST_WAITING:
             self._tell_by_passes()
+        else:
+            self._turn()
 
     def trains(self, optimizer: Any) -> bool:
         """Tell whether an optimizer trains the model."""
-        known = self._trains.get(optimizer)
-        if known is None:
-            model = self._model()
-            mine = set() if model is None else {id(one) for one in model.parameters()}
-            held = [one for group in optimizer.param_groups for one in group["params"]]
-            known = self._trains[optimizer] = any(id(one) in mine for one in held)
-        return known
+        return bool(self._held_by(optimizer))
+
+    def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """Return the ids of the model's parameters that an optimizer holds."""
+        n = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._held.get(optimizer)
+        if known is None or known[0] != n:  # a group was added
+            held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            known = self._held[optimizer] = n, frozenset(held & self._of_model())
+            self._not_held = None
+        return known[1]
+
+    def _of_model(self) -> set[int]:
+        model = self._model()
+        return set() if model is None else {id(one) for one in model.parameters()}
 
     @_guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure weights and gradients: the hook before an optimizer's step."""
         if self.told_by != "optimizer":
             self._tell_by_optimizer()
-        elif optimizer in self._stepped:
-            self._end_step()
+        elif not self._stepped.isdisjoint(self._held_by(optimizer)):
+            self._end_open_step()
         if self._slots.is_on:
             self._scaling.look(self.number)
             self._measured.before(optimizer, has_grads=not _has_closure(args, kwargs))
@@ -176,14 +206,33 @@ class Steps:
         """Measure updates, and end the step: the hook after an optimizer's step."""
         if self._slots.is_on:
             self._measured.after(optimizer, has_grads=_has_closure(args, kwargs))
-        self._stepped.add(optimizer)
+            self._slots.put(self._aside)
+            self._aside = {}
+        self._stepped |= self._held_by(optimizer)
         self._has_stepped = True
-        # Modules that run outside the root begin one pass for all steps.
-        if not (self._knows_optimizers or self._passes.outside_root):
-            return
-        ours = [one for one, is_ours in self._trains.items() if is_ours]
-        if all(one in self._stepped for one in ours):
+        if self._has_ended():
             self._end_step()
+            return
+        if self._slots.is_on:
+            self._aside = self._slots.take()
+        self._turn()
+
+    def _has_ended(self) -> bool:
+        """Tell whether every parameter was stepped that will be stepped in this step."""
+        if not self._knows_optimizers:
+            return self._of_model() <= self._stepped
+        if not all(held <= self._stepped for _, held in self._held.values()):
+            return False
+        # An optimizer that has not stepped yet may hold the parameters that have gradients.
+        return all(one.grad is None for one in self._not_held_by_any())
+
+    def _not_held_by_any(self) -> list[Tensor]:
+        if self._not_held is None:
+            held = {one for _, ids in self._held.values() for one in ids}
+            model = self._model()
+            parameters = [] if model is None else model.parameters()
+            self._not_held = [weakref.ref(one) for one in parameters if id(one) not in held]
+        return [one for ref in self._not_held if (one := ref()) is not None]
 
     # -- who tells ---------------------------------------------------------------------------------
 
@@ -191,42 +240,61 @@ class Steps:
         """Count steps of optimizers from now on. Passes without gradients were no training."""
         self.told_by = "optimizer"
         self._slots.needs_grad = True
-        for slots, has_grad in self._waiting:
-            if has_grad:
-                self._slots.put(slots)
+        if self._is_due():
+            for slots, has_grad in self._waiting:
+                if has_grad:
+                    self._slots.put(slots)
+        else:
+            self._slots.take()
         self._waiting.clear()
+        self._turn()
 
     def _tell_by_passes(self, *, is_last: bool = False) -> None:
         """Report each pass that waits as a step, and count passes from now on."""
         self.told_by = "pass"
+        waiting, self._waiting = self._waiting, []
         last = self._slots.take()
-        for slots, _ in self._waiting:
-            if self._slots.is_on:
+        for slots, _ in waiting:
+            if self._is_due():
                 self._slots.put(slots)
             self._end_step(is_last=is_last)
-        self._waiting.clear()
+        self._turn()
         if self._slots.is_on:
             self._slots.put(last)
 
     # -- the end of a step -------------------------------------------------------------------------
 
-    def _end_step(self, *, is_last: bool = False) -> None:
+    def _end_open_step(self, *, is_last: bool = False) -> None:
+        """End the step at its last optimizer's step. The passes since then are of the next step."""
+        since = self._slots.take() if self._slots.is_on else {}
+        self._slots.put(self._aside)
+        self._aside = {}
+        self._end_step(is_last=is_last)
         if self._slots.is_on:
+            self._slots.put(since)
+
+    def _end_step(self, *, is_last: bool = False) -> None:
+        if self._is_due():
             if self.told_by != "optimizer":
                 self._measured.values()
-            taken = self._slots.take()
-            self._slots.tell()
-            self._look_for_values(taken)
-            sites, version = self._slots.sites(), self._slots.version
-            layout, slots = self.ranks.report(sites, taken, version, is_last=is_last)
-            if layout.entries:
-                self.n_reported += 1
-                self._to.add(StepReport(self.number, time.time(), layout, slots))
+            self._report(self._slots.take(), is_last=is_last)
+        elif self._slots.is_on:
+            self._slots.take()
         self.number += 1
         self._knows_optimizers = self._has_stepped
         self._has_stepped = False
         self._stepped.clear()
         self._turn()
+
+    def _report(self, taken: dict[str, list[Tensor]], *, is_last: bool) -> None:
+        self._slots.tell()
+        self._look_for_values(taken)
+        self._look_for_replaced(taken)
+        sites, version = self._slots.sites(), self._slots.version
+        layout, slots = self.ranks.report(sites, taken, version, is_last=is_last)
+        if layout.entries:
+            self.n_reported += 1
+            self._to.add(StepReport(self.number, time.time(), layout, slots))
 
     def _look_for_values(self, taken: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
@@ -239,6 +307,18 @@ class Steps:
             " its place.\nMonitor the model that runs."
         )
 
+    def _look_for_replaced(self, taken: dict[str, list[Tensor]]) -> None:
+        """Warn, once, if modules or parameters of sites without a value were replaced."""
+        missing = [] if self._has_told_replaced else self._slots.missing(taken)
+        paths = self._originals.replaced(missing) if missing else []
+        if paths:
+            self._has_told_replaced = True
+            more = f" (and {', '.join(paths[1:4])}{', …' * (len(paths) > 4)})" * (len(paths) > 1)
+            warn(
+                f"hl.monitor: {paths[0]}{more} was replaced in the model by step {self.number}, and"
+                " its curves end.\nBegin a new monitor after replacing modules or parameters."
+            )
+
     @_guarded
     def finish(self, *, has_failed: bool) -> None:
         """Report what is left, when the line has ended. Idempotent.
@@ -249,10 +329,11 @@ class Steps:
         if self.is_over:
             return
         self.is_over = True
+        may_be_alone = has_failed and self.ranks.is_grouped
         if self.told_by == "optimizer":
-            if self._has_stepped and not has_failed:
-                self._end_step(is_last=True)
-        elif self._n_passes and not (has_failed and self.ranks.is_grouped):
+            if self._has_stepped and not may_be_alone:
+                self._end_open_step(is_last=True)
+        elif self._n_passes and not may_be_alone:
             if not self.told_by:
                 self._tell_by_passes(is_last=True)
             self._end_step(is_last=True)

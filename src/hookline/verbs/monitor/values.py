@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -84,7 +83,7 @@ def _measure(at: _AtLeaves, slots: Slots) -> Any:
     whole = at.whole
 
     def callback(current: Pass, value: Any) -> None:
-        if not slots.is_on or (slots.needs_grad and _is_outside_training(current)):
+        if not slots.is_on or (slots.needs_grad and slots.is_outside_training(current)):
             return
         if type(value) is Tensor:
             whole.add(value)
@@ -99,20 +98,12 @@ def _merge(at: _AtLeaves, slots: Slots) -> Any:
     """Return the callback for the slots that compiled code has computed."""
 
     def callback(current: Pass, result: Any) -> None:
-        if not slots.is_on or (slots.needs_grad and _is_outside_training(current)):
+        if not slots.is_on or (slots.needs_grad and slots.is_outside_training(current)):
             return
         for leaf, found in by_leaf(result).items():
             at.at(leaf).merge(found)
 
     return callback
-
-
-def _is_outside_training(current: Pass) -> bool:
-    """Tell whether a value flows without gradients, as in validation.
-
-    The first run of a reentrant checkpoint has gradients disabled, too.
-    """
-    return not torch.is_grad_enabled() and current.region is None
 
 
 @final

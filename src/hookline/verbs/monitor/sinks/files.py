@@ -36,6 +36,18 @@ class RunWriter:
         self._folder.close()
 
 
+def make_parent(path: Path) -> None:
+    """Make the folder of a file.
+
+    Raises:
+        FolderError: the folder cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{path} cannot be written: {error.strerror}.") from error
+
+
 @final
 class JsonLinesWriter:
     """Write a line of JSON for each report: the step, the time, and the numbers by name.
@@ -56,10 +68,7 @@ class JsonLinesWriter:
         self._file: Any = None
         if path.exists():
             raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FolderError(f"{path} cannot be written: {error.strerror}.") from error
+        make_parent(path)
 
     def start(self, first: StepReport) -> None:
         """Open the file."""

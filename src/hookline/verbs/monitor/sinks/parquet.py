@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
 from hookline.curves import StepReport
-from hookline.errors import FolderError
+from hookline.errors import AttachError, FolderError
+from hookline.util.install import how_to_install
+from hookline.verbs.monitor.sinks.files import make_parent
 
 _GROUP_ROWS = 2**16
 
@@ -21,7 +24,8 @@ class ParquetWriter:
         path: a file that does not exist yet.
 
     Raises:
-        FolderError: the file exists.
+        FolderError: the file exists, or its folder cannot be made.
+        AttachError: pyarrow is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,26 +35,31 @@ class ParquetWriter:
         self._rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         if path.exists():
             raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
+        if find_spec("pyarrow") is None:
+            raise AttachError(
+                f"to={str(path)!r} must have pyarrow, got no such package."
+                f"\n{how_to_install('store')}"
+            )
+        make_parent(path)
 
     def start(self, first: StepReport) -> None:
         """Open the file."""
         import pyarrow
         from pyarrow import parquet
 
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         kinds = {"i": pyarrow.int64(), "f": pyarrow.float64(), "s": pyarrow.string()}
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
         self._file = parquet.ParquetWriter(self._path, schema)
 
     def write(self, report: StepReport) -> None:
         """Add the rows of a report."""
+        if len(self._rows["step"]) >= _GROUP_ROWS:
+            self._flush()  # first: a report whose writing raises is written again
         for name, number in report.numbers().items():
             site, _, short = name.rpartition("/")
             row = report.step, report.seconds, site or short, short if site else "", number
             for column, cell in zip(self._rows.values(), row, strict=True):
                 column.append(cell)
-        if len(self._rows["step"]) >= _GROUP_ROWS:
-            self._flush()
 
     def _flush(self) -> None:
         import pyarrow
@@ -62,9 +71,11 @@ class ParquetWriter:
     def close(self) -> None:
         """Write the rest and close the file."""
         if self._file is not None:
-            self._flush()
-            self._file.close()
-            self._file = None
+            try:
+                self._flush()
+            finally:  # the rows before a full disk stay readable
+                file, self._file = self._file, None
+                file.close()
 
 
 _COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}
