@@ -127,6 +127,11 @@ def test_quantiles_print_and_tell_which_they_are():
         (lambda: hl.stats.histogram(per_octave=3), "power of two.*got 3"),
         (lambda: hl.stats.quantiles((0.5, 2)), "from 0 to 1, got \\(0.5, 2\\)"),
         (lambda: hl.stats.quantiles(error=0), "at least 0.00025.*got 0"),
+        (lambda: hl.stats.histogram(low="a"), "low < high.*got 'a'"),
+        (lambda: hl.stats.quantiles(0.5), "from 0 to 1, got 0.5"),
+        (lambda: hl.stats.quantiles(("a",)), "from 0 to 1, got \\('a',\\)"),
+        (lambda: hl.stats.quantiles(error="a"), "at least 0.00025.*got 'a'"),
+        (lambda: hl.stats.moments(compile="yes"), "None, True or False, got 'yes'"),
     ],
 )
 def test_an_argument_out_of_range_is_refused(make, message):

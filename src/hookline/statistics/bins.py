@@ -37,7 +37,8 @@ class LogBins:
     """
 
     def __init__(self, low: float, high: float, per_octave: int) -> None:
-        if not 2.0**-126 <= low < high <= 2.0**127:
+        are_numbers = isinstance(low, int | float) and isinstance(high, int | float)
+        if not (are_numbers and 2.0**-126 <= low < high <= 2.0**127):
             raise InputError(
                 f"low and high must be 2**-126 <= low < high <= 2**127, got {low!r} and {high!r}."
                 "\nGive magnitudes: low=1e-9, high=1e9."

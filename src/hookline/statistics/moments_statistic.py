@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.torch_private.modes import is_ordinary
+from hookline.errors import InputError
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.elements import (
     flat_chunks,
@@ -42,6 +43,11 @@ class MomentsStatistic:
 
     def __init__(self, compile: bool | None) -> None:
         self.options: dict[str, Any] = {}  # how it is compiled is not what it measures
+        if compile not in (None, True, False):
+            raise InputError(
+                f"compile must be None, True or False, got {compile!r}."
+                "\nLeave it out, and the function is compiled when it pays."
+            )
         self._until_compiled = {None: _WORTH_COMPILING, True: 0, False: math.inf}[compile]
 
     def start(self, value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -76,11 +76,11 @@ class QuantilesStatistic:
     """A `Statistic` whose result is `Quantiles`."""
 
     def __init__(self, q: Sequence[float], error: float, low: float, high: float) -> None:
-        if not q or not all(0 <= one <= 1 for one in q):
+        if not isinstance(q, Iterable) or not q or not all(_is_from_0_to_1(one) for one in q):
             raise InputError(
                 f"q must be numbers from 0 to 1, got {q!r}.\nGive q=(0.01, 0.5, 0.99)."
             )
-        if not 0.00025 <= error < 1:
+        if not (_is_from_0_to_1(error) and 0.00025 <= error < 1):
             raise InputError(
                 f"error must be at least 0.00025 and less than 1, got {error!r}.\nGive error=0.01."
             )
@@ -122,6 +122,10 @@ class QuantilesStatistic:
         edges = self._bins.edges()
         upper = [0.0, *(2 * a * b / (a + b) for a, b in itertools.pairwise(edges[1:-1])), math.nan]
         return [*(-one for one in reversed(upper[1:])), 0.0, 0.0, *upper]
+
+
+def _is_from_0_to_1(number: Any) -> bool:
+    return isinstance(number, int | float) and 0 <= number <= 1
 
 
 def _error(per_octave: int) -> float:

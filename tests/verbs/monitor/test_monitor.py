@@ -607,7 +607,24 @@ def test_a_cadence_that_is_no_positive_integer_is_refused(every):
         hl.monitor(net(), every=every)
 
 
-@pytest.mark.parametrize("to", [3, object(), {"a": 1}, 2.5])
+@pytest.mark.parametrize("number", [-1, 1.5, True, "2", None])
+def test_a_step_that_is_no_number_is_refused(number):
+    line = hl.monitor(net())
+    for name in ("step", "first"):
+        with pytest.raises(hl.AttachError, match=f"line.{name} must be an integer from 0 on, got"):
+            setattr(line, name, number)
+    line.step = np.int64(7)
+    assert line.step == 7
+    with pytest.warns(hl.HooklineWarning, match="reported no step: Sequential never ran"):
+        line.remove()
+
+
+def test_what_is_no_scaler_is_refused():
+    with pytest.raises(hl.AttachError, match="scaler= must be a GradScaler, got 3"):
+        hl.monitor(net(), scaler=3)
+
+
+@pytest.mark.parametrize("to", [3, object(), {"a": 1}, 2.5, Exception])
 def test_an_unknown_place_to_write_is_refused(to):
     with pytest.raises(hl.AttachError, match="to= must be a folder, a file, a logger"):
         hl.monitor(net(), to=to)

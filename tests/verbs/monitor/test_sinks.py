@@ -360,7 +360,7 @@ def test_a_parquet_file_has_each_row_once_after_a_full_disk(tmp_path, monkeypatc
     assert names == [(step, name) for step in range(8) for name in seen.at(step)]
 
 
-def test_a_parquet_file_keeps_its_rows_if_the_last_cannot_be_written(tmp_path, monkeypatch):
+def test_a_parquet_file_keeps_the_rows_before_a_full_disk(tmp_path, monkeypatch):
     from pyarrow import parquet
 
     from hookline.verbs.monitor.sinks import parquet as sink

@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.errors import warn
+from hookline.engine.pytree import describe
+from hookline.errors import AttachError, warn
 
 _MOST_FRAMES = 16  # between an optimizer's hook and the scaler's step
 
@@ -22,9 +23,17 @@ class Scaling:
 
     Args:
         scaler: the scaler, or None.
+
+    Raises:
+        AttachError: it is not a scaler.
     """
 
     def __init__(self, scaler: Any = None) -> None:
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise AttachError(
+                f"scaler= must be a GradScaler, got {describe.in_words(scaler)}."
+                "\nLeave it out: the scaler is found at its first step."
+            )
         self._scaler = None if scaler is None else weakref.ref(scaler)
         self._has_looked = scaler is not None
 

@@ -14,7 +14,13 @@ from hookline.errors import AttachError, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
 from hookline.verbs.monitor.loss_scale import Scaling
-from hookline.verbs.monitor.options import Chosen, checked_every, checked_statistics, chosen
+from hookline.verbs.monitor.options import (
+    Chosen,
+    checked_every,
+    checked_number,
+    checked_statistics,
+    chosen,
+)
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.reporting import Reporting
 from hookline.verbs.monitor.slots import ALL, FIRST, Slots
@@ -57,7 +63,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @first.setter
     def first(self, number: int) -> None:
-        self._steps.first = number
+        self._steps.first = checked_number("first", number)
         self._steps.every = self._steps.every
 
     @property
@@ -67,7 +73,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @step.setter
     def step(self, number: int) -> None:
-        self._steps.number = number
+        self._steps.number = checked_number("step", number)
         self._steps.every = self._steps.every
 
     def report(self) -> Report:
@@ -106,8 +112,8 @@ _MERGED = (
 
 
 def _why_nothing(report: Report, steps: Steps) -> str:
-    if steps.number:
-        return f"of {steps.number} steps none was one of every {steps.every}"
+    if steps.n_ended:
+        return f"of {steps.n_ended} steps none was one of every {steps.every}"
     if not report.passes:
         return f"{report.model_type} never ran, and no optimizer of its parameters stepped"
     return "no value came at the selected sites"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,20 @@ def checked_every(every: Any) -> int:
     return every
 
 
+def checked_number(name: str, number: Any) -> int:
+    """Return the number of a step.
+
+    Raises:
+        AttachError: it is not an integer from 0 on.
+    """
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+        raise AttachError(
+            f"line.{name} must be an integer from 0 on, got {number!r}."
+            f"\nGive the number of a step: line.{name} = 1000."
+        )
+    return int(number)
+
+
 def checked_statistics(given: Any) -> tuple[Statistic[Any], ...]:
     """Return the statistics as a tuple; None is the moments.
 
@@ -69,7 +84,7 @@ def checked_ports(ports: str | Sequence[str] | None) -> tuple[str, ...]:
     """
     if ports is None:
         return DEFAULT_PORTS
-    names = (ports,) if isinstance(ports, str) else tuple(ports)
+    names = tuple(ports) if isinstance(ports, list | tuple | set | frozenset) else (ports,)
     unknown = [name for name in names if name not in ALL_PORTS]
     if unknown or not names:
         raise SelectionError(

@@ -89,6 +89,7 @@ class Steps:
         self.number = 0
         self.first = 0
         self.n_reported = 0
+        self.n_ended = 0
         self.told_by = ""  # "optimizer" or "pass", once it is known
         self._model = weakref.ref(model)
         self._knows_optimizers = False
@@ -281,6 +282,7 @@ class Steps:
         elif self._slots.is_on:
             self._slots.take()
         self.number += 1
+        self.n_ended += 1
         self._knows_optimizers = self._has_stepped
         self._has_stepped = False
         self._stepped.clear()

@@ -55,7 +55,7 @@ def _writer_for(to: Any) -> ReportWriter:
         return make(to)
     if isinstance(to, ReportWriter) and not isinstance(to, type):
         return to
-    if callable(to):
+    if callable(to) and not isinstance(to, type):
         return FunctionWriter(to)
     raise AttachError(
         f"to= must be a folder, a file, a logger, a function or a list, got"
