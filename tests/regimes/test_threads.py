@@ -112,12 +112,13 @@ def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
 @pytest.mark.cell(
     "thread pools",
     "record",
-    note="run the model by `copy_context().run(model, ...)`, or attach with `every_thread=True`",
+    note="run the model as `pool.submit(copy_context().run, model, x)`, or attach with"
+    " `every_thread=True`",
 )
 def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how(model):
     with ThreadPoolExecutor(2) as pool:
         with (
-            pytest.warns(hl.HooklineWarning, match=r"copy_context\(\)\.run\(model, \.\.\.\)"),
+            pytest.warns(hl.HooklineWarning, match=r"copy_context\(\)\.run, model, x\)"),
             hl.record(model, "0") as run,
         ):
             pool.submit(model, batch(1)).result()

@@ -224,7 +224,8 @@ def _fingerprint(value: Any) -> list[Tensor]:
             step = max(1, flat.numel() // _N_SAMPLES)
             whole = flat[: step * (flat.numel() // step)].view(-1, step)
             wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
-            found.append(torch.cat([whole[:, 0].to(wide), whole.sum(1, dtype=wide)]))
+            rest = flat[whole.numel() :].sum(dtype=wide).reshape(1)
+            found.append(torch.cat([whole[:, 0].to(wide), whole.sum(1, dtype=wide), rest]))
     return found
 
 

@@ -53,8 +53,8 @@ class Silent(NamedTuple):
 NOT_RUN = Why("the model has not run")
 OTHER_CONTEXT = Why(
     "the model ran in another thread or async task, and a line sees the one that made it",
-    "run the model there by contextvars.copy_context().run(model, ...), or attach with"
-    " every_thread=True",
+    "copy the context where the line is made and run the model in the copy,"
+    " pool.submit(contextvars.copy_context().run, model, x), or attach with every_thread=True",
 )
 BYPASSED = Why("not reached in this forward, or its .forward was called directly")
 RAISED = Why("the forward raised before this had finished")

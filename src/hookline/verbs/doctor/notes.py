@@ -139,8 +139,8 @@ def _checkpointing(model: nn.Module, facts: Facts) -> Iterator[Note]:
     if facts.run is not None and facts.run.is_reentrant:
         yield Note(
             "checkpointing",
-            "a part of it is checkpointed with use_reentrant=True: its values need no gradient in"
-            " the first run, and its modules run a second time in a pass of their own",
+            "a part of it is checkpointed with use_reentrant=True: in its first run values need no"
+            " gradient, and its modules run again in backward",
             "use checkpoint(..., use_reentrant=False)",
         )
 
