@@ -210,6 +210,24 @@ def test_an_edit_that_depends_on_how_often_it_ran_is_refused(way):
 
 
 @every_way
+@pytest.mark.parametrize("element", [0, 100, -1])  # the last lies behind equal parts of a value
+def test_an_edit_of_one_element_is_compared_in_both_runs(way, element):
+    factors = iter(range(2, 100))
+
+    def change(t):
+        is_it = torch.arange(t.numel()) == element % t.numel()
+        return torch.where(is_it.view_as(t), next(factors), t)
+
+    model = Net(way)
+    x = torch.randn(127, X.shape[-1])
+    with (
+        pytest.raises(AttachError, match=r"up gave another value when torch computed"),
+        hl.edit(model, "**.up", change),
+    ):
+        model(x).sum().backward()
+
+
+@every_way
 def test_an_edit_ended_before_backward_is_refused_if_it_mattered(way):
     model = Net(way)
     with hl.edit(model, "shared.up", lambda t: t * 2):
