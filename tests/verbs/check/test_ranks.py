@@ -149,3 +149,17 @@ def test_a_forward_that_talks_to_other_ranks_is_not_repeated(rank, folder):
         for _ in range(2):
             model(torch.ones(8, 4))
     assert line.findings == []
+
+
+@on_ranks
+def test_a_shard_that_is_spoilt_after_the_backward(rank, folder):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        model(torch.ones(3, 4)).sum().backward()
+        if rank == 0:
+            for one in model.parameters():
+                one.grad.to_local().div_(0)
+        optimizer.step()
+    finding = caught.value.finding
+    assert (finding.kind, finding.path, finding.rank) == ("gradient", "1.bias", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -20,6 +21,7 @@ from hookline.engine import (
     Site,
     at_end_of_backward,
     is_grouped,
+    local_part,
     no_callback,
 )
 from hookline.engine.line.registration import Registrations
@@ -34,7 +36,7 @@ from hookline.verbs.check.finiteness import are_finite, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
 from hookline.verbs.check.origins import measured
 from hookline.verbs.check.outcome import Outcome, of_tensor
-from hookline.verbs.check.ranks import earliest, is_on_any, shared
+from hookline.verbs.check.ranks import earliest, shared
 from hookline.verbs.check.replay import Replay
 from hookline.verbs.check.run import RUN, Run, version
 
@@ -114,7 +116,7 @@ class BackwardChecks:
             is_known, is_finite = outcome.in_backward is not None, self._gradients_are_finite()
             if is_known and is_finite:
                 outcome.in_backward = None  # the step was skipped, and this is another one
-            elif not is_finite and not (is_known and self._judged.are_tensors(self._weights)):
+            elif not is_finite and not (is_known and self._accumulates()):
                 # Where gradients accumulate, the first who made them so counts.
                 outcome.in_backward = outcome.take_until_step() or self._judge(run)
             self._judged = _Gradients(self._weights)
@@ -123,6 +125,10 @@ class BackwardChecks:
                 outcome.in_backward = shared(outcome.in_backward, self._sharded_on)
         finally:
             run.gradients = {}
+
+    def _accumulates(self) -> bool:
+        """Tell whether the gradients are the tensors that the last backward wrote to."""
+        return self._judged.are_same(self._weights, with_numbers=False)
 
     def _judge(self, run: Run) -> Finding:
         model = self._model()
@@ -176,7 +182,7 @@ class BackwardChecks:
         finding = self._stepped_with(optimizer, held)
         if finding is None:
             return
-        if is_grouped():
+        if is_grouped() and self._sharded_on is None:
             finding = earliest(finding, is_known=finding.kind != "gradient") or finding
         raise self._outcome.add(finding).error()
 
@@ -192,14 +198,12 @@ class BackwardChecks:
         known = self._outcome.in_backward
         is_judged = known is None and self._judged.are_same(stepped)
         is_bad = not is_judged and not self._gradients_are_finite(held)
-        if self._sharded_on is not None:
-            is_bad = is_on_any(is_bad, self._sharded_on)
-        return (known or self._of_step(stepped)) if is_bad else None
+        finding = (known or self._of_step(stepped)) if is_bad else None
+        # Each rank has shards of its own to step with, and all of them must stop.
+        return finding if self._sharded_on is None else shared(finding, self._sharded_on)
 
-    def _of_step(self, stepped: list[tuple[str, Tensor]]) -> Finding | None:
+    def _of_step(self, stepped: list[tuple[str, Tensor]]) -> Finding:
         """Describe gradients that no backward through the model's outputs has made."""
-        if not any(one.grad is not None and kinds_in(one.grad) for _, one in stepped):
-            return None  # another rank has them
         why = (
             "no backward through the model's outputs made it; look at what else writes gradients,"
             " such as a division after backward() or a loss on values inside the model"
@@ -239,6 +243,10 @@ class BackwardChecks:
         return not any(kinds_in(one) for one in grads)
 
 
+# Stands for the gradient of a weight that was not there: no gradient is this.
+_UNSEEN: tuple[Callable[[], None], None] = (lambda: None, None)
+
+
 @final
 class _Gradients:
     """Remember which gradients some weights have, to tell whether they have changed since.
@@ -252,28 +260,30 @@ class _Gradients:
     def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
         # Weakly, or the memory of gradients that are dropped would stay.
         self._seen = {
-            id(tensor): None if grad is None else (weakref.ref(grad), version(grad))
-            for _, tensor in weights
-            for grad in (tensor.grad,)
+            id(one): None if grad is None else (weakref.ref(grad), _version_here(grad))
+            for _, one in weights
+            for grad in (one.grad,)
         }
 
-    def are_same(self, weights: list[tuple[str, Tensor]]) -> bool:
-        """Tell whether weights have the gradients that they had, with the same numbers."""
-        return self.are_tensors(weights) and all(
-            seen is None or one.grad is None or seen[1] == version(one.grad)
-            for _, one in weights
-            for seen in (self._seen[id(one)],)
-        )
+    def are_same(self, weights: list[tuple[str, Tensor]], *, with_numbers: bool = True) -> bool:
+        """Tell whether weights have the gradients that they had.
 
-    def are_tensors(self, weights: list[tuple[str, Tensor]]) -> bool:
-        """Tell whether weights have the tensors of gradients that they had."""
-        return all(self._is_tensor(id(one), one.grad) for _, one in weights)
+        Args:
+            weights: the weights, by path.
+            with_numbers: whether the gradients must not have been written to since.
+        """
+        for _, one in weights:
+            grad, seen = one.grad, self._seen.get(id(one), _UNSEEN)
+            if grad is None or seen is None:
+                if not (grad is None and seen is None):
+                    return False
+            elif seen[0]() is not grad or (with_numbers and seen[1] != _version_here(grad)):
+                return False
+        return True
 
-    def _is_tensor(self, key: int, grad: Tensor | None) -> bool:
-        seen = self._seen.get(key)
-        if seen is None or grad is None:
-            return seen is None and grad is None and key in self._seen
-        return seen[0]() is grad
+
+def _version_here(grad: Tensor) -> int | None:
+    return version(grad if type(grad) is Tensor else local_part(grad))
 
 
 @final

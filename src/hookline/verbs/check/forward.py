@@ -276,7 +276,10 @@ class ForwardChecks:
             for one in sites:
                 one.measure = beside_masks
             return None
-        index, number = suspects[0]
+        # A mask of -inf is meant, unless nothing else is wrong.
+        index, number = next(
+            (one for one in suspects if not bool(run.sums[one[0]][1].isneginf())), suspects[0]
+        )
         call = sum(other == number for other, _ in run.sums[:index])
         site = self._outputs[number].site
         model = self._model()
