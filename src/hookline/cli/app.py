@@ -254,10 +254,11 @@ def profile(
         with Busy("running the model", steps) as busy:
             found = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
         table = found.per_pass if depth is None else found.per_pass.fold(depth)
+    out.print(renderable(profile_parts(table, out.width)))
+    with complaints():
         files = [
             write(path) for write, path in ((found.trace, trace), (found.flame, flame)) if path
         ]
-    out.print(renderable(profile_parts(table)))
     for file in files:
         out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
     if found.failure:

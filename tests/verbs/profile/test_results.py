@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.display.terminal import text_of
+from hookline.display.units import duration
 from hookline.verbs.profile import lane
 from hookline.verbs.profile.contexts import Context, outermost
 from hookline.verbs.profile.rows import Phases, sum_of
+from hookline.verbs.profile.table import profile_parts
 
 
 class Regions(nn.Module):
@@ -246,3 +249,25 @@ def test_a_table_is_made_once_after_the_end(net, image):
     assert first.total.passes == 1
     assert prof.table.total.passes == 2
     assert prof.table is prof.table
+
+
+def test_a_narrow_terminal_has_whole_numbers_in_fewer_columns(prof):
+    wide = text_of(profile_parts(prof.table, 300), 300)
+    assert "A wider terminal" not in wide
+    for width in (40, 60, 80):
+        narrow = text_of(profile_parts(prof.table, width), width)
+        assert "A wider terminal has more columns: peak" in narrow
+        for row in prof.rows:
+            assert f"{duration(row.time.forward)} " in narrow
+            assert width == 40 or row.module.name in narrow  # there, names go over two lines
+
+
+@pytest.mark.parametrize("write", ["trace", "flame"])
+def test_a_file_that_cannot_be_written_is_said(prof, tmp_path, write):
+    with pytest.raises(hl.FolderError, match="No such file or directory"):
+        getattr(prof, write)(tmp_path / "missing" / "file")
+    with pytest.raises(hl.FolderError, match="No space left on device"):
+        getattr(prof, write)("/dev/full")
+    with pytest.raises(hl.FolderError):
+        getattr(prof, write)(tmp_path)
+    assert not list(tmp_path.iterdir())

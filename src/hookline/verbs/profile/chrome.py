@@ -13,6 +13,7 @@ from typing import Any
 
 from hookline.engine import path_text
 from hookline.verbs.profile.contexts import BACKWARD, PHASES, Context
+from hookline.verbs.profile.files import write_file
 from hookline.verbs.profile.lane import Lane
 
 _MICROSECONDS = 1e6
@@ -37,8 +38,7 @@ def write_trace(path: Path, lanes: list[Lane], model_type: str) -> Path:
         "displayTimeUnit": "ms",
         "otherData": {"model": model_type, "events that were not kept": n_lost},
     }
-    path.write_text(json.dumps(data), encoding="utf-8")
-    return path
+    return write_file(path, json.dumps(data))
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hookline.display.text import escape_invisible, plural
 from hookline.display.units import duration
 from hookline.engine import path_text
 from hookline.verbs.profile.contexts import CALLS, Context
+from hookline.verbs.profile.files import write_file
 from hookline.verbs.profile.table import ProfileTable
 
 
@@ -36,8 +37,7 @@ def write_flame(path: Path, tops: list[Context], found: ProfileTable) -> Path:
     text = json.dumps(data).replace("<", "\\u003c")
     title = f"{found.model_type}: {duration(total.seconds)}, {plural(n_passes, 'pass', 'passes')}"
     page = _PAGE.replace("__TITLE__", escape(title)).replace("__DATA__", text)
-    path.write_text(page, encoding="utf-8")
-    return path
+    return write_file(path, page)
 
 
 def _bar(context: Context, types: dict[str, str]) -> dict[str, Any]:

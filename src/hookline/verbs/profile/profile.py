@@ -197,6 +197,9 @@ class Profile(VerbLine[Line]):
 
         Returns:
             The file.
+
+        Raises:
+            FolderError: the file cannot be written.
         """
         self._settle()
         return write_trace(Path(path), self._ledger.lanes, self._described.model_type)
@@ -209,6 +212,9 @@ class Profile(VerbLine[Line]):
 
         Returns:
             The file.
+
+        Raises:
+            FolderError: the file cannot be written.
         """
         lanes = self._settle()
         return write_flame(Path(path), [lane.top.context for lane in lanes], self.table)

@@ -16,6 +16,9 @@ from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row
 from hookline.verbs.summary import indented_name
 
 _N_NEAR = 3
+_GAP = 2  # characters between two columns
+# The columns that a narrow terminal does without, the first to go first.
+_DISPENSABLE = ("peak", "parameters", "type", "kept", "FLOPs", "calls", "self")
 
 
 @final
@@ -145,18 +148,30 @@ class ProfileTable:
         return table(head, names, rows, len(self.rows))
 
 
-def profile_parts(found: ProfileTable) -> list[Part]:
-    """Describe a profile for the terminal: the modules, the totals, what failed."""
+def profile_parts(found: ProfileTable, width: int | None = None) -> list[Part]:
+    """Describe a profile for the terminal: the modules, the totals, what failed.
+
+    Args:
+        found: the profile.
+        width: the width in characters. Columns for which there is no room are left out and named,
+            because a number that is cut would be another number.
+    """
     has = _Columns(found)
     rows: list[list[Words]] = []
+    labels = []
     for row in found.rows:
         name = path_text(row.path) if found.is_sorted else indented_name(row.module)
-        rows.append([name, *has.cells(row)])
+        labels.append(name)
+    left_out = [] if width is None else has.fit(found.rows, width, labels)
+    rows = [[name, *has.cells(row)] for name, row in zip(labels, found.rows, strict=True)]
     quiet = {place for place, row in enumerate(found.rows) if not row.calls}
     parts: list[Part] = [Table(has.names, rows, quiet), Grid(_totals(found), gap=3)]
     if found.failure:
         parts.append([("The block raised", "bold red"), (f"\n{found.failure}", "red")])
-    return parts + [[(note, "dim")] for note in found.notes]
+    notes = [*found.notes]
+    if left_out:
+        notes.append(f"A wider terminal has more columns: {', '.join(left_out)}.")
+    return parts + [[(note, "dim")] for note in notes]
 
 
 Column = tuple[str, Callable[[Row], str], object]
@@ -182,7 +197,38 @@ class _Columns:
             (">peak", lambda row: _size(row.peak_bytes), found.total.peak_bytes),
             (">parameters", lambda row: f"{row.parameters:,}" if row.parameters else "", True),
         ]
+        first = next(place for place, one in enumerate(every) if one[0] == ">FLOPs")
+        self._flops = every[first : first + 3]
         self._shown = [one for one in every if one[2]]
+
+    def fit(self, rows: Sequence[Row], width: int, labels: Sequence[Words]) -> list[str]:
+        """Leave out columns until the others have room; return the names of those left out.
+
+        Args:
+            rows: the rows.
+            width: the width in characters.
+            labels: the names of the rows, in the first column.
+        """
+        texts = [one if isinstance(one, str) else "".join(t for t, _ in one) for one in labels]
+        lines = [line for text in texts for line in text.splitlines()]
+        room = width - max(map(len, lines), default=0)
+        widths = {
+            one: max(len(one[0]) - 1, *(len(one[1](row)) for row in rows), 0) + _GAP
+            for one in self._shown
+        }
+        left_out = []
+        for name in _DISPENSABLE:
+            if sum(widths.values()) <= room:
+                break
+            gone = [one for one in self._shown if self._group(one) == name]
+            for one in gone:
+                del widths[one]
+                self._shown.remove(one)
+            left_out += [name] * bool(gone)
+        return left_out
+
+    def _group(self, column: Column) -> str:
+        return "FLOPs" if column in self._flops else column[0][1:]
 
     @property
     def names(self) -> list[str]:
