@@ -6,7 +6,8 @@ the optimizer steps. There all ranks find their gradients not finite, meet over 
 raise the same error. While all is well, nothing is exchanged.
 
 Where weights are sharded, each rank has other gradients, and a forward is a collective already. So
-the ranks meet at the end of each pass and of each backward, to exchange one number.
+the ranks meet at the end of each pass, of each backward and of the block, and before each step, to
+exchange one number.
 """
 
 from __future__ import annotations
