@@ -105,7 +105,11 @@ ROWS = (
         200,
         20,
         _each(
-            models.tiny, "the same, attached and detached each call", "hand-written", 1.15, calls=2
+            models.tiny,
+            "record 200 tiny layers, attached and detached each call",
+            "hand-written",
+            1.15,
+            calls=2,
         ),
     ),
     Row(
@@ -125,7 +129,7 @@ ROWS = (
         20,
         _each(
             models.tiny_identities,
-            "the same, attached and detached each call",
+            "record 100 tiny layers and 100 identities, attached and detached each call",
             "hand-written",
             1.15,
             calls=2,
@@ -149,7 +153,13 @@ ROWS = (
         "resnet34-each",
         40,
         6,
-        _each(models.resnet34, "the same, each call", "hand-written", 1.02, 1),
+        _each(
+            models.resnet34,
+            "record 36 convolutions of ResNet-34, attached and detached each call",
+            "hand-written",
+            1.02,
+            1,
+        ),
     ),
     Row(
         "gpt2",
@@ -157,7 +167,18 @@ ROWS = (
         10,
         _steady(models.gpt2, "record 12 blocks of a GPT-2, attached once", 1.02, 1),
     ),
-    Row("gpt2-each", 100, 10, _each(models.gpt2, "the same, each call", "hand-written", 1.02, 1)),
+    Row(
+        "gpt2-each",
+        100,
+        10,
+        _each(
+            models.gpt2,
+            "record 12 blocks of a GPT-2, attached and detached each call",
+            "hand-written",
+            1.02,
+            1,
+        ),
+    ),
     Row(
         "features-resnet34",
         60,
@@ -212,7 +233,7 @@ ROWS = (
         "check-gpt2-compiled",
         30,
         5,
-        checking_row("the same, compiled as one graph", 1.02, compiled=True),
+        checking_row("a training step of a compiled GPT-2 under hl.check", 1.02, compiled=True),
     ),
     Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),
     Row("compiled-record", 100, 10, _compiled_gpt2("record", "record 12 blocks", 1.03)),
@@ -346,16 +367,23 @@ ROWS = (
         5,
         reading_row("slice", "read a store of 403 MB in slices of 1,024 rows, a row", 1.43),
     ),
-    Row("store-rows", 30, 5, reading_row("row", "random rows of it, a row", 2.22)),
-    Row("store-batches", 30, 5, reading_row("batch", "random batches of 64, a row", 1.67)),
-    Row("store-shuffled", 20, 4, shuffled_row(16, "an epoch of it, shuffled, a row", 5.0)),
+    Row("store-rows", 30, 5, reading_row("row", "random rows of a store, a row", 2.22)),
+    Row(
+        "store-batches", 30, 5, reading_row("batch", "random batches of 64 of a store, a row", 1.67)
+    ),
+    Row("store-shuffled", 20, 4, shuffled_row(16, "a shuffled epoch of a store, a row", 5.0)),
     Row(
         "store-shuffled-one",
         20,
         4,
-        shuffled_row(1, "the same, one shard at a time, a row", 5.0),
+        shuffled_row(1, "a shuffled epoch, one shard at a time, a row", 5.0),
     ),
-    Row("store-shuffled-four", 20, 4, shuffled_row(4, "the same, four shards mixed, a row", 5.0)),
+    Row(
+        "store-shuffled-four",
+        20,
+        4,
+        shuffled_row(4, "a shuffled epoch, four shards mixed, a row", 5.0),
+    ),
     Row(
         "store-open",
         40,
