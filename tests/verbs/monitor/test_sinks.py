@@ -90,6 +90,26 @@ def test_tensorboard_gets_one_summary_a_step(tmp_path):
     assert_equal(found, seen)
 
 
+def test_tensorboard_gets_histograms_as_its_own(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    values = torch.tensor([[-3.0, 0.0, 0.0, 1.0, 1.5, 2.0, 1e12, math.nan]])
+    with SummaryWriter(str(tmp_path)) as writer:
+        model = nn.Sequential(nn.Identity())
+        with hl.monitor(model, "0", ports="output", stats=hl.stats.histogram(), to=writer):
+            model(values)
+            model(values * math.nan)
+    reader = EventAccumulator(str(tmp_path)).Reload()
+    (found,) = reader.Histograms("0/histogram")
+    histogram = found.histogram_value
+    assert (found.step, histogram.num) == (0, 7)
+    assert (histogram.min, histogram.max) == (-3, torch.tensor(1e12).item())
+    filled = {at: n for at, n in zip(histogram.bucket_limit, histogram.bucket, strict=True) if n}
+    assert filled == {-2.0: 1, 0.0: 2, 2.0: 2, 4.0: 1, sys.float_info.max: 1}
+    assert [one.step for one in reader.Scalars("0/non_finite")] == [0, 1]
+
+
 def test_tensorboard_that_was_closed_is_said_once(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 

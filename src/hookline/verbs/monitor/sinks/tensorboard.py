@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Iterator
 from typing import Any, final
 
 from hookline.curves import StepReport
+from hookline.statistics.histogram import Histogram, HistogramStatistic
 
 
 @final
 class TensorBoardWriter:
     """Write all numbers of a step as one summary, 4 µs a number; `add_scalar` takes 47.
+
+    Histograms are written as TensorBoard's own.
 
     Args:
         writer: the user's `SummaryWriter`, which stays open.
@@ -34,8 +40,43 @@ class TensorBoardWriter:
             Summary.Value(tag=name, simple_value=number)
             for name, number in report.numbers().items()
         ]
+        for site, found in _histograms(report):
+            values.append(Summary.Value(tag=f"{site}/histogram", histo=_as_proto(found)))
         file.add_summary(Summary(value=values), report.step, report.seconds)
 
     def close(self) -> None:
         """Flush the writer."""
         self._writer.flush()
+
+
+def _histograms(report: StepReport) -> Iterator[tuple[str, Histogram]]:
+    layout = report.layout
+    if not any(isinstance(one, HistogramStatistic) for one in layout.statistics):
+        return
+    for site in layout.by_site:
+        for result in layout.results(site, report.slots, None, is_lenient=True):
+            if isinstance(result, Histogram) and result.count > result.non_finite:
+                yield site, result
+
+
+def _as_proto(found: Histogram) -> Any:
+    """Return TensorBoard's histogram: a bucket holds the numbers up to its limit."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto
+
+    limits = [min(edge, sys.float_info.max) for edge in found.edges[1:]]
+    buckets = [*map(float, found.counts)]
+    buckets[limits.index(0.0)] += found.zeros
+    filled = [place for place, count in enumerate(buckets) if count]
+    # The bucket before the first filled one tells where that begins.
+    kept = slice(max(filled[0] - 1, 0), filled[-1] + 1)
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(found.edges)]
+    middles = [min(max(one, found.min), found.max) for one in middles]
+    return HistogramProto(
+        min=found.min,
+        max=found.max,
+        num=sum(buckets),
+        sum=sum(count * at for count, at in zip(buckets, middles, strict=True)),
+        sum_squares=sum(count * at * at for count, at in zip(buckets, middles, strict=True)),
+        bucket_limit=limits[kept],
+        bucket=buckets[kept],
+    )
