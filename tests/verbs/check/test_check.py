@@ -193,6 +193,44 @@ def test_memory_that_was_never_written_is_no_alarm():
     no_alarm(Applied(scratch, after=lambda memory: memory[:3]), X)
 
 
+@pytest.fixture
+def nan_in_new_memory():
+    """torch fills new memory with NaN, as it may be at any time."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_new_memory_that_is_moved_and_returned_is_no_alarm():
+    def cache(x):
+        memory = torch.empty(6, 4)
+        memory[:3] = x
+        return torch.cat([memory.t().contiguous(), memory.clone().t()], 1)
+
+    with torch.no_grad():
+        no_alarm(nn.Sequential(nn.Linear(4, 4), Function(cache)), X)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize(
+    ("compute", "operation"),
+    [
+        (lambda x, memory: x + memory, "aten.add.Tensor"),
+        (lambda x, memory: memory.mul_(0.0), "aten.mul_.Tensor"),
+        (lambda x, memory: x @ memory.T, "aten.mm.default"),
+    ],
+)
+def test_what_is_computed_from_new_memory_is_found(compute, operation):
+    def work(x):
+        return compute(x, torch.empty_like(x).view_as(x))
+
+    model = nn.Sequential(nn.Linear(4, 4), Function(work))
+    with torch.no_grad(), pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        model(X)
+    assert caught.value.finding.operation == operation
+
+
 def test_a_model_that_returns_masked_scores_is_no_alarm():
     def top(x):
         return x.masked_fill(x < x.amax(-1, keepdim=True), -math.inf)

@@ -3,7 +3,7 @@
 An operation has made such a value if its inputs were finite and its output is not. Infinities may
 be meant: a mask that is filled with -inf, a buffer of -inf, the memory of `torch.empty`. These are
 followed, too, and nothing is said of them, until an operation makes of them something else: a NaN
-of a row that is masked out whole.
+of a row that is masked out whole, a sum with memory that was never written.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ _OURS = str(Path(__file__).parents[2])
 _TORCHS = str(Path(torch.nn.__file__).parents[1])
 # Operations whose memory is not written yet.
 _EMPTY = ("empty", "new_empty", "resize")
+# Operations that move numbers and compute none, by parts of their names; views, too.
+_MOVING = (
+    "copy", "clone", "cat", "stack", "index", "gather", "scatter", "select", "slice", "where",
+    "fill", "pad", "repeat", "roll", "flip", "take", "contiguous", "resize", "detach",
+)  # fmt: skip
 # The namespaces of operations that all ranks of a job run together.
 _COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 # Operations that write a number out as it is, by parts of their names.
@@ -212,8 +217,11 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known(given, before)
         origin = _first_origin(known)
         name = str(function).partition(".")[2].partition(".")[0]
-        is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in known)
-        meant = _all_kinds(mark.kinds for mark in known) | _scalars(name, arguments)
+        is_moving = function.is_view or any(part in name for part in _MOVING)
+        # Memory that was never written may be moved, but what is computed from it is wrong.
+        is_empty = name.startswith(_EMPTY) or (is_moving and any(one.is_empty for one in known))
+        followed = [mark for mark in known if is_moving or not mark.is_empty]
+        meant = _all_kinds(mark.kinds for mark in followed) | _scalars(name, arguments)
         if origin is None and not is_empty and _all_kinds(kinds for _, kinds in bad) & ~meant:
             was = [before[id(one)][1] if id(one) in before else one for one in given]
             origin = self._new(function, was, [one for one, _ in bad])
