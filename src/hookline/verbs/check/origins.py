@@ -97,6 +97,35 @@ class _Mark:
 
 
 @final
+class _Followed:
+    """Tell what an operation is given that is meant.
+
+    Memory that was never written may be moved; what is computed from it is not meant.
+
+    Args:
+        function: the operation.
+        arguments: its arguments.
+        known: what is known of those that are not finite.
+
+    Attributes:
+        is_empty: whether its output holds memory that was never written.
+    """
+
+    __slots__ = ("_meant", "is_empty")
+
+    def __init__(self, function: Any, arguments: Any, known: list[_Mark]) -> None:
+        name = str(function).partition(".")[2].partition(".")[0]
+        is_moving = function.is_view or any(part in name for part in _MOVING)
+        followed = [mark for mark in known if is_moving or not mark.is_empty]
+        self.is_empty = name.startswith(_EMPTY) or any(mark.is_empty for mark in followed)
+        self._meant = _all_kinds(mark.kinds for mark in followed) | _scalars(name, arguments)
+
+    def is_made(self, kinds: Iterable[Kind]) -> bool:
+        """Tell whether the operation has made what is in its outputs."""
+        return not self.is_empty and bool(_all_kinds(kinds) & ~self._meant)
+
+
+@final
 @dataclass(slots=True)
 class Outside:
     """The tensors that a run gets from outside, by their memory: kind and name."""
@@ -215,16 +244,13 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not bad:
             return
         known = self._known(given, before)
-        origin = _first_origin(known)
-        name = str(function).partition(".")[2].partition(".")[0]
-        is_moving = function.is_view or any(part in name for part in _MOVING)
-        # Memory that was never written may be moved, but what is computed from it is wrong.
-        is_empty = name.startswith(_EMPTY) or (is_moving and any(one.is_empty for one in known))
-        followed = [mark for mark in known if is_moving or not mark.is_empty]
-        meant = _all_kinds(mark.kinds for mark in followed) | _scalars(name, arguments)
-        if origin is None and not is_empty and _all_kinds(kinds for _, kinds in bad) & ~meant:
-            was = [before[id(one)][1] if id(one) in before else one for one in given]
-            origin = self._new(function, was, [one for one, _ in bad])
+        origin, is_empty = _first_origin(known), False
+        if origin is None:
+            followed = _Followed(function, arguments, known)
+            is_empty = followed.is_empty
+            if followed.is_made(kinds for _, kinds in bad):
+                was = [before[id(one)][1] if id(one) in before else one for one in given]
+                origin = self._new(function, was, [one for one, _ in bad])
         for tensor, one in bad:
             key = storage_address(tensor)
             if key is not None:
