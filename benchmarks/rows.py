@@ -365,24 +365,29 @@ ROWS = (
         "store-slices",
         30,
         5,
-        reading_row("slice", "read a store of 403 MB in slices of 1,024 rows, a row", 1.43),
+        reading_row("slice", "read a store of 403 MB in slices of 1,024 rows; time per row", 1.43),
     ),
-    Row("store-rows", 30, 5, reading_row("row", "random rows of a store, a row", 2.22)),
+    Row("store-rows", 30, 5, reading_row("row", "read random rows of a store; time per row", 2.22)),
     Row(
-        "store-batches", 30, 5, reading_row("batch", "random batches of 64 of a store, a row", 1.67)
+        "store-batches",
+        30,
+        5,
+        reading_row("batch", "read random batches of 64 rows of a store; time per row", 1.67),
     ),
-    Row("store-shuffled", 20, 4, shuffled_row(16, "a shuffled epoch of a store, a row", 5.0)),
+    Row(
+        "store-shuffled", 20, 4, shuffled_row(16, "a shuffled epoch of a store; time per row", 5.0)
+    ),
     Row(
         "store-shuffled-one",
         20,
         4,
-        shuffled_row(1, "a shuffled epoch, one shard at a time, a row", 5.0),
+        shuffled_row(1, "a shuffled epoch, one shard at a time; time per row", 5.0),
     ),
     Row(
         "store-shuffled-four",
         20,
         4,
-        shuffled_row(4, "a shuffled epoch, four shards mixed, a row", 5.0),
+        shuffled_row(4, "a shuffled epoch, four shards mixed; time per row", 5.0),
     ),
     Row(
         "store-open",
@@ -393,24 +398,49 @@ ROWS = (
     Row("import", 20, 4, import_row),
     Row("select", 15, 3, select_row),
     Row("plots", 20, 5, drawing_row),
-    Row("save", 40, 6, saving_row(10_000, 64, "save 10,000 small values, a value", 1.10)),
-    Row("save-large", 20, 4, saving_row(32, 2**20, "save 32 values of 4 MiB, a value", 1.10)),
+    Row(
+        "save",
+        40,
+        6,
+        saving_row(10_000, 64, "`run.save` of 10,000 small values; time per value", 1.10),
+    ),
+    Row(
+        "save-large",
+        20,
+        4,
+        saving_row(32, 2**20, "`run.save` of 32 values of 4 MiB each; time per value", 1.10),
+    ),
     Row(
         "look-up",
         40,
         6,
-        look_up_row(10_000, 64, "look up and sum 10,000 small values, a value", 1.20),
+        look_up_row(
+            10_000,
+            64,
+            "look up 10,000 small values of an opened recording, and sum each; time per value",
+            1.20,
+        ),
     ),
     Row(
         "look-up-large",
         40,
         6,
-        look_up_row(32, 2**20, "look up and sum 32 values of 4 MiB, a value", 1.50),
+        look_up_row(
+            32,
+            2**20,
+            "look up 32 values of 4 MiB each of an opened recording, and sum each; time per value",
+            1.50,
+        ),
     ),
     Row("stats-1e3", 60, 10, measuring_row(10**3, 2.50, 200)),
     Row("stats-1e5", 60, 10, measuring_row(10**5, 0.90, 20)),
     Row("stats-1e7", 15, 5, measuring_row(10**7, 0.30, 1)),
-    Row("stack", 20, 5, stack_row(16_000, 16, "stack the values of 16,000 passes, a value", 8e-6)),
+    Row(
+        "stack",
+        20,
+        5,
+        stack_row(16_000, 16, "`run.stack` of the values of 16,000 passes; time per value", 8e-6),
+    ),
 )
 
 

@@ -16,7 +16,7 @@ _SIZES = (2_500, 5_000, 10_000, 20_000)
 
 def select_row(name: str, plan: Plan) -> Result:
     """The row of the table: select and attach at 20,000 modules, the rest beside it."""
-    title = "select and attach on a model of 20,000 modules, a module looked at"
+    title = "select modules of a model of 20,000 and attach hooks; time per module of the model"
     result = Result(name, title, None, 10e-6, unit="s a module")
     contenders = [
         Contender(
