@@ -7,11 +7,11 @@
 
 Each change is made in a copy of the source. Only tests that run the changed line can notice it:
 `reached_lines.py` records which ones do, once, which takes longer than the tests themselves. Tests
-named for the changed file come first, then the others, those of each file in turn and the quickest
-first, for SPENT_S seconds. Work in processes that tests start is not recorded; those tests are
-listed in TESTS_OF and run last. A test notices a change if it fails with it and passes without it.
-A change that no test notices is printed: a test is missing, the change makes no difference, or a
-test beyond the first SPENT_S seconds would notice it.
+named for the changed file come first, then the others for SPENT_S seconds: each file has the same
+time, and its quickest tests run first. Work in processes that tests start is not recorded, nor is
+code that dynamo traces; the tests of these are listed in TESTS_OF and run last. A test notices a
+change if it fails with it and passes without it. A change that no test notices is printed: a test
+is missing, the change makes no difference, or a test beyond the first SPENT_S seconds would notice.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -56,11 +56,17 @@ _DISTRIBUTED = ("test_distributed.py", "test_distributed_training.py")
 _RANKS = (
     "test_distributed_folder.py", "test_distributed_bad_input.py", "test_distributed_values.py",
 )  # fmt: skip
+_EXTRACT = "verbs/extract/test_distributed.py"
+_OTHERS = ("test_distributed_alone.py", _EXTRACT)
+_COMPILED = ("test_compile_edits.py", "engine/line/test_compiled.py")
 
-# The tests that work in processes of their own, and the files of which they run much.
+# The files whose code runs in processes of the tests, or is traced into graphs, and these tests.
+# Tests without a folder are in tests/regimes.
 TESTS_OF = {
-    "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, "test_distributed_alone.py"),
+    "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, *_OTHERS),
+    "engine/compile/in_graph": _COMPILED,
     "engine/gradients/ports": _DISTRIBUTED,
+    "engine/gradients/tap": _COMPILED,
     "engine/distributed/shards": ("test_distributed_training.py",),
     "util/locks": ("test_processes.py",),
     "engine/distributed/rendezvous": ("test_distributed.py", *_RANKS),
@@ -71,6 +77,8 @@ TESTS_OF = {
     "verbs/clip/clip": _DISTRIBUTED,
     "verbs/clip/limit": _DISTRIBUTED,
     "verbs/clip/parameters": _DISTRIBUTED,
+    "verbs/extract/collective_steps": (_EXTRACT,),
+    "verbs/extract/in_step": (_EXTRACT,),
     "verbs/record/keep": ("test_distributed_values.py",),
     "verbs/record/gradients": _DISTRIBUTED,
 }
@@ -269,22 +277,23 @@ def batches(mutant: Mutant, spent_s: float) -> Iterator[Batch]:
     # Tests that trace lines themselves are recorded with none: so the rest of these files, too.
     near += [test for test in tests if test.partition("::")[0] in own and test not in near]
     yield Batch(own, tuple(near))
-    seen: dict[str, int] = {}
+    spent: dict[str, float] = {}  # by file
     others = []
     for test in reach:
         file = test.partition("::")[0]
-        seen[file] = seen.get(file, 0) + 1
+        spent[file] = spent.get(file, 0.0) + tests[test].seconds
         if file not in own:
-            others.append((seen[file], tests[test].seconds, test))
+            others.append((spent[file], test))
     chosen = []
-    for _, seconds, test in sorted(others):
-        spent_s -= seconds
+    for _, test in sorted(others):
+        spent_s -= tests[test].seconds
         if spent_s > 0:
             chosen.append(test)
     if chosen:
         yield Batch(tuple({test.partition("::")[0]: None for test in chosen}), tuple(chosen))
     for file in TESTS_OF.get(name.removesuffix(".py"), ()):
-        yield Batch((f"tests/regimes/{file}",), ())
+        path = f"tests/{file}" if "/" in file else f"tests/regimes/{file}"
+        yield Batch((path,), tuple(test for test in tests if test.startswith(f"{path}::")))
 
 
 def _named_for(path: Path) -> tuple[str, ...]:

@@ -26,6 +26,22 @@ def test_a_look_up_during_a_pass_sees_what_has_fired_until_then():
     assert run.passes[0].order == ["0", "1", "2"]
 
 
+def test_a_missing_key_is_a_part_only_of_a_value_that_has_it():
+    class Parts(nn.Module):
+        def forward(self, x):
+            return {"mean": x, "spread": x}
+
+    model = nn.Sequential(nn.Identity(), Parts())
+    with hl.record(model, ["0", "1"]) as run:
+        model(torch.ones(1, 2))
+    with pytest.raises(hl.NotRecordedError, match=r"\nWrite '1:output\.mean'\.$"):
+        run["1.mean"]
+    for key in ("1.median", "0.mean"):
+        with pytest.raises(hl.NotRecordedError, match="was never selected; recorded: 2") as caught:
+            run[key]
+        assert "part" not in str(caught.value)
+
+
 @pytest.mark.parametrize("n_calls", [3, 300])  # long passes are looked up in another way
 def test_calls_that_come_after_a_look_up_are_counted_on(n_calls):
     class Loop(nn.Module):

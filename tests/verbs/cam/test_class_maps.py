@@ -94,7 +94,7 @@ def test_a_picture_of_another_shape_is_warned_of():
 @pytest.mark.parametrize(
     "picture",
     ["cat.png", torch.full((3, 2, 2), -0.5), torch.zeros(5, 2, 2), np.zeros((2, 2), bool),
-     np.full((2, 2, 3), np.nan), np.full((2, 2), 256), 3],
+     np.full((2, 2, 3), np.nan), np.full((2, 2), 256), np.full((2, 2), 1.01), 3],
 )  # fmt: skip
 def test_what_is_no_picture_is_refused(picture):
     with pytest.raises(hl.InputError, match=r"image= must hold pictures, got .*\nGive pillow's"):

@@ -406,6 +406,16 @@ def test_the_maker_is_told_apart_from_those_who_pass_it_on():
     finding = caught.value.finding
     assert (finding.path, finding.function) == ("3", "div")
     assert finding.passed_on == ("4", "5", "6")
+    assert "\n  passed on by: 4, 5, 6\n" in f"{finding}\n"
+
+
+def test_only_the_first_sites_that_passed_it_on_are_printed():
+    layers = [nn.Identity() for _ in range(7)]
+    for n_passed, printed in ((6, "1, 2, 3, 4, 5, 6"), (7, "1, 2, 3, 4, 5, 6, …")):
+        model = nn.Sequential(Function(lambda x: x / 0 * 0), *layers[:n_passed])
+        with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+            model(X)
+        assert f"\n  passed on by: {printed}\n" in f"{caught.value.finding}\n"
 
 
 def test_a_call_of_a_shared_module_is_numbered():

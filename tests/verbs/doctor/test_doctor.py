@@ -169,6 +169,20 @@ def test_transformers_fused_attention_is_told():
     assert hl.doctor(model, X).ok
 
 
+def test_a_fused_attention_that_is_not_called_is_not_blamed():
+    class Spare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.Sequential(nn.Dropout(0.1))
+            self.attn.config = SimpleNamespace(_attn_implementation="sdpa")
+
+        def forward(self, x):
+            return x
+
+    why, _ = never(hl.doctor(Spare(), X), "attn.0")
+    assert "sdpa" not in why
+
+
 def test_a_holder_that_is_named_is_told_and_what_it_holds_fires():
     class Held(nn.Module):
         def __init__(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -253,6 +254,33 @@ def test_a_rank_may_have_nothing_to_do(ranks, tmp_path, kind):
 
 def extract_one_shard(rank, folder, kind):
     extract(rank, folder, kind, shard_bytes=10**9)
+
+
+class Counts:
+    """Counts the tensors in memory that are like a value."""
+
+    def __init__(self):
+        self.n = []
+
+    def __repr__(self):
+        return "Counts()"
+
+    def __call__(self, value):
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        self.n.append(sum(one.shape == value.shape for one in tensors))
+        return value
+
+
+def extract_without_a_shard(rank, folder):
+    keep = Counts()
+    hl.extract(sharded(conv_net()), ROWS, "stem", folder / "s", keep=keep, batch_size=4)
+    if rank == 1:
+        assert len(keep.n) == 14  # 13 batches, of which it plans with the first one
+        assert max(keep.n[7:]) <= max(keep.n[:7])
+
+
+def test_a_rank_that_only_keeps_step_keeps_no_values(ranks, tmp_path):
+    ranks.run(__file__, "extract_without_a_shard", str(tmp_path))
 
 
 # -- killed ---------------------------------------------------------------------------------------

@@ -216,7 +216,5 @@ _CPU = torch.device("cpu")
 
 def _device_of(prefix: Prefix) -> torch.device:
     """Return the device of the model's first parameter; the CPU if it has none."""
-    for module in prefix.modules:
-        for parameter in module.parameters(recurse=False):
-            return parameter.device
-    return torch.device("cpu")
+    first = next(prefix.modules[0].parameters(), None)
+    return _CPU if first is None else first.device
