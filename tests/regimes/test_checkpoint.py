@@ -281,6 +281,39 @@ def test_raw_forward_hooks_run_in_both_runs_and_are_counted_once(way):
     assert_same(gradients(plain), gradients(model))
 
 
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x, depth):
+        x = self.fc(x).tanh()
+        return self(x, depth - 1) if depth else x
+
+
+@every_way
+@pytest.mark.parametrize(("n_runs", "depth"), [(1, 2), (3, 0), (3, 1)])
+def test_each_run_of_the_model_inside_a_region_is_a_pass(way, n_runs, depth):
+    def run(x):
+        for _ in range(n_runs):
+            x = model(x, depth)
+        return x
+
+    model = Recursive()
+    found = []
+    for one in (plainly, way):
+        model.zero_grad()
+        with hl.record(model, "fc", ports=("output", "grad_output")) as recording:
+            one(run, X.clone().requires_grad_()).square().sum().backward()
+        passes = [(entry.calls("fc"), entry.calls("fc:grad_output")) for entry in recording.passes]
+        found.append((passes, model.fc.weight.grad))
+    assert len(found[0][0]) == n_runs
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_a_gradient_that_comes_in_parts_is_said_to():
     model = Net(WAYS["reentrant"])
     warns = pytest.warns(HooklineWarning, match=r"shared\.up\.bias:grad comes in parts: several re")

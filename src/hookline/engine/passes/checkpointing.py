@@ -105,7 +105,7 @@ class Recomputation:
 
     Args:
         region: the record of the first run.
-        rest: the passes for runs of the root inside the region, if it contains any.
+        rest: the runs whose passes later runs of the root begin, if the region contains any.
 
     Attributes:
         has_gradients: whether gradients will flow through the recomputed values.
@@ -113,21 +113,26 @@ class Recomputation:
     """
 
     __slots__ = (
-        "_changes", "_ran", "_runs", "current", "has_gradients", "region", "rest", "roots",
+        "_changes", "_has_run", "_runs", "current", "has_gradients", "region", "rest", "roots",
     )  # fmt: skip
     is_repetition = False
 
-    def __init__(self, region: CheckpointedRegion, rest: list[Pass]) -> None:
+    def __init__(self, region: CheckpointedRegion, rest: list[Recomputation]) -> None:
         self.region = region
         self.rest = rest
         self.has_gradients = region.is_reentrant
-        self._ran = False
+        self._has_run = False
         self._changes: list[Change] = []
         self._runs = iter(region.runs)
         self.current = current = Pass(region.number)
         current.calls = dict(region.calls)
         current.recomputation = current.region = self
         self.roots = current.roots
+
+    @property
+    def is_awaited(self) -> bool:
+        """Tell whether the run of the root that began this pass has not been recomputed yet."""
+        return bool(self.region.by_root) and not self._has_run
 
     @property
     def is_reentrant(self) -> bool:
@@ -152,11 +157,11 @@ class Recomputation:
 
     def root_begins(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""
-        is_new = bool(self.rest) and not self.roots and not self.region.within_root
-        if is_new and self.region.by_root and not self._ran:
-            is_new = False
-        self._ran = True
-        return self.rest.pop(0) if is_new else self.current
+        taken = self
+        if self.rest and not self.roots and not self.region.within_root and not self.is_awaited:
+            taken = self.rest.pop(0)
+        taken._has_run = True
+        return taken.current
 
     def run_number(self, number: Tensor) -> Tensor:
         """Return the number of a compiled run that begins.
@@ -263,7 +268,9 @@ class _Checkpoint:
             again = None if current is None else current.recomputation
             # In a repeated run, the recomputation is a part of the repetition.
             if current is not None and (again is None or not again.is_repetition):
-                self._add(passes, current, None)
+                # The run of the root that begins this pass may itself be part of the region.
+                is_awaited = again is not None and again.is_awaited
+                self._add(passes, current, True if is_awaited else None)
         THREAD.checkpoints = (*THREAD.checkpoints, self)
 
     def _add(self, passes: Passes, current: Pass, by_root: bool | None) -> None:
@@ -327,11 +334,11 @@ def _replay(regions: list[CheckpointedRegion], made: list[Recomputation]) -> Pas
     The stand-in is the first pass that no run of the root began. Each run of the root then takes
     the next of the remaining passes.
     """
-    rest: list[Pass] = []
+    rest: list[Recomputation] = []
     runs = [Recomputation(region, rest) for region in regions]
     made += runs
     start = next((run for run in runs if not run.region.by_root), runs[0])
-    rest += [run.current for run in runs if run is not start and run.region.by_root]
+    rest += [run for run in runs if run is not start and run.region.by_root]
     return start.current
 
 

@@ -244,9 +244,7 @@ class Passes:
         """
         local = self.in_thread
         if local.outside is not None and local.outside.recomputation is not None:
-            again = local.outside.recomputation.root_begins()
-            again.roots.begin(frame, root)
-            local.outside = again
+            self._begin_again(local.outside.recomputation, frame, root)
             return
         current = local.current
         if current is not None:  # an interrupted pass is over, whoever runs the root now
@@ -279,6 +277,16 @@ class Passes:
                 self.compiler.begin_pass(current)
         else:
             current.roots.begin(frame, root)
+
+    def _begin_again(self, recomputation: Any, frame: FrameType, root: object) -> None:
+        """Go on with the pass that a recomputed run of the root had in the first run."""
+        local = self.in_thread
+        again = recomputation.root_begins()
+        again.roots.begin(frame, root)
+        if again is not local.outside:
+            for one in THREAD.checkpoints:  # regions inside the recomputed one
+                one.pass_begins(self, again, by_root=True)
+            local.outside = again
 
     def end(self, frame: FrameType) -> None:
         """End the pass after the root's call with this frame has returned or raised.
