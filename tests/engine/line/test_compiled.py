@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -369,3 +371,25 @@ def test_gradients_of_one_part_are_right():
     with hl.record(model, "inner:grad_output[0]") as seen:
         run(X).sum().backward()
     assert torch.equal(seen["inner:grad_output[0]"], expected["inner:grad_output"][0])
+
+
+BEFORE_DYNAMO = """
+import sys
+import torch
+from torch import nn
+import hookline as hl
+
+model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+with hl.record(model, "0") as run:
+    assert "torch._dynamo" not in sys.modules
+    model[0].compile(backend="eager")
+    outputs = [model(torch.ones(1, 2)) for _ in range(3)]
+from torch._dynamo.utils import counters
+assert all(torch.equal(one["0"].relu(), out) for one, out in zip(run.passes, outputs, strict=True))
+assert counters["stats"]["unique_graphs"] == 1, counters
+"""
+
+
+@pytest.mark.processes
+def test_a_line_made_before_dynamo_was_loaded_costs_one_graph():
+    subprocess.run([sys.executable, "-c", BEFORE_DYNAMO], check=True)

@@ -57,6 +57,15 @@ def test_parameters_moved_since_the_last_pass_are_found(move):
     assert len(kept) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_parameters_of_a_scripted_part_are_known_in_each_pass():
+    model = nn.Sequential(torch.jit.script(nn.Linear(40, 40)))
+    known = Unversioned(model, 2)
+    for _ in range(2):
+        assert known.has(Current(), model[0].weight.detach())
+        assert not known.has(Current(), torch.zeros(40, 40))
+
+
 def test_a_layer_that_is_added_between_two_lines_is_found():
     model = nn.Sequential(nn.Linear(40, 40))
     assert has(model, model[0].weight.detach())

@@ -34,6 +34,7 @@ def test_training_mode_is_noted_with_what_it_changes():
     ((what, remedy),) = said(found, "training mode")
     assert what.startswith("1 dropout at random and 1 batch norm on the batch's own statistics")
     assert "model.eval() for features" in remedy
+    assert not said(found, "mode")  # all modules are in one
     assert found.environment["mode"] == "training"
     assert hl.doctor(model.eval(), X).notes == ()
 

@@ -165,6 +165,25 @@ def test_an_output_that_no_gradient_reaches_has_no_backward():
     assert prof["b"].flops == (80, 0, 0)
 
 
+def test_flops_are_those_of_the_keyword_arguments():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 5)
+
+        def forward(self, *, x, n=1):
+            for _ in range(n):
+                y = self.fc(x)
+            return y
+
+    model, x = Calls(), torch.ones(2, 4)
+    with hl.profile(model) as prof:
+        model(x=x)
+        model(x=x, n=3)
+    expected = by_torch(model, x=x)[0] + by_torch(model, x=x, n=3)[0]
+    assert prof[""].flops.forward == expected
+
+
 def test_a_module_that_runs_outside_the_root_has_flops():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     with hl.profile(model) as prof:

@@ -97,3 +97,25 @@ def test_a_shape_in_the_place_of_a_tensor_is_said(net, shape):
     said = hl.summary(net, shape).failure
     assert said.endswith("\nGive torch.rand(1, 3, 8, 8) for an input of this shape.")
     assert "hookline" not in hl.summary(net, (torch.zeros(1, 3, 8, 8), 3)).failure
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_the_buffers_of_a_compiled_model_are_written_back(fresh_dynamo, is_inference):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(2))
+
+        def forward(self, x):
+            self.n += 1
+            return x + self.n
+
+    with torch.inference_mode(is_inference):
+        model = Counts()
+        model.compile(backend="eager")
+        model(torch.zeros(2))
+        buffer = model.n
+        assert hl.summary(model, torch.zeros(2)).failure is None
+    assert model.n is buffer
+    assert model.n.tolist() == [1, 1]
