@@ -5,6 +5,7 @@ The value is the tensor itself if the module gets nothing else, otherwise a dict
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import weakref
 from collections.abc import Callable, Collection
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.engine.torch_private.dynamo import OLD_DYNAMO, while_tracing
 
 
 class _Positional(NamedTuple):
@@ -76,7 +77,9 @@ class Arguments:
     def _parameters_of(self, module: nn.Module) -> _Positional:
         """Return the positional parameters of the module's present forward."""
         if is_dynamo_compiling():
-            names, rest = _traced_names(module).split(";")
+            # Dynamo before 2.13 makes constants of numbers, and of modules it makes none.
+            given = id(module) if OLD_DYNAMO else module
+            names, rest = _traced_names(given).split(";")
             return _Positional(names.split(",") if names else [], rest or None)
         forward = module.forward
         function = getattr(forward, "__func__", forward)  # each look-up makes a new method object
@@ -109,13 +112,18 @@ def _positional(forward: Any) -> _Positional:
 
 
 @while_tracing
-def _traced_names(module: nn.Module) -> str:
+def _traced_names(module: Any) -> str:
     """Join the names of a forward's positional parameters in one text, which a graph can hold.
 
     Compiled code is guarded on the code of the forward, through which it calls the forward. If
     compiled code read the signature itself, it would be guarded on the function, and each line has
     another function.
+
+    Args:
+        module: the module that is being traced, or its `id()`.
     """
+    if isinstance(module, int):
+        module = ctypes.cast(module, ctypes.py_object).value  # it runs, so it is alive
     names, rest = _positional(module.forward)
     return f"{','.join(names)};{rest or ''}"
 
