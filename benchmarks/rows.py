@@ -98,7 +98,7 @@ ROWS = (
         "tiny",
         200,
         20,
-        _steady(models.tiny, "record 200 tiny layers, attached once", 1.05, calls=10),
+        _steady(models.tiny, "record 200 tiny layers; hooks attached once", 1.05, calls=10),
     ),
     Row(
         "tiny-each",
@@ -106,7 +106,7 @@ ROWS = (
         20,
         _each(
             models.tiny,
-            "record 200 tiny layers, attached and detached each call",
+            "record 200 tiny layers; hooks attached and removed each time",
             "hand-written",
             1.15,
             calls=2,
@@ -118,7 +118,7 @@ ROWS = (
         20,
         _steady(
             models.tiny_identities,
-            "record 100 tiny layers and 100 identities, attached once",
+            "record 100 tiny layers and 100 identities; hooks attached once",
             1.08,
             calls=10,
         ),
@@ -129,7 +129,7 @@ ROWS = (
         20,
         _each(
             models.tiny_identities,
-            "record 100 tiny layers and 100 identities, attached and detached each call",
+            "record 100 tiny layers and 100 identities; hooks attached and removed each time",
             "hand-written",
             1.15,
             calls=2,
@@ -140,14 +140,22 @@ ROWS = (
         200,
         20,
         _steady(
-            models.tiny_own, "record 200 tiny layers of one's own class, attached once", 1.05, 10
+            models.tiny_own,
+            "record 200 tiny layers of one's own class; hooks attached once",
+            1.05,
+            10,
         ),
     ),
     Row(
         "resnet34",
         40,
         6,
-        _steady(models.resnet34, "record 36 convolutions of ResNet-34, attached once", 1.02, 1),
+        _steady(
+            models.resnet34,
+            "record 36 convolutions of ResNet-34; hooks attached once",
+            1.02,
+            1,
+        ),
     ),
     Row(
         "resnet34-each",
@@ -155,7 +163,7 @@ ROWS = (
         6,
         _each(
             models.resnet34,
-            "record 36 convolutions of ResNet-34, attached and detached each call",
+            "record 36 convolutions of ResNet-34; hooks attached and removed each time",
             "hand-written",
             1.02,
             1,
@@ -165,7 +173,7 @@ ROWS = (
         "gpt2",
         100,
         10,
-        _steady(models.gpt2, "record 12 blocks of a GPT-2, attached once", 1.02, 1),
+        _steady(models.gpt2, "record 12 blocks of a GPT-2; hooks attached once", 1.02, 1),
     ),
     Row(
         "gpt2-each",
@@ -173,7 +181,7 @@ ROWS = (
         10,
         _each(
             models.gpt2,
-            "record 12 blocks of a GPT-2, attached and detached each call",
+            "record 12 blocks of a GPT-2; hooks attached and removed each time",
             "hand-written",
             1.02,
             1,
@@ -187,7 +195,7 @@ ROWS = (
             models.resnet34,
             models.resnet34_prefix,
             "layer1",
-            "features of layer1 of ResNet-34, against that prefix",
+            "features of layer1 of ResNet-34; by hand, call those layers alone",
         ),
     ),
     Row(
@@ -198,7 +206,7 @@ ROWS = (
             models.gpt2,
             models.gpt2_prefix,
             "h.2",
-            "features of block 3 of 12 of a GPT-2, against that prefix",
+            "features of block 3 of 12 of a GPT-2; by hand, call those layers alone",
         ),
     ),
     Row(
