@@ -176,7 +176,7 @@ def test_a_copy_sheds_the_hooks_and_has_its_fast_path(x, fused_calls):
 @pytest.mark.cell(
     "TransformerEncoder, torch's fast path on",
     "record",
-    note="if the call has a padding mask, the values recorded inside the encoder are nested tensors",
+    note="if a call has a padding mask, values recorded inside the encoder are nested tensors",
 )
 def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     model = encoder()
