@@ -9,9 +9,10 @@ Each change is made in a copy of the source. Only tests that run the changed lin
 `reached_lines.py` records which ones do, once, which takes longer than the tests themselves. Tests
 named for the changed file come first, then the others for SPENT_S seconds: each file has the same
 time, and its quickest tests run first. Work in processes that tests start is not recorded, nor is
-code that dynamo traces; the tests of these are listed in TESTS_OF and run last. A test notices a
-change if it fails with it and passes without it. A change that no test notices is printed: a test
-is missing, the change makes no difference, or a test beyond the first SPENT_S seconds would notice.
+code that dynamo traces or a profiling function; the tests of these are listed in TESTS_OF and run
+last. A test notices a change if it fails with it and passes without it. A change that no test
+notices is printed: a test is missing, the change makes no difference, or a test beyond the first
+SPENT_S seconds would notice.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -60,8 +61,8 @@ _EXTRACT = "verbs/extract/test_distributed.py"
 _OTHERS = ("test_distributed_alone.py", _EXTRACT)
 _COMPILED = ("test_compile_edits.py", "engine/line/test_compiled.py")
 
-# The files whose code runs in processes of the tests, or is traced into graphs, and these tests.
-# Tests without a folder are in tests/regimes.
+# The files whose code runs in processes of the tests, is traced into graphs or is a profiling
+# function, and these tests. Tests without a folder are in tests/regimes.
 TESTS_OF = {
     "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, *_OTHERS),
     "engine/compile/in_graph": _COMPILED,
@@ -77,6 +78,7 @@ TESTS_OF = {
     "verbs/clip/clip": _DISTRIBUTED,
     "verbs/clip/limit": _DISTRIBUTED,
     "verbs/clip/parameters": _DISTRIBUTED,
+    "verbs/doctor/observe": ("verbs/doctor/test_doctor.py", "verbs/doctor/test_notes.py"),
     "verbs/extract/collective_steps": (_EXTRACT,),
     "verbs/extract/in_step": (_EXTRACT,),
     "verbs/record/keep": ("test_distributed_values.py",),

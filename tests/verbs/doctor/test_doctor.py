@@ -72,6 +72,34 @@ def test_weights_used_without_their_module_are_told_with_the_op(how):
     assert hl.doctor(Past("call"), X).ok
 
 
+@pytest.mark.parametrize(
+    "use",
+    [lambda x, a: F.linear(x, weight=a.weight), lambda x, a: torch.cat([x, a.weight])],
+    ids=["by name", "in a list"],
+)
+def test_weights_used_by_name_or_in_a_list_are_told(use):
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x):
+            return use(x, self.a)
+
+    why, remedy = never(hl.doctor(Uses(), X, "a"), "a")
+    assert why.startswith("not called: its weights were used directly, by ")
+    assert f"{__file__}:" in why
+    assert remedy == "call the module there: module(x); or select the module around it"
+
+
+def test_the_module_around_a_direct_use_is_named():
+    model = nn.Sequential(Past("weights"))
+    why, remedy = never(hl.doctor(model, X, "0.a"), "0.a")
+    assert why.startswith("not called: its weights were used directly, by linear in 0 (")
+    assert remedy.endswith("or select the module around it, '0'")
+    assert hl.doctor(model, X, "0").ok
+
+
 def test_asking_a_weight_for_its_shape_is_no_use_of_it():
     class Shape(nn.Module):
         def __init__(self):
@@ -226,6 +254,11 @@ def test_a_missing_leaf_is_told_and_the_others_are_still_seen(looped):
     assert found["block"].verdict == "fires 3 x"
 
 
+def test_a_missing_leaf_alone_is_told(looped):
+    why, _ = never(hl.doctor(looped, X, "head:output[1]"), "head:output[1]")
+    assert "has no leaf" in why
+
+
 def test_without_inputs_nobody_knows_but_what_is_so_anyhow():
     model = nn.Sequential(nn.MultiheadAttention(2, 1))
     found = hl.doctor(model)
@@ -277,6 +310,18 @@ def test_a_forward_that_raises_is_told_with_module_and_arguments(net):
     )
     assert found["stem"].why == "the forward raised before this had finished"
     assert found["fc"].why == "the forward raised before it came here"
+
+
+def test_an_error_of_hookline_in_the_models_own_forward_is_told():
+    class Recording(nn.Linear):
+        def forward(self, x):
+            with hl.record(self, "nowhere"):
+                return super().forward(x)
+
+    found = hl.doctor(nn.Sequential(Recording(2, 2)), X)
+    assert found["0"].verdict == "never"
+    assert found.failure.about == "hookline"
+    assert "'nowhere'" in found.failure.what
 
 
 def test_what_fired_before_a_forward_raised_is_told():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +129,53 @@ def test_the_parameters_of_what_does_not_run_are_told():
     why, _ = never(hl.doctor(model, X, "c.weight:grad"), "c.weight:grad")
     assert why == "its module, c, did not run"
     assert never(hl.doctor(model, X, "c:grad_output"), "c:grad_output")[0].startswith("not reached")
+
+
+def test_the_parameters_of_what_runs_in_the_other_mode_are_told():
+    class Auxiliary(Through):
+        def forward(self, x):
+            return self.a(x) + self.b(x) if self.training else self.a(x)
+
+    why, remedy = never(hl.doctor(Auxiliary().eval(), X, "b.weight:grad"), "b.weight:grad")
+    assert why == "only called in training mode, and the model is in eval mode"
+    assert remedy == "model.train()"
+
+
+def test_no_parameter_is_called_unused_if_the_run_raised():
+    def raises(value):
+        raise RuntimeError("half-way")
+
+    why, remedy = never(hl.doctor(Through(raises), X, "b.weight:grad"), "b.weight:grad")
+    assert why == "the run raised before a gradient came here"
+    assert remedy == "mend the failure below first"
+
+
+@pytest.mark.parametrize("how", ["forward", "weights"])
+def test_a_parameter_of_what_ran_without_a_call_is_called_unused(how):
+    class Past(Through):
+        def forward(self, x):
+            b = self.b.forward(x) if how == "forward" else x @ self.b.weight
+            return self.a(x) + b.detach()
+
+    why, _ = never(hl.doctor(Past(), X, "b.weight:grad"), "b.weight:grad")
+    assert why == "unused: the sum of its outputs does not depend on it"
+
+
+@pytest.mark.parametrize("kind", ["complex", "several", "attribute"])
+def test_outputs_of_every_kind_bring_gradients(kind):
+    class Out(Through):
+        def forward(self, x):
+            a, b = self.a(x), self.b(x)
+            if kind == "complex":
+                return torch.complex(a, b)
+            return SimpleNamespace(loss=a.mean(), other=b) if kind == "attribute" else (a, [b])
+
+    found = hl.doctor(Out(), X, "*", ports=("grad_output", "grad"))
+    if kind != "attribute":
+        assert found.ok
+        return
+    assert found["a:grad_output"].verdict == "fires"
+    assert never(found, "b:grad_output")[0].endswith("its output's loss does not depend on it")
 
 
 def test_integers_are_told_and_the_site_named_instead_fires():

@@ -290,6 +290,16 @@ def test_nothing_is_changed(left_as_found, fail, training):
     assert model.norm.num_batches_tracked == 0
 
 
+def test_an_input_by_name_is_not_written_to_and_gets_no_gradient():
+    model = Restless().eval()
+    x = torch.randn(3, 2, requires_grad=True)
+    before = x.detach().clone()
+    scaled = x * 1  # a leaf that requires a gradient may not be written to in place
+    assert hl.doctor(model, {"x": scaled}, "fc", ports=("grad_input", "grad")).ok
+    assert torch.equal(scaled, before)
+    assert x.grad is None
+
+
 def test_an_interrupt_leaves_nothing_either(left_as_found):
     class Interrupting(nn.Module):
         def forward(self, x):

@@ -150,10 +150,13 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
 def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Find out whether modules that were not called are used by weight, or in the other mode."""
     ran = facts.look.called | facts.look.direct.keys()
+    modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
+    fired = facts.run.fired if facts.run else {}
     idle = {
-        id(node.module) for _, node in selection.places
-        if isinstance(node, ModuleNode) and id(node.module) not in ran
-    }  # fmt: skip
+        id(node.module) if isinstance(node, ModuleNode) else modules[node.path.rpartition(".")[0]]
+        for site, node in selection.places
+        if not fired.get(site)
+    } - ran
     if not idle:
         return
     with untouched(model), Uses(facts.nodes, facts.look):
