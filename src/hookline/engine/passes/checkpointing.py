@@ -47,7 +47,7 @@ class CheckpointedRegion:
 
     __slots__ = (
         "_first", "at_late", "by_root", "calls", "changes", "is_reentrant", "number", "outer",
-        "passes", "runs", "waiting", "within_root",
+        "passes", "runs", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +61,6 @@ class CheckpointedRegion:
         self.outer: Any = current.region
         self.calls = dict(current.calls) if by_root is None else {}
         self.changes: list[Change] = []
-        self.within_root = by_root is None and bool(current.roots)
         # A copy: a call that is pending since this first run was not pending in the outer region's.
         self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.region.waiting}
         self.at_late: set[Callable[[], None]] = set()
@@ -158,7 +157,7 @@ class Recomputation:
     def root_begins(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""
         taken = self
-        if self.rest and not self.roots and not self.region.within_root and not self.is_awaited:
+        if self.rest and not self.roots and not self.is_awaited:
             taken = self.rest.pop(0)
         taken._has_run = True
         return taken.current
