@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import hookline as hl
@@ -190,6 +192,22 @@ def test_of_a_distributed_model_the_inner_one_is_run_alone(tmp_path):
         dist.destroy_process_group()
 
 
+def test_a_sharded_parameter_is_told_with_what_sees_its_gradient(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        found = hl.doctor(model, X, "weight:grad")["weight:grad"]
+        seen = []
+        with hl.attach(model) as line:
+            line.accumulated("weight", seen.append)
+            model(X).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert (found.verdict, len(seen)) == ("never", 1)
+    assert found.why.startswith("it is sharded (a DTensor)")
+    assert "line.accumulated(selector, fn)" in found.remedy
+
+
 @pytest.fixture
 def uncounted(fresh_dynamo):
     """Nothing left for the tests that count tensors."""
@@ -223,6 +241,16 @@ def test_a_compiled_model_is_diagnosed_in_its_compiled_code(uncounted):
     assert "'fc:grad_output'" in remedy
     assert found.environment["dynamo"] == "has compiled code"
     assert hl.doctor(model, X, ["0:grad_output", "1:grad_output[0]"]).ok
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_in_compiled_code_no_layer_is_said_to_detach(uncounted):
+    model = Chain(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.compile(backend="eager")
+    found = hl.doctor(model, lambda: model(X).detach().sum(), "0:grad_output")
+    assert found["0:grad_output"].verdict == "never"
+    assert "detached inside" not in found["0:grad_output"].why
+    assert found["0:grad_output"].why.startswith("no backward could be run")
 
 
 def test_the_environment_is_told():
