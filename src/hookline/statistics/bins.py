@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import InputError
-from hookline.statistics.elements import flat_chunks, real, slot_device, to_measure
+from hookline.statistics.to_numbers import flat_chunks, real, slot_device, to_measure
 
 _CHUNK_NUMEL = 2**16  # elements whose bins stay in a core's cache
 _N_EXTREMES = 2

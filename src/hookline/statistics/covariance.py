@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import StructureError
-from hookline.statistics.elements import CHUNK_NUMEL, real, slot_device, to_measure
+from hookline.statistics.to_numbers import CHUNK_NUMEL, real, slot_device, to_measure
 
 
 @final

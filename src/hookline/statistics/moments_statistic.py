@@ -12,14 +12,14 @@ from torch import Tensor
 from hookline.engine.torch_private.modes import is_ordinary
 from hookline.errors import InputError
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
-from hookline.statistics.elements import (
+from hookline.statistics.moments import Moments
+from hookline.statistics.to_numbers import (
     flat_chunks,
     in_memory_order,
     real,
     slot_device,
     to_measure,
 )
-from hookline.statistics.moments import Moments
 
 # The slots: count, non-finite, zeros, the sums of x, x² and x⁴, then the greatest -x and x.
 # The first six add up; of the last two the greater one counts.

@@ -15,7 +15,7 @@ from hookline.display.text import plural
 from hookline.engine import hides
 from hookline.errors import StructureError
 from hookline.recordings.tensor_file import DTYPES
-from hookline.stores.mapped_rows import MISSING, Gatherer
+from hookline.stores.gather_rows import MISSING, Gatherer
 from hookline.stores.shard_file import LENGTH, numpy_dtype, tensor_of
 from hookline.stores.shards import Form, Mapped, Shards, find
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, first_line
 from hookline.recordings.tensor_file import DTYPES
-from hookline.stores.mapped_rows import Origins
+from hookline.stores.gather_rows import Origins
 from hookline.stores.place import LocalPlace, Place
 from hookline.stores.shard_file import (
     LENGTH,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hookline.engine.pytree import tree
 from hookline.statistics import Moments, measure
-from hookline.statistics.elements import pieces
 from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
+from hookline.statistics.to_numbers import pieces
 
 # Between these magnitudes neither squares nor fourth powers overflow or vanish.
 _LARGE = 1e75

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from hookline.display.colours import BLUE_RED, VIRIDIS, Rgb, colour
-from hookline.statistics.elements import pieces
+from hookline.statistics.to_numbers import pieces
 from hookline.views.page.optional_imports import load
 from hookline.views.plots.channels import scale_of_map
 from hookline.views.plots.reducing import scale_of

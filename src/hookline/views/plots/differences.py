@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hookline.engine.pytree import describe
 from hookline.errors import InputError
-from hookline.statistics.elements import pieces
+from hookline.statistics.to_numbers import pieces
 from hookline.views.plots.checks import Source
 from hookline.views.plots.values import Value, one_pass, walk
 from hookline.views.statistics import site_statistics

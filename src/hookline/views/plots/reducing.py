@@ -17,7 +17,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 from hookline.display.text import plural
 from hookline.display.units import measure
 from hookline.errors import InputError
-from hookline.statistics.elements import pieces
+from hookline.statistics.to_numbers import pieces
 from hookline.views.plots.checks import check_count
 from hookline.views.statistics import Statistics, site_statistics
 

@@ -15,7 +15,7 @@ from hookline.engine import Site, as_written
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, InputError, NotRecordedError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
-from hookline.statistics.elements import DENSE_NUMEL
+from hookline.statistics.to_numbers import DENSE_NUMEL
 from hookline.views.plots.checks import Source, check_sample, check_source
 from hookline.views.statistics import main_tensor
 

@@ -14,9 +14,9 @@ from hookline.verbs.monitor.sinks.files import FunctionWriter, JsonLinesWriter, 
 from hookline.verbs.monitor.sinks.lightning import writer_of_lightning
 from hookline.verbs.monitor.sinks.mlflow import MlflowWriter
 from hookline.verbs.monitor.sinks.parquet import ParquetWriter
+from hookline.verbs.monitor.sinks.protocol import ReportWriter
 from hookline.verbs.monitor.sinks.tensorboard import TensorBoardWriter
 from hookline.verbs.monitor.sinks.wandb import WandbWriter
-from hookline.verbs.monitor.sinks.writer import ReportWriter
 
 # What makes the writer for objects of a class, by the class's package and name. No logger is
 # imported for this.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline.stores.mapped_rows import MISSING, Gatherer, Origins
+from hookline.stores.gather_rows import MISSING, Gatherer, Origins
 
 
 @given(
