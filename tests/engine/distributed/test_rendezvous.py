@@ -48,3 +48,13 @@ def test_a_rank_that_comes_late_reads_the_same_verdict(ask):
     for rank in (1, 2):
         with pytest.raises(RanksError, match=r"waited 0.01 s for ranks 1, 2"):
             ask(rank, (0, 1, 2))
+
+
+def test_a_rank_alone_waits_for_nobody(ask):
+    assert ask(3, (3,), dies=True, said={"rows": 2}) == [{"rows": 2}]
+
+
+@pytest.mark.parametrize(("n", "listed"), [(9, "1, 2, 3, 4, 5, 6, 7, 8,"), (10, "7, 8, …,")])
+def test_at_most_eight_ranks_that_are_missing_are_listed(ask, n, listed):
+    with pytest.raises(RanksError, match=f"{listed} which did not come"):
+        ask(0, range(n))

@@ -66,6 +66,16 @@ def test_units_that_are_dead():
     assert said(model, "dead", *[1.0] * 9) == []  # too few to tell
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 5, 3, 4), (2, 5, 3, 4, 2)])
+def test_units_are_channels_of_pictures_else_the_last_dimension(shape):
+    unit = 1 if len(shape) > 3 else 2
+    mask = torch.ones(shape)
+    mask.select(unit, 1).zero_()
+    found = said(nn.Sequential(nn.Identity(), Scaled()), "dead", *[mask] * 10, x=torch.ones(shape))
+    (text,) = [text for text in found if "1 (Scaled)" in text]
+    assert f"has 1 dead of {shape[unit]} units" in text
+
+
 def test_shapes_and_dtypes_that_change(model):
     (text,) = said(model, "shapes", 1.0, torch.tensor(1.0, dtype=torch.float64).expand(4))
     assert "has changed from float32[:, 4] to float64[:, 4] since the first run" in text
