@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.statistics import bins, elements
+from hookline.statistics import bins, to_numbers
 from processes import on_ranks, ranks_of
 
 ranks = pytest.fixture(scope="module")(ranks_of(2))
@@ -133,7 +133,7 @@ def test_a_tensor_in_chunks_gives_the_slots_of_the_whole(name, monkeypatch):
     x = torch.randn(4, 6, 5, 7)
     views = (x, x.to(memory_format=torch.channels_last), x[:, ::2], x.expand(3, 4, 6, 5, 7))
     whole = [slots_of(MAKERS[name](), value) for value in views]
-    monkeypatch.setattr(elements, "CHUNK_NUMEL", 50)
+    monkeypatch.setattr(to_numbers, "CHUNK_NUMEL", 50)
     monkeypatch.setattr(bins, "_CHUNK_NUMEL", 50)
     for value, expected in zip(views, whole, strict=True):
         assert_same_slots(slots_of(MAKERS[name](), value), expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.statistics import elements
+from hookline.statistics import to_numbers
 from hookline.views import site_statistics
 from hookline.views.plots.reducing import histogram
 
@@ -93,7 +93,7 @@ def test_pieces_of_a_large_tensor_give_what_the_whole_gives(monkeypatch):
     x = torch.randn(2, 31, 17, generator=torch.Generator().manual_seed(0)) * 3 + 100
     x[0, 3, 4] = math.inf
     whole = site_statistics(x)
-    monkeypatch.setattr(elements, "CHUNK_NUMEL", 50)
+    monkeypatch.setattr(to_numbers, "CHUNK_NUMEL", 50)
     pieces = site_statistics(x.transpose(0, 2))
     assert pieces.mean == pytest.approx(whole.mean, rel=1e-12)
     assert pieces.std == pytest.approx(whole.std, rel=1e-12)
