@@ -3,9 +3,8 @@
 The oracle is torch.profiler with a `record_function` around each module. A module's backward is
 then the sum over the nodes of autograd whose sequence number an operation of the module has.
 
-Both measure the same steps at once. In steps apart they would differ by what the steps differ by:
-where the allocator must ask the system for memory again, one module takes several times its time,
-and in the next step another one. Medians over the steps are compared.
+Both measure the same steps at once. The time of one module varies from step to step: that of a GELU
+of the GPT-2 in backward from 0.7 to 5.4 ms, in both tools. Medians over the steps are compared.
 """
 
 from __future__ import annotations
