@@ -137,3 +137,20 @@ def test_a_tensor_in_chunks_gives_the_slots_of_the_whole(name, monkeypatch):
     monkeypatch.setattr(bins, "_CHUNK_NUMEL", 50)
     for value, expected in zip(views, whole, strict=True):
         assert_same_slots(slots_of(MAKERS[name](), value), expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "counts", "edges"),
+    [
+        ([0.0, 0.0], [2], [-1.0, 0.0]),
+        ([-3.0, 0.5, 1.5, 3.0], [1, 0, 0, 1, 1, 1], [-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0]),
+        ([1.5, 100.0], [1, 0, 1], [1.0, 2.0, 4.0, 100.0]),
+        ([-100.0], [1], [-100.0, -4.0]),
+        ([math.nan], [], []),
+    ],
+)
+def test_a_histogram_has_bins_with_finite_edges(values, counts, edges):
+    statistic = hl.stats.histogram(low=1, high=4)
+    value = torch.tensor(values)
+    found = statistic.result(statistic.update(statistic.start(value), value))
+    assert found.finite_bins() == (counts, edges)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.layout import Layout
 from hookline.curves.numbers import numbers_of
+from hookline.statistics.histogram import Histogram, HistogramStatistic
 
 
 @final
@@ -65,6 +66,15 @@ class StepReport:
         if rank is None:
             self._numbers.update(found)
         return found
+
+    def histograms(self) -> Iterator[tuple[str, Histogram]]:
+        """Iterate over the histograms of the step that hold a finite number, by site."""
+        if not any(isinstance(one, HistogramStatistic) for one in self.layout.statistics):
+            return
+        for site in self.layout.by_site:
+            for result in self.layout.results(site, self.slots, None, is_lenient=True):
+                if isinstance(result, Histogram) and result.count > result.non_finite:
+                    yield site, result
 
     def forget(self) -> None:
         """Free the numbers, which `numbers` computes again when it is called."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -49,6 +50,26 @@ class Histogram:
     def count(self) -> int:
         """The number of elements."""
         return sum(self.counts) + self.zeros + self.non_finite
+
+    def finite_bins(self) -> tuple[list[int], list[float]]:
+        """Return the bins from the first to the last that hold a number, with finite edges.
+
+        Zeros count in the bin below 0. An edge at infinity becomes the extreme of the numbers.
+
+        Returns:
+            The counts, and the edges, one more.
+        """
+        counts = list(self.counts)
+        counts[self.edges.index(0.0) - 1] += self.zeros
+        filled = [place for place, count in enumerate(counts) if count]
+        if not filled:
+            return [], []
+        edges = list(self.edges[filled[0] : filled[-1] + 2])
+        if math.isinf(edges[0]):
+            edges[0] = min(self.min, math.nextafter(edges[1], -math.inf))
+        if math.isinf(edges[-1]):
+            edges[-1] = max(self.max, math.nextafter(edges[-2], math.inf))
+        return counts[filled[0] : filled[-1] + 1], edges
 
     def __str__(self) -> str:
         filled = [place for place, count in enumerate(self.counts) if count]

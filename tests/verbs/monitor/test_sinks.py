@@ -153,7 +153,7 @@ def rows_of(folder):
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 rows.append(
-                    {i.key or "".join(i.nested_key): json.loads(i.value_json) for i in items}
+                    {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
                 )
     return rows
 
@@ -176,6 +176,28 @@ def test_wandb_gets_one_row_a_step(wandb, tmp_path):
         for row in rows
     ]
     assert_equal(found, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_wandb_gets_histograms_as_its_own(wandb, tmp_path):
+    run = wandb.init(dir=tmp_path, settings=wandb.Settings(x_disable_stats=True))
+    model = nn.Sequential(nn.Identity())
+    values = torch.tensor([[-3.0, 0.0, 0.0, 1.0, 1.5, 2.0, 1e12, math.nan]])
+    with hl.monitor(model, "0", ports="output", stats=hl.stats.histogram(), to=run):
+        model(values)
+        model(values * math.nan)
+    run.finish()
+    wandb.teardown()
+    first, second = (row for row in rows_of(tmp_path) if "hookline/step" in row)
+    found = {name: first[f"hookline/0/histogram.{name}"] for name in ("_type", "values", "bins")}
+    assert found["_type"] == "histogram"
+    assert sum(found["values"]) == 7
+    assert found["bins"][0] <= -3
+    assert found["bins"][-1] == torch.tensor(1e12).item()
+    assert len(found["bins"]) == len(found["values"]) + 1
+    assert sorted(found["bins"]) == found["bins"]
+    assert not any("histogram" in name for name in second)
 
 
 @pytest.mark.slow

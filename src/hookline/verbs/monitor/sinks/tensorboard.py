@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
 from typing import Any, final
 
 from hookline.curves import StepReport
-from hookline.statistics.histogram import Histogram, HistogramStatistic
+from hookline.statistics.histogram import Histogram
 
 
 @final
@@ -40,23 +39,13 @@ class TensorBoardWriter:
             Summary.Value(tag=name, simple_value=number)
             for name, number in report.numbers().items()
         ]
-        for site, found in _histograms(report):
+        for site, found in report.histograms():
             values.append(Summary.Value(tag=f"{site}/histogram", histo=_as_proto(found)))
         file.add_summary(Summary(value=values), report.step, report.seconds)
 
     def close(self) -> None:
         """Flush the writer."""
         self._writer.flush()
-
-
-def _histograms(report: StepReport) -> Iterator[tuple[str, Histogram]]:
-    layout = report.layout
-    if not any(isinstance(one, HistogramStatistic) for one in layout.statistics):
-        return
-    for site in layout.by_site:
-        for result in layout.results(site, report.slots, None, is_lenient=True):
-            if isinstance(result, Histogram) and result.count > result.non_finite:
-                yield site, result
 
 
 def _as_proto(found: Histogram) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, final
 
 from hookline.curves import StepReport
 from hookline.errors import AttachError
+from hookline.statistics.histogram import Histogram
 
 _PREFIX = "hookline/"
 _STEP = "hookline/step"
@@ -13,7 +14,7 @@ _STEP = "hookline/step"
 
 @final
 class WandbWriter:
-    """Write the numbers of a step to the row of W&B that is open.
+    """Write the numbers and histograms of a step to the row of W&B that is open.
 
     W&B drops what is logged to an earlier row. So a report goes to the row that the user's next
     `log` completes. A row that already holds a report is completed first. Curves are drawn over
@@ -52,11 +53,22 @@ class WandbWriter:
         """Write a row."""
         if self._run.step == self._row:
             self._run.log({}, commit=True)
-        numbers = {f"{_PREFIX}{name}": number for name, number in report.numbers().items()}
-        self._run.log({_STEP: report.step, **numbers}, commit=False)
+        row = {f"{_PREFIX}{name}": number for name, number in report.numbers().items()}
+        for site, found in report.histograms():
+            row[f"{_PREFIX}{site}/histogram"] = _as_histogram(found)
+        self._run.log({_STEP: report.step, **row}, commit=False)
         self._row = self._run.step
 
     def close(self) -> None:
         """Complete the last row."""
         if self._run.step == self._row:
             self._run.log({}, commit=True)
+
+
+def _as_histogram(found: Histogram) -> Any:
+    import wandb
+
+    counts, edges = found.finite_bins()
+    each = -(-len(counts) // wandb.Histogram.MAX_LENGTH)  # bins to a bin of W&B
+    sums = [sum(counts[start : start + each]) for start in range(0, len(counts), each)]
+    return wandb.Histogram(np_histogram=(sums, [*edges[:-1:each], edges[-1]]))
