@@ -65,6 +65,7 @@ _COMPILED = ("test_compile_edits.py", "engine/line/test_compiled.py")
 # function, and these tests. Tests without a folder are in tests/regimes.
 TESTS_OF = {
     "engine/torch_private/distributed": (*_DISTRIBUTED, *_RANKS, *_OTHERS),
+    "engine/compile/compiled_modules": _COMPILED,
     "engine/compile/in_graph": _COMPILED,
     "engine/gradients/ports": _DISTRIBUTED,
     "engine/gradients/tap": _COMPILED,

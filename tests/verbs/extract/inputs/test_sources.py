@@ -20,6 +20,7 @@ from torch.utils.data import (
     Subset,
 )
 
+import hookline as hl
 from hookline.engine.pytree.tree import tensors
 from hookline.verbs.extract.inputs.sources import fingerprint, source_of
 from source_checks import Counting, Random, Squares, alike, all_numbers, run, said
@@ -228,3 +229,21 @@ def test_an_identity_is_json_and_tells_data_apart():
         (rows,), (rows, rows), Squares(4), Squares(5), range(4),
     ]  # fmt: skip
     assert len({json.dumps(source_of(data).identity()) for data in others}) == len(others)
+
+
+class InAWorker(Dataset):
+    """Items that tell whether a worker process has loaded them."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([float(torch.utils.data.get_worker_info() is not None)])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("own", "given"), [(1, 0), (0, 1)])
+def test_a_loaders_workers_or_those_asked_for_load_the_items(tmp_path, own, given):
+    loader = DataLoader(InAWorker(), batch_size=2, num_workers=own)
+    store = hl.extract(nn.Identity(), loader, "", tmp_path / "s", workers=given)
+    assert store["(root)"][:].flatten().tolist() == [1.0] * 4
