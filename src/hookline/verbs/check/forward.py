@@ -41,11 +41,13 @@ from hookline.verbs.check.origins import measured
 from hookline.verbs.check.outcome import Outcome
 from hookline.verbs.check.ranks import shared
 from hookline.verbs.check.replay import Replay
-from hookline.verbs.check.run import RUN, ChangingBuffers, Run
+from hookline.verbs.check.run import RUN, ChangingBuffers, Run, version
 
 # The key in `Pass.opened` of the extremes of a pass's outputs, where these are looked at by choice.
 _SEEN = object()
 _BY_OUTPUT = frozenset({"magnitude", "dead", "constant", "shapes"})
+# The key of the tensor that was summed last, by weak reference, with its version and its sum.
+_LAST = object()
 # The most sums that wait where the model itself is never called, only parts of it.
 _MOST_SUMS = 10_000
 
@@ -125,8 +127,12 @@ class ForwardChecks:
         self._outputs.append(one)
 
         def see(current: Pass, value: Any) -> None:
-            is_plain = not current.is_transformed
-            number_of = one.measure(value) if is_plain else transformed(one.measure, value)
+            if current.is_transformed:
+                number_of = transformed(one.measure, value)
+            elif one.measure is total and isinstance(value, Tensor):
+                number_of = _total_once(current, value)
+            else:
+                number_of = one.measure(value)
             if number_of is not None:
                 current.log.append((number, number_of))
                 if not current.roots and len(current.log) > _MOST_SUMS:
@@ -295,3 +301,14 @@ class ForwardChecks:
             passed_on=tuple(passed),
             notes=(f"the operation is not known: {why}",),
         )  # fmt: skip
+
+
+def _total_once(current: Pass, tensor: Tensor) -> Tensor | None:
+    """Return the sum of an output; a model often returns its last module's, which is summed."""
+    known, now = current.opened.get(_LAST), version(tensor)
+    if known is not None and known[0]() is tensor and known[1] == now is not None:
+        summed: Tensor | None = known[2]
+        return summed
+    summed = total(tensor)
+    current.opened[_LAST] = [weakref.ref(tensor), now, summed]
+    return summed
