@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import hookline as hl
-from hookline.curves import Entry, Layout, RunFolder, StepReport
+from hookline.curves import ABSENT, Entry, Layout, RunFolder, StepReport
 
 MOMENTS = hl.stats.moments()
 
@@ -19,9 +19,9 @@ def layout_of(sites, *, statistics=(MOMENTS,), width=8, ranks=None):
 
 
 def slots_of(values):
-    """The slots of moments of some numbers; NaN, of no value, for None."""
+    """The slots of moments of some numbers; `ABSENT` for None."""
     if values is None:
-        return np.full(8, np.nan)
+        return np.full(8, ABSENT)
     tensor = torch.as_tensor(values, dtype=torch.float32)
     return MOMENTS.update(MOMENTS.start(tensor), tensor).numpy()
 
