@@ -19,6 +19,11 @@ class Hand:
     def __call__(self):
         return self.seconds
 
+    def slowly(self, value):
+        """Return a value after 500 seconds."""
+        self.seconds += 500
+        return value
+
 
 def moved_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hand]:
     """Put a hand in the place of the stopwatch's clock: the body of a fixture."""

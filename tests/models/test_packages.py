@@ -8,7 +8,7 @@ import pytest
 
 from hookline.errors import InputError, ModelError
 from hookline.models import load_input, load_model
-from hookline.models.packages import first_line, import_package, is_reachable
+from hookline.models.packages import import_package, in_short, is_reachable
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_a_server_that_nobody_answers_for_is_not_reachable():
 
 
 def test_an_error_is_said_in_its_first_sentence():
-    assert first_line(ValueError("one. Two.\nthree")) == "ValueError: one"
-    assert first_line(EOFError()) == "EOFError"
-    assert len(first_line(ValueError("word " * 1000))) < 200
+    assert in_short(ValueError("one. Two.\nthree")) == "ValueError: one"
+    assert in_short(EOFError()) == "EOFError"
+    assert len(in_short(ValueError("word " * 1000))) < 200
 
 
 def run_python(code: str) -> str:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import hookline as hl
+from hookline.display.text import first_line
 from hookline.errors import InputError
 from hookline.models import LoadedModel, load_demo_digits
-from hookline.recordings.manifest import first_line
 from hookline.stores import Store
 
 

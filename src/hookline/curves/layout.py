@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hookline.display.text import type_and_line
 from hookline.errors import warn
 from hookline.statistics import Statistic
 
@@ -105,9 +106,8 @@ class Layout:
     def _tell(self, statistic: Statistic[Any], site: str, error: Exception) -> None:
         if id(statistic) not in self._told:
             self._told.add(id(statistic))
-            first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
             warn(
                 f"The numbers of {type(statistic).__name__} at {site} are left out:"
-                f" {type(error).__name__}: {first}."
+                f" {type_and_line(error)}."
                 f"\nSee where: curves[{site!r}].results."
             )

@@ -1,4 +1,4 @@
-"""Plurals and the escaping of characters that do not print."""
+"""Plurals, errors in a line, and the escaping of characters that do not print."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ def plural(number: int, one: str, many: str | None = None) -> str:
     ('2 passes', '1 site')
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message without its full stop, or the error's type.
+
+    >>> first_line(ValueError("It is odd.\\nGive another.")), first_line(KeyError())
+    ('It is odd', 'KeyError')
+    """
+    text = str(error).strip()
+    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
+
+
+def type_and_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message.
+
+    >>> type_and_line(ValueError("It is odd.")), type_and_line(KeyError())
+    ('ValueError: It is odd', 'KeyError')
+    """
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
 
 
 def escape_invisible(text: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookline.errors import InputError
 from hookline.models.checkpoints import read_tensors
 from hookline.models.loaded import Batch, describe
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 
 SUFFIXES = (".npy", ".npz", ".pt", ".safetensors")
 
@@ -84,7 +84,7 @@ def _read_numpy(path: Path) -> Any:
                 "Save arrays of numbers: np.save(FILE, array.astype(np.float32))."
             ) from error
         # numpy takes any unknown file for a pickle and says so, which would mislead.
-        reason = "np.save did not write it" if "pickled" in str(error) else first_line(error)
+        reason = "np.save did not write it" if "pickled" in str(error) else in_short(error)
         raise InputError(
             f"{path} cannot be read as a {path.suffix} file: {reason}.\n"
             "Write it with np.save or np.savez."

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineError, ModelError
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 from hookline.models.places import absence, is_file, printable
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -96,7 +96,7 @@ def read_tensors(path: Path, error_type: type[HooklineError]) -> Any:
             "torch.save(model.state_dict(), FILE), or as .safetensors."
         ) from error
     except Exception as error:  # readers of broken files raise errors without a common base
-        raise error_type(_say_broken(path, first_line(error))) from error
+        raise error_type(_say_broken(path, in_short(error))) from error
 
 
 def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: str) -> None:
@@ -133,7 +133,7 @@ def fit_state_dict(model: nn.Module, state: dict[str, Any], name: str, source: s
             # torch knows which keys older files may leave out (num_batches_tracked, ...).
             result = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
-            raise ModelError(f"{source} does not fit {name}: {first_line(error)}") from error
+            raise ModelError(f"{source} does not fit {name}: {in_short(error)}") from error
         # A tied parameter has several keys; loading one of them loads the parameter.
         loaded = {id(own[key]) for key in own if key in state}
         missing = [key for key in result.missing_keys if id(own.get(key)) not in loaded]

@@ -18,7 +18,7 @@ from torch import nn
 
 from hookline.errors import ModelError
 from hookline.models.loaded import LoadedModel
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 from hookline.models.pictures import guess_preprocess
 from hookline.models.places import absence, is_file, names_in, printable
 
@@ -155,7 +155,7 @@ def _failed(what: str, how: str, error: BaseException) -> ModelError:
     else:
         place = ""
     return ModelError(
-        f"{what} {how}: {first_line(error)}{place}.\n"
+        f"{what} {how}: {in_short(error)}{place}.\n"
         "A factory is a function without arguments that returns an nn.Module."
     )
 

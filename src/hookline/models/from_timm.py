@@ -14,8 +14,8 @@ from hookline.models.loaded import LoadedModel
 from hookline.models.packages import (
     RANDOM,
     cannot_fetch,
-    first_line,
     import_package,
+    in_short,
     is_reachable,
 )
 from hookline.models.pictures import in_mode
@@ -55,8 +55,8 @@ def load_timm(model_name: str, *, default_weights: bool) -> LoadedModel:
         model = timm.create_model(model_name, pretrained=default_weights)
     except Exception as error:  # errors of the hub, the network and timm have no common base
         if default_weights:
-            raise cannot_fetch(name, "its weights", first_line(error)) from error
-        raise ModelError(f"{name} cannot be built: {first_line(error)}.") from error
+            raise cannot_fetch(name, "its weights", in_short(error)) from error
+        raise ModelError(f"{name} cannot be built: {in_short(error)}.") from error
     config = timm.data.resolve_model_data_config(model)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
     preprocess = in_mode(timm.data.create_transform(**config), mode)

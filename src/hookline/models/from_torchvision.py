@@ -16,8 +16,8 @@ from hookline.models.loaded import LoadedModel, Preprocess
 from hookline.models.packages import (
     RANDOM,
     cannot_fetch,
-    first_line,
     import_package,
+    in_short,
     is_reachable,
 )
 from hookline.models.pictures import in_mode
@@ -91,5 +91,5 @@ def _fetch_safely(weights: Any, name: str) -> None:
         try:
             torch.hub.download_url_to_file(weights.url, str(path), hash_prefix=digest)
         except (urllib.error.URLError, OSError, RuntimeError) as error:
-            raise cannot_fetch(name, "its weights", first_line(error)) from error
+            raise cannot_fetch(name, "its weights", in_short(error)) from error
     read_tensors(path, ModelError)

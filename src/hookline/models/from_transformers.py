@@ -16,8 +16,8 @@ from hookline.models.loaded import LoadedModel, Preprocess, Tokenize
 from hookline.models.packages import (
     RANDOM,
     cannot_fetch,
-    first_line,
     import_package,
+    in_short,
     is_reachable,
 )
 from hookline.models.places import is_file, is_folder, printable
@@ -76,9 +76,9 @@ def load_transformers(place: str, *, default_weights: bool) -> LoadedModel:
             model = model_class(config)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         if isinstance(error, OSError) and not is_local:
-            raise cannot_fetch(name, "its weights", first_line(error)) from error
+            raise cannot_fetch(name, "its weights", in_short(error)) from error
         raise ModelError(
-            f"{name} cannot be built as {model_class.__name__}: {first_line(error)}.\n"
+            f"{name} cannot be built as {model_class.__name__}: {in_short(error)}.\n"
             "Its config.json and its weights must be those of one model."
         ) from error
     return LoadedModel(
@@ -118,12 +118,12 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
     except OSError as error:
         if is_folder(place):
             raise ModelError(
-                f"{name}: its config.json cannot be read: {first_line(error)}."
+                f"{name}: its config.json cannot be read: {in_short(error)}."
             ) from error
         if not options["local_files_only"]:
             raise ModelError(
                 f"{name}: the hub does not know this model, or you may not read it: "
-                f"{first_line(error)}.\nLook the name up on the hub. If the model is gated, log in "
+                f"{in_short(error)}.\nLook the name up on the hub. If the model is gated, log in "
                 "first with `hf auth login`."
             ) from error
         raise ModelError(
@@ -139,7 +139,7 @@ def _load_config(transformers: Any, place: str, name: str, options: dict[str, An
             ) from error
         raise ModelError(
             f"{name}: this release of transformers does not know its model_type: "
-            f"{first_line(error)}.\nInstall the newest one: pip install -U transformers"
+            f"{in_short(error)}.\nInstall the newest one: pip install -U transformers"
         ) from error
 
 
@@ -169,7 +169,7 @@ def _check_safetensors(folder: Path, place: str, name: str, options: dict[str, A
     try:
         there = any(hub.file_exists(place, file) for file in files)
     except Exception as error:  # errors of the hub's client have no stable common base
-        raise cannot_fetch(name, "its weights", first_line(error)) from error
+        raise cannot_fetch(name, "its weights", in_short(error)) from error
     if not there:
         raise ModelError(
             f"{name} has no weights as .safetensors on the hub, the only kind read from there.\n"

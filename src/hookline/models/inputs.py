@@ -15,7 +15,7 @@ from hookline.errors import InputError
 from hookline.models import arrays, pictures
 from hookline.models.demo import load_demo_digits
 from hookline.models.loaded import Batch, LoadedModel, describe
-from hookline.models.packages import first_line, import_package
+from hookline.models.packages import import_package, in_short
 from hookline.models.places import absence, is_file, is_folder, is_special, names_in, printable
 from hookline.models.random_batch import PREFIX, make_random
 
@@ -117,7 +117,7 @@ def _text_file_batch(path: Path, loaded: LoadedModel) -> Batch:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path} cannot be read as text: {first_line(error)}.\nSave it as UTF-8."
+            f"{path} cannot be read as text: {in_short(error)}.\nSave it as UTF-8."
         ) from error
     texts = [line for line in lines if line.strip()]
     if not texts:

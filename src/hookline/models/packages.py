@@ -67,7 +67,7 @@ def import_package(
         raise error_type(_broken(root, needed_by, error)) from error
 
 
-def first_line(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """Format an error as its type and first sentence, at most 160 characters, no full stop."""
     lines = str(error).strip().splitlines()
     text = lines[0].partition(". ")[0].strip().rstrip(".:") if lines else ""
@@ -122,6 +122,6 @@ def _is_installed(package: str) -> bool:
 def _broken(package: str, needed_by: str, error: BaseException) -> str:
     return (
         f"{needed_by} needs the package {package}, which is installed but cannot be imported:\n"
-        f"{first_line(error)}\n"
+        f"{in_short(error)}\n"
         f"{how_to_install(_EXTRAS[package], options='--force-reinstall')}"
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models.loaded import LoadedModel, Preprocess, describe
-from hookline.models.packages import first_line, import_package
+from hookline.models.packages import import_package, in_short
 from hookline.models.places import is_file, printable
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def open_picture(path: Path) -> Image:
             return upright
     except Exception as e:  # pillow's errors for broken files have no common base
         raise InputError(
-            f"{path} cannot be read as a picture: {first_line(e)}.\n"
+            f"{path} cannot be read as a picture: {in_short(e)}.\n"
             f"Open it in a viewer and save it again, as .png for instance."
         ) from e
 
@@ -76,7 +76,7 @@ def find_pictures(folder: Path) -> tuple[list[Path], int]:
         there = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(
-            f"the folder {printable(folder)} cannot be listed: {first_line(error)}.\n"
+            f"the folder {printable(folder)} cannot be listed: {in_short(error)}.\n"
             "Give one that you may read."
         ) from error
     files = [path for path in there if is_file(path) and not path.name.startswith(".")]
@@ -125,7 +125,7 @@ def stack_pictures(pictures: list[Image], names: list[str], loaded: LoadedModel)
             row = loaded.preprocess(picture)
         except Exception as error:  # a library's transforms may raise anything
             raise InputError(
-                f"{name} cannot be prepared for {loaded.name}: {first_line(error)}.\n"
+                f"{name} cannot be prepared for {loaded.name}: {in_short(error)}.\n"
                 "Give the prepared tensors instead (.npy, .pt, .safetensors)."
             ) from error
         if rows and row.shape != rows[0].shape:

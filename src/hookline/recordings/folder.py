@@ -20,18 +20,12 @@ from typing import Any, final
 
 from torch import Tensor
 
+from hookline.display.text import first_line
 from hookline.engine import PORTS, Report, Site, as_written
 from hookline.errors import FolderError
 from hookline.recordings.encoding import encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients
-from hookline.recordings.manifest import (
-    DAMAGE,
-    MANIFEST,
-    REMEDY,
-    first_line,
-    sync,
-    write_manifest,
-)
+from hookline.recordings.manifest import DAMAGE, MANIFEST, REMEDY, sync, write_manifest
 from hookline.recordings.stored_values import Files, Stored
 from hookline.recordings.target_folder import check_target, move_into_place, name_of_part, part
 from hookline.recordings.tensor_file import write_tensors

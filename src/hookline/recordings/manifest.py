@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError
 
@@ -189,12 +190,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    text = str(error).strip()
-    return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")
 
 
 def package_version() -> str:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.folder import read
 from hookline.recordings.log_entries import Contents
-from hookline.recordings.manifest import MANIFEST, REMEDY, first_line, read_manifest
+from hookline.recordings.manifest import MANIFEST, REMEDY, read_manifest
 from hookline.recordings.pass_record import pass_of
 from hookline.recordings.rank_folder import read_ranks
 from hookline.recordings.recording import Recording

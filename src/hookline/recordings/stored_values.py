@@ -11,10 +11,11 @@ from typing import Any, final
 
 from torch import Tensor
 
+from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings.encoding import decode
-from hookline.recordings.manifest import DAMAGE, REMEDY, first_line
+from hookline.recordings.manifest import DAMAGE, REMEDY
 from hookline.recordings.tensor_file import TensorFile
 
 

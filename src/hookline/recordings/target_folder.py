@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import FORMAT, MANIFEST, first_line, read_regular
+from hookline.recordings.manifest import FORMAT, MANIFEST, read_regular
 
 try:
     import fcntl

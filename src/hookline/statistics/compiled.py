@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hookline.display.text import type_and_line
 from hookline.engine.torch_private.inductor import compile_graph
 from hookline.errors import warn
 from hookline.util.locks import fork_safe_lock
@@ -68,10 +69,9 @@ class CompiledReduction:
         except Exception as error:  # inductor may raise anything, for example without a compiler
             if not self._has_warned:
                 self._has_warned = True
-                reason = (str(error).strip().splitlines() or [""])[0][:80]
                 warn(
                     "The function that measures tensors could not be compiled:"
-                    f" {type(error).__name__}: {reason}. It runs uncompiled, which is slower."
+                    f" {type_and_line(error)[:100]}. It runs uncompiled, which is slower."
                     "\nInstall a C++ compiler, or use hl.stats.moments(compile=False)."
                 )
             return None

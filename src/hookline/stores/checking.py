@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from hookline.display.text import plural
+from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
+from hookline.recordings.manifest import DAMAGE, MANIFEST
 from hookline.stores.batch_columns import ColumnForm
 from hookline.stores.job import Job
 from hookline.stores.manifest import read_manifest, write_manifest

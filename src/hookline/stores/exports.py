@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hookline.display.text import first_line
 from hookline.errors import FolderError, InputError, StructureError
-from hookline.recordings.manifest import first_line
 from hookline.stores.column import Column
 from hookline.stores.shard_file import LENGTH, numpy_dtype
 from hookline.util.install import how_to_install

@@ -13,15 +13,9 @@ from typing import Any
 
 import torch
 
+from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import (
-    DAMAGE,
-    MANIFEST,
-    first_line,
-    package_version,
-    sealed,
-    unsealed,
-)
+from hookline.recordings.manifest import DAMAGE, MANIFEST, package_version, sealed, unsealed
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard
 

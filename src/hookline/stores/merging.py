@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hookline.display.text import plural
+from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, StructureError
-from hookline.recordings.manifest import DAMAGE, first_line
+from hookline.recordings.manifest import DAMAGE
 from hookline.stores.manifest import read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place, place_of
 from hookline.stores.shard_file import (

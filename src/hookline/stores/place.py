@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import first_line, open_regular, sync
+from hookline.recordings.manifest import open_regular, sync
 
 try:
     import fcntl
@@ -356,7 +357,7 @@ class RemotePlace:
 
     def _unreachable(self, error: Exception) -> FolderError:
         return FolderError(
-            f"{self.url} cannot be used: {type(error).__name__}: {first_line(error)}."
+            f"{self.url} cannot be used: {type_and_line(error)}."
             "\nCheck the address, the network and the credentials. What was written before is"
             " whole; start again to go on."
         )

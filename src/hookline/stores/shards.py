@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE, first_line
+from hookline.recordings.manifest import DAMAGE
 from hookline.recordings.tensor_file import DTYPES
 from hookline.stores.gather_rows import Origins
 from hookline.stores.place import LocalPlace, Place

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.text import escape_invisible, plural
+from hookline.display.text import escape_invisible, first_line, plural
 from hookline.display.units import measure, size
 from hookline.engine import Site, parse_site
 from hookline.errors import (
@@ -21,7 +21,7 @@ from hookline.errors import (
     StructureError,
 )
 from hookline.recordings.index import closest, listed
-from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
+from hookline.recordings.manifest import DAMAGE, MANIFEST
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset

@@ -1,1 +1,1 @@
-"""Small helpers that the standard library lacks: locks, weak maps, hidden names."""
+"""Small helpers that the standard library lacks: locks, weak maps, whole files, a stopwatch."""

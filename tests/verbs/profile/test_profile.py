@@ -123,14 +123,10 @@ def test_what_belongs_to_no_module_is_outside(hand):
 def test_the_work_of_other_lines_is_left_out(hand):
     model = model_of(hand)
 
-    def slow(tensor):
-        hand.seconds += 500
-        return tensor
-
     with (
-        hl.record(model, ports=("output", "input"), keep=slow),
+        hl.record(model, ports=("output", "input"), keep=hand.slowly),
         hl.profile(model) as prof,
-        hl.record(model, ports=("output", "input"), keep=slow),
+        hl.record(model, ports=("output", "input"), keep=hand.slowly),
     ):
         model(ones()).sum().backward()
     assert {path: one[:2] for path, one in seconds(prof).items()} == {
@@ -142,15 +138,11 @@ def test_the_work_of_other_lines_is_left_out(hand):
 def test_what_other_lines_see_in_backward_is_left_out(hand):
     model = model_of(hand)
 
-    def slow(tensor):
-        hand.seconds += 500
-        return tensor
-
     ports = ("grad_output", "grad_input")
     with (
-        hl.record(model, ports=ports, keep=slow),
+        hl.record(model, ports=ports, keep=hand.slowly),
         hl.profile(model) as prof,
-        hl.record(model, ports=ports, keep=slow),
+        hl.record(model, ports=ports, keep=hand.slowly),
     ):
         model(ones()).sum().backward()
     assert seconds(prof) == EXPECTED

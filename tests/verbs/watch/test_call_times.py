@@ -78,16 +78,12 @@ def test_times_hold_the_model_alone_and_not_the_printing(hand, needs_grad):
 def test_the_time_of_earlier_and_later_lines_is_left_out(hand):
     model, files = nested(hand), [SlowFile(hand), SlowFile(hand)]
 
-    def slow(tensor):
-        hand.seconds += 500
-        return tensor
-
     both = ("output", "input")
     with (
-        hl.record(model, ports=both, keep=slow),
+        hl.record(model, ports=both, keep=hand.slowly),
         hl.watch(model, file=files[0]),
         hl.watch(model, "1.*", file=files[1]),
-        hl.record(model, ports=both, keep=slow),
+        hl.record(model, ports=both, keep=hand.slowly),
     ):
         model(torch.ones(2))
     assert times(files[0]) == NESTED

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from hookline.display.text import first_line
 from hookline.engine import (
     GradientCallback,
     Line,
@@ -29,13 +30,12 @@ from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import NonFiniteError
-from hookline.recordings.manifest import first_line
 from hookline.verbs.check.also import say_missing
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import are_finite, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
 from hookline.verbs.check.origins import measured
-from hookline.verbs.check.outcome import Outcome, of_tensor
+from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
 from hookline.verbs.check.ranks import earliest, shared
 from hookline.verbs.check.replay import Replay
 from hookline.verbs.check.run import RUN, Run, version
@@ -48,29 +48,22 @@ class BackwardChecks:
     Hooks hold it, so it must not hold the line.
 
     Args:
-        passes: the line's passes.
-        model: the model.
+        checked: the model and its passes.
         outcome: what was found.
-        sharded_on: the device of the model's weights where they are sharded, so that the ranks run
-            each backward together; otherwise None.
         forward: the checks of the model's runs.
         warns_of_missing: whether to warn of parameters without a gradient.
     """
 
     def __init__(
         self,
-        passes: Passes,
-        model: nn.Module,
+        checked: Checked,
         outcome: Outcome,
-        sharded_on: torch.device | None,
         forward: ForwardChecks,
         *,
         warns_of_missing: bool,
     ) -> None:
-        self._passes = passes
-        self._model = weakref.ref(model)
+        self._passes, self._model, self._sharded_on = checked
         self._outcome = outcome
-        self._sharded_on = sharded_on
         self._forward = forward
         self._warns_of_missing = warns_of_missing
         self._weights: list[tuple[str, Tensor]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self, final
@@ -21,7 +22,7 @@ from hookline.verbs.check.finding import SINCE_START, Finding
 from hookline.verbs.check.finiteness import Kind, are_finite, is_measurable, kinds_in, total
 from hookline.verbs.check.forward import ForwardChecks
 from hookline.verbs.check.kept import folder_for
-from hookline.verbs.check.outcome import Outcome, of_tensor
+from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
 from hookline.verbs.check.ranks import shared
 from hookline.verbs.shared.verb_line import VerbLine
 
@@ -41,16 +42,15 @@ class CheckLine(VerbLine[Line]):
         super().__init__(line)
         self._outcome = Outcome(folder)
         self.findings = self._outcome.all
-        # The device of sharded weights, where the ranks run each pass and each backward together.
         is_sharded = is_grouped() and bool(sharding(model))
         devices = (one.device for one in model.parameters())
         sharded_on = next(devices, torch.device("cpu")) if is_sharded else None
         self._sharded_on = sharded_on
-        self._forward = ForwardChecks(line.passes, model, self._outcome, sharded_on, also)
+        checked = Checked(line.passes, weakref.ref(model), sharded_on)
+        self._forward = ForwardChecks(checked, self._outcome, also)
         self._backward = BackwardChecks(
-            line.passes, model, self._outcome, sharded_on, self._forward,
-            warns_of_missing="missing_grad" in also,
-        )  # fmt: skip
+            checked, self._outcome, self._forward, warns_of_missing="missing_grad" in also
+        )
 
     def __enter__(self) -> Self:
         self._line.__enter__()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from types import FrameType
 from typing import Any, final
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hookline.display.text import first_line
 from hookline.engine import (
     Line,
     Order,
     Pass,
-    Passes,
     Selection,
     Site,
     SplitCallback,
@@ -23,7 +21,6 @@ from hookline.engine import (
 )
 from hookline.engine.selection.module_tree import ModuleNode, walk
 from hookline.engine.torch_private.modules import is_leaf
-from hookline.recordings.manifest import first_line
 from hookline.verbs.check.also import Habits, judge_all
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import (
@@ -38,16 +35,14 @@ from hookline.verbs.check.finiteness import (
     without_infinity,
 )
 from hookline.verbs.check.origins import measured
-from hookline.verbs.check.outcome import Outcome
+from hookline.verbs.check.outcome import Checked, Outcome
 from hookline.verbs.check.ranks import shared
 from hookline.verbs.check.replay import Replay
-from hookline.verbs.check.run import RUN, ChangingBuffers, Run, version
+from hookline.verbs.check.run import RUN, ChangingBuffers, Run
 
 # The key in `Pass.opened` of the extremes of a pass's outputs, where these are looked at by choice.
 _SEEN = object()
 _BY_OUTPUT = frozenset({"magnitude", "dead", "constant", "shapes"})
-# The key of the tensor that was summed last, by weak reference, with its version and its sum.
-_LAST = object()
 # The most sums that wait where the model itself is never called, only parts of it.
 _MOST_SUMS = 10_000
 
@@ -76,26 +71,14 @@ class ForwardChecks:
     Hooks hold it, so it must not hold the line.
 
     Args:
-        passes: the line's passes.
-        model: the model.
+        checked: the model and its passes.
         outcome: what was found.
-        sharded_on: the device of the model's weights where they are sharded, so that the ranks run
-            each pass together; otherwise None.
         also: what is looked for by choice.
     """
 
-    def __init__(
-        self,
-        passes: Passes,
-        model: nn.Module,
-        outcome: Outcome,
-        sharded_on: torch.device | None,
-        also: frozenset[str],
-    ) -> None:
-        self._passes = passes
-        self._model = weakref.ref(model)
+    def __init__(self, checked: Checked, outcome: Outcome, also: frozenset[str]) -> None:
+        self._passes, self._model, self._sharded_on = checked
         self._outcome = outcome
-        self._sharded_on = sharded_on
         self._also = also
         self._outputs: list[_Output] = []
         self._habits: list[Habits] = []
@@ -127,12 +110,8 @@ class ForwardChecks:
         self._outputs.append(one)
 
         def see(current: Pass, value: Any) -> None:
-            if current.is_transformed:
-                number_of = transformed(one.measure, value)
-            elif one.measure is total and isinstance(value, Tensor):
-                number_of = _total_once(current, value)
-            else:
-                number_of = one.measure(value)
+            is_plain = not current.is_transformed
+            number_of = one.measure(value) if is_plain else transformed(one.measure, value)
             if number_of is not None:
                 current.log.append((number, number_of))
                 if not current.roots and len(current.log) > _MOST_SUMS:
@@ -301,14 +280,3 @@ class ForwardChecks:
             passed_on=tuple(passed),
             notes=(f"the operation is not known: {why}",),
         )  # fmt: skip
-
-
-def _total_once(current: Pass, tensor: Tensor) -> Tensor | None:
-    """Return the sum of an output; a model often returns its last module's, which is summed."""
-    known, now = current.opened.get(_LAST), version(tensor)
-    if known is not None and known[0]() is tensor and known[1] == now is not None:
-        summed: Tensor | None = known[2]
-        return summed
-    summed = total(tensor)
-    current.opened[_LAST] = [weakref.ref(tensor), now, summed]
-    return summed

@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hookline.display.text import first_line, type_and_line
 from hookline.engine import path_text
 from hookline.engine.pytree import tree
 from hookline.engine.selection.module_tree import walk
 from hookline.errors import FolderError, ModelError, NonFiniteError
 from hookline.recordings.encoding import decode, encode
-from hookline.recordings.manifest import first_line
 from hookline.verbs.check.finding import Finding
 
 _FORMAT = "hookline finding 1"
@@ -135,7 +135,7 @@ class Situation:
             lost = f" (not saved: {', '.join(self.lost)})" if self.lost else ""
             raise ModelError(
                 f"the module {path_text(self.path)} ({type(module).__name__}) must run on what the"
-                f" file holds{lost}, got {type(error).__name__}: {first_line(error)}."
+                f" file holds{lost}, got {type_and_line(error)}."
                 "\nName the model that the finding is of."
             ) from error
         return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hookline.engine import is_grouped
+from hookline.display.text import type_and_line
+from hookline.engine import Passes, is_grouped
 from hookline.errors import FolderError
-from hookline.recordings.manifest import first_line
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import counted
 from hookline.verbs.check.origins import Origin
@@ -20,9 +22,24 @@ _MOST_KEPT = 100
 _MOST_FILES = 10
 
 
+class Checked(NamedTuple):
+    """Name the model that a check judges, and its passes.
+
+    Attributes:
+        passes: the line's passes.
+        model: the model, by weak reference.
+        sharded_on: the device of the model's weights where they are sharded, so that the ranks run
+            each pass and each backward together; otherwise None.
+    """
+
+    passes: Passes
+    model: weakref.ref[nn.Module]
+    sharded_on: torch.device | None
+
+
 @final
 class Outcome:
-    """What a check has found.
+    """Hold what a check has found.
 
     Args:
         folder: the folder that keeps what is needed to run modules again, or None.
@@ -74,7 +91,7 @@ class Outcome:
         except FolderError as error:
             note = str(error)
         except Exception as error:
-            note = f"no file is kept: {type(error).__name__}: {first_line(error)}"
+            note = f"no file is kept: {type_and_line(error)}"
         return finding.with_(notes=(*finding.notes, note))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hookline.display.text import first_line
 from hookline.engine import TIMEOUT_S, gather_json, ranks_of
 from hookline.errors import RanksError
 from hookline.verbs.check.finding import Finding
@@ -56,8 +57,8 @@ def earliest(mine: Finding | None, *, is_known: bool, timeout: float = TIMEOUT_S
     except RanksError as error:
         if mine is None:
             raise
-        first = str(error).splitlines()[0]
-        return mine.with_(rank=rank_here(), notes=(*mine.notes, f"the ranks did not meet: {first}"))
+        note = f"the ranks did not meet: {first_line(error)}"
+        return mine.with_(rank=rank_here(), notes=(*mine.notes, note))
     found = [
         (not known, finding.step, finding.kind == "backward", rank, finding)
         for rank, (known, data) in zip(ranks, said, strict=True)

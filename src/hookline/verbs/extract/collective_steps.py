@@ -11,9 +11,9 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
+from hookline.display.text import type_and_line
 from hookline.engine import default_store, gather_json, is_grouped, say_by_rank
 from hookline.errors import RanksError
-from hookline.recordings.manifest import first_line
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Ranks:
             if error is not None:
                 raise error
             return [value]
-        text = None if error is None else f"{type(error).__name__}: {first_line(error)}"
+        text = None if error is None else f"{type_and_line(error)}"
         try:
             said = gather_json(_QUESTION, [value, text], range(self.n), PATIENCE_S)
         except RanksError:

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol, final
 
+from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE, first_line
+from hookline.recordings.manifest import DAMAGE
 from hookline.stores.job import Job
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard, name_of, read_shard

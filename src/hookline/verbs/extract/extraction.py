@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
-from hookline.display.text import plural
+from hookline.display.text import first_line, plural
 from hookline.display.units import size
 from hookline.engine import sharding
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
-from hookline.recordings.manifest import DAMAGE, MANIFEST, first_line
+from hookline.recordings.manifest import DAMAGE, MANIFEST
 from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, read_manifest, write_manifest

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 import torch
 
+from hookline.display.text import first_line, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
 from hookline.models._torchvision_import import import_torchvision
-from hookline.recordings.manifest import first_line
 from hookline.stores.job import Job
 from hookline.stores.manifest import environment
 from hookline.stores.place import LocalPlace, Place
@@ -127,7 +127,7 @@ class OnRay:
         except Exception as error:
             raise InputError(
                 "model, data and options must be picklable for engine='ray', got"
-                f" {type(error).__name__}: {first_line(error)}."
+                f" {type_and_line(error)}."
                 "\nRemove hooks and lines from the model, and give functions without open files."
             ) from error
 
@@ -294,7 +294,7 @@ def _check_reachable(address: str) -> None:
 
 def _unreachable(address: str, error: Exception) -> RanksError:
     return RanksError(
-        f"engine='ray' must reach {address}, got {type(error).__name__}: {first_line(error)}."
+        f"engine='ray' must reach {address}, got {type_and_line(error)}."
         "\nStart it (ray start --head), set RAY_ADDRESS to it, or unset that to run here. Shards"
         " that are written are kept."
     )
@@ -345,7 +345,7 @@ def _ray_errors(ray: Any) -> Iterator[None]:
         yield
     except ray.exceptions.RayError as error:
         raise RanksError(
-            f"engine='ray' must keep its actors, got {type(error).__name__}: {first_line(error)}."
+            f"engine='ray' must keep its actors, got {type_and_line(error)}."
             "\nLook at the logs of Ray for the reason, often memory. Then start again: shards that"
             " are written are kept."
         ) from error

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.curves import ABSENT, Entry, Layout
+from hookline.display.text import first_line
 from hookline.engine import gather_json, is_grouped, ranks_of
 from hookline.errors import RanksError, warn
 from hookline.statistics import Statistic
@@ -67,9 +68,8 @@ class Ranks:
             return self._together(sites, mine, version, is_last=is_last)
         except RanksError as error:
             self._is_alone, self._version = True, -1
-            first = str(error).splitlines()[0].rstrip(".")
             warn(
-                f"hl.monitor shows this rank's numbers alone: {first}."
+                f"hl.monitor shows this rank's numbers alone: {first_line(error)}."
                 "\nCall hl.monitor on every rank, outside of `if rank == 0:`."
             )
             return self._alone(sites, version), mine.cpu().numpy()[None]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, final
 
 from hookline.curves import Curves, Reports, StepReport
+from hookline.display.text import type_and_line
 from hookline.errors import HooklineWarning, warn
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
-from hookline.verbs.monitor.slots import first_words
 
 
 @final
@@ -83,7 +83,7 @@ class _Guarded:
             if not self._has_told:
                 self._has_told = True
                 warn(
-                    f"hl.monitor: {name_of(self._writer)} raised {first_words(error)}."
+                    f"hl.monitor: {name_of(self._writer)} raised {type_and_line(error)}."
                     " The training goes on, and the numbers are kept."
                     "\nRead them from seen; each report tries again."
                 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.curves import ABSENT
+from hookline.display.text import type_and_line
 from hookline.engine import Pass, Site, has_numbers, is_dtensor, local_part
 from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
@@ -88,7 +89,7 @@ class SiteSlots:
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
-            self._leave_out(f"its statistic raised {first_words(error)}")
+            self._leave_out(f"its statistic raised {type_and_line(error)}")
 
     def _update(self, value: Tensor) -> None:
         with self._of.lock:
@@ -154,7 +155,7 @@ class SiteSlots:
                     triples = zip(self._of.statistics, self.slots, slots, strict=True)
                     self.slots = [one.merge(mine, other) for one, mine, other in triples]
         except Exception as error:
-            self._leave_out(f"its statistic raised {first_words(error)}")
+            self._leave_out(f"its statistic raised {type_and_line(error)}")
 
     def has(self, slots: list[Tensor]) -> None:
         """Note the widths of the slots; statistics with other widths begin a new layout."""
@@ -260,12 +261,6 @@ class Slots:
                 f"hl.monitor: {site} {what}{others}."
                 "\nSelect sites of floating values, or give stats= that can measure these."
             )
-
-
-def first_words(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {first}"
 
 
 def _named(complaints: list[tuple[str, str]]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.curves import StepReport
+from hookline.display.text import type_and_line
 from hookline.engine import Pass
 from hookline.errors import HooklineWarning, warn
 from hookline.util.locks import fork_safe_lock
@@ -21,7 +22,7 @@ from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.originals import Originals
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
-from hookline.verbs.monitor.slots import Slots, first_words
+from hookline.verbs.monitor.slots import Slots
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
@@ -49,7 +50,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             self.stop()
             warn(
-                f"hl.monitor stopped at step {self.number}: {first_words(error)}. The"
+                f"hl.monitor stopped at step {self.number}: {type_and_line(error)}. The"
                 " training goes on."
                 "\nMake HooklineWarning an error to see where: python -W error::UserWarning."
             )

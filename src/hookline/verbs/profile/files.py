@@ -1,12 +1,11 @@
-"""Write the files of a profile: whole, or not at all."""
+"""Write the files of a profile."""
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 
 from hookline.errors import FolderError
+from hookline.util.replace_text import replace_text
 
 
 def write_file(path: Path, text: str) -> Path:
@@ -15,16 +14,8 @@ def write_file(path: Path, text: str) -> Path:
     Raises:
         FolderError: the file cannot be written.
     """
-    is_plain = path.is_file() or not path.exists()  # not a device or a pipe
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part") if is_plain else path
     try:
-        try:
-            part.write_text(text, "utf-8", "backslashreplace", newline="\n")
-            if is_plain:
-                os.replace(part, path)
-        finally:
-            if is_plain:
-                part.unlink(missing_ok=True)
+        replace_text(path, text)
     except OSError as error:
         raise FolderError(
             f"the file must be one that can be written, got {path}: {error.strerror or error}."

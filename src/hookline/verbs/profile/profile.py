@@ -10,7 +10,7 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
-from hookline.display.text import plural
+from hookline.display.text import plural, type_and_line
 from hookline.engine import Line, Site, hides, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.line.attachment import AtEnd
@@ -112,8 +112,7 @@ class Profile(VerbLine[Line]):
             self._added = _added_modules(self._model, self._line.nodes)
 
     def _where_it_failed(self, error: BaseException) -> str:
-        text = (str(error).strip().splitlines() or [""])[0]
-        raised = f"{type(error).__name__}: {text}".rstrip(": ")
+        raised = type_and_line(error)
         account = self._ledger.own_lane().account
         found = None if self._model is None else find_failing_module(self._model, error)
         if account.slot in (BACKWARD, RECOMPUTE) and account.context.path is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, final
 import torch
 from torch import Tensor, nn
 
+from hookline.display.text import type_and_line
 from hookline.engine import (
     Pass,
     Site,
@@ -236,10 +237,9 @@ def _refuse_structure(keep: Callable[[Any], Any], value: Any, site: Site, error:
             measured(keep, local_shards(tensor))
         except Exception:  # keep= may take the next tensor
             continue
-        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise StructureError(
             f"keep= must take the value at {site}, got {describe.in_words(value)}:"
-            f" {type(error).__name__}: {first}."
+            f" {type_and_line(error)}."
             f"\nSelect the leaf that keep= takes: {str(replace(site, leaf=site.leaf + leaf))!r}."
         ) from error
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hookline.display.text import type_and_line
 from hookline.engine.pytree import describe
 from hookline.engine.selection.module_tree import walk
 from hookline.engine.selection.site import path_text
@@ -76,9 +77,8 @@ def find_failing_module(model: nn.Module, error: BaseException) -> FailingModule
 
 def failure_text(model: nn.Module, error: BaseException) -> str:
     """Describe the failing module, its arguments, the error, and hookline's notes on the error."""
-    first = (str(error).strip().splitlines() or [""])[0]
     where = find_failing_module(model, error) or "the call"
-    return "\n".join([f"{where}: {type(error).__name__}: {first}", *notes_of(error)])
+    return "\n".join([f"{where}: {type_and_line(error)}", *notes_of(error)])
 
 
 def notes_of(error: BaseException) -> list[str]:

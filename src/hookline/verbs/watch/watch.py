@@ -11,6 +11,7 @@ from typing import Any, Self, TextIO, final
 import torch
 from torch import Tensor, nn
 
+from hookline.display.text import type_and_line
 from hookline.engine import (
     GradientCallback,
     Line,
@@ -58,8 +59,7 @@ class Watch(VerbLine[Line]):
         if error is not None and self._model is not None:
             found = find_failing_module(self._model, error)
             if found is not None:
-                text = str(error).strip().splitlines() or [""]
-                self._printer.say(f"!! {found}, raised {type(error).__name__}: {text[0]}")
+                self._printer.say(f"!! {found}, raised {type_and_line(error)}")
 
     def _ended(self, error: BaseException | None) -> None:
         self._model = None

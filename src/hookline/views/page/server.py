@@ -21,6 +21,7 @@ import json
 from collections.abc import Callable
 from typing import Any, final
 
+from hookline.display.text import type_and_line
 from hookline.display.units import size
 from hookline.errors import FolderError, HooklineError, InputError
 from hookline.views.page.curves_view import CurvePages
@@ -202,8 +203,7 @@ class Pages:
             status, title, lines = 404, "There is nothing to show", str(error).splitlines()
         else:
             status, title = 500, "This page could not be made"
-            text = (str(error).strip().splitlines() or [""])[0]
-            lines = [f"{type(error).__name__}: {text}", "The terminal that serves it shows more."]
+            lines = [type_and_line(error), "The terminal that serves it shows more."]
         state = self._shelf.state() if status == 503 else "error"
         return status, self._render(
             "message.html", title=title, home="./", lines=lines,

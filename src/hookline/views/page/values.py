@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
 from hookline.errors import FolderError, OverwrittenError
@@ -157,8 +158,7 @@ def measured(recording: Recording, seen: ValueEntry, *, with_strip: bool = False
         strip = feature_strip(tensor) if with_strip else None
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return replace(seen, shape="", problem=f"cannot be measured: {text}")
+        return replace(seen, shape="", problem=f"cannot be measured: {first_line(error)}")
     return replace(seen, statistics=statistics, counts=tuple(counts.tolist()), strip=strip)
 
 

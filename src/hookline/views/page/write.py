@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
@@ -14,6 +13,7 @@ from hookline.display.units import count, size
 from hookline.errors import FolderError
 from hookline.recordings import Recording
 from hookline.recordings.manifest import MANIFEST
+from hookline.util.replace_text import replace_text
 from hookline.verbs.summary import Summary
 from hookline.views.page.columns import columns
 from hookline.views.page.optional_imports import load
@@ -143,15 +143,9 @@ def replace_file(target: Path, text: str) -> Path:
     Raises:
         FolderError: the file cannot be written.
     """
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # Module names may have lone surrogates, which strict UTF-8 refuses.
-            part.write_text(text, "utf-8", "backslashreplace", newline="\n")
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        replace_text(target, text)
     except OSError as error:
         raise FolderError(
             f"cannot write the page {target}: {error.strerror or error}."

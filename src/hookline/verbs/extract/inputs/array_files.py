@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.errors import InputError
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 from hookline.verbs.extract.inputs.arrays import ArrayItems, ArrayPart, ArrayRows
 
 _LOCAL_HEADER_BYTES = 30  # of a member of a zip archive; then its name and extra fields
@@ -33,7 +33,7 @@ def array_file_items(path: Path) -> ArrayItems:
             arrays = next(iter(arrays.values())) if len(arrays) == 1 else arrays
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(
-            f"{path} must be a file that np.save or np.savez wrote, got {first_line(error)}."
+            f"{path} must be a file that np.save or np.savez wrote, got {in_short(error)}."
             "\nWrite it anew, as numbers: np.save(FILE, array.astype('float32'))."
         ) from error
     if arrays == {}:

@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 from hookline.display.text import plural
 from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 from hookline.models.pictures import SUFFIXES, open_picture
 from hookline.verbs.extract.inputs.loading import Loaded, Refusal, load_each
 
@@ -100,7 +100,7 @@ def _find(folder: Path) -> tuple[list[str], str]:
                 n_others += 1
     except OSError as error:
         raise InputError(
-            f"{folder} must be readable, got {first_line(error)}.\nGive a folder that you may read."
+            f"{folder} must be readable, got {in_short(error)}.\nGive a folder that you may read."
         ) from error
     if not sizes:
         raise InputError(

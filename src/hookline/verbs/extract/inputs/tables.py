@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 from hookline.models.places import is_file
 from hookline.verbs.extract.inputs.fingerprints import files_fingerprint
 from hookline.verbs.extract.inputs.images import prepared
@@ -45,7 +45,7 @@ class ParquetTexts:
                 metadata, schema = file.metadata, file.schema_arrow
         except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors, too
             raise InputError(
-                f"{path} must be a parquet file, got {first_line(error)}."
+                f"{path} must be a parquet file, got {in_short(error)}."
                 "\nWrite it anew: pyarrow.parquet.write_table(table, FILE)."
             ) from error
         if KEY not in schema.names:
@@ -148,7 +148,7 @@ class HuggingFaceItems:
             except Exception as error:  # the readers of broken files raise anything
                 raise InputError(
                     f"{self._path} must be a data set that save_to_disk wrote, got"
-                    f" {first_line(error)}.\nWrite it anew: dataset.save_to_disk(FOLDER)."
+                    f" {in_short(error)}.\nWrite it anew: dataset.save_to_disk(FOLDER)."
                 ) from error
         return self._dataset
 
@@ -226,7 +226,7 @@ def _arrow_files(folder: Path) -> list[Path]:
         return [folder / one["filename"] for one in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{folder / _STATE} must be one that save_to_disk wrote, got {first_line(error)}."
+            f"{folder / _STATE} must be one that save_to_disk wrote, got {in_short(error)}."
             "\nWrite the data set anew: dataset.save_to_disk(FOLDER)."
         ) from error
 
@@ -246,6 +246,6 @@ def _import(package: str, needed_by: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise InputError(
-            f"{needed_by} needs the package {root}, got {first_line(error)}."
+            f"{needed_by} needs the package {root}, got {in_short(error)}."
             f"\nInstall it: pip install {root}"
         ) from error

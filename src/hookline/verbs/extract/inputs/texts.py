@@ -15,7 +15,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from hookline.errors import InputError, warn
-from hookline.models.packages import first_line
+from hookline.models.packages import in_short
 from hookline.verbs.extract.inputs.loading import Loaded, Refusal, Skip, load_each
 
 KEY = "text"  # of a line of .jsonl, or the column of a table
@@ -185,7 +185,7 @@ class Lines:
             self._offsets, self._fingerprint = _index(path)
         except OSError as error:
             raise InputError(
-                f"{path} must be readable, got {first_line(error)}.\nGive a file that you may read."
+                f"{path} must be readable, got {in_short(error)}.\nGive a file that you may read."
             ) from error
         if self._is_json:
             self._check_keys()
