@@ -395,6 +395,32 @@ def test_gradients_of_jagged_tensors_are_clipped_as_elements(make, options):
     assert line.report().clipped == 1
 
 
+JAGGED_LINES = {
+    "an edit": lambda model: hl.edit(model, "linear", tripled),
+    "an edit of a gradient": lambda model: hl.edit(model, "linear:grad_output", triple),
+    "a norm": lambda model: hl.clip(model, "linear:grad_output", norm=0.1),
+    "a bound": lambda model: hl.clip(model, "linear:grad_output", value=0.1),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", JAGGED_LINES)
+def test_compiled_jagged_gradients_are_those_of_eager_mode(name):
+    torch.manual_seed(0)
+    model, seen = Pooled(), []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        with hl.record(model, ["linear", "act"], ports=("output", "grad_output")) as found:
+            total(run(nested(torch.jagged))).backward()
+        bare = model.linear.weight.grad.clone()
+        model.zero_grad()
+        with JAGGED_LINES[name](model):
+            total(run(nested(torch.jagged))).backward()
+        assert not torch.allclose(model.linear.weight.grad, bare)
+        seen.append(([parts(value) for value in found.values()], model.linear.weight.grad))
+    assert_close(seen[1], seen[0])
+
+
 @pytest.mark.parametrize("options", [{"norm": 0.1}, {"value": 0.1}])
 def test_gradients_of_the_older_layout_are_not_clipped(options):
     model = Pooled()

@@ -31,6 +31,7 @@ from hookline.engine.torch_private.dynamo import (
     keep_in_graphs,
     shares_outputs,
 )
+from hookline.engine.torch_private.graph.dispatch import jagged_of, jagged_parts
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -72,13 +73,26 @@ def _define() -> None:
         elif grad.dtype is torch.int64:  # not a gradient, but the notice that a gradient is changed
             raise AttachError(ENDED.format(site="A gradient"))
 
-    @gradient.register_fake
-    def _(grad: Tensor, tap: Tensor, of_run: Tensor, call: int, slot: int) -> None:
-        return None
+    # torch gives an operator of others no jagged tensors, only their parts.
+    @torch.library.custom_op("hookline::jagged_gradient", mutates_args=())
+    def jagged_gradient(
+        values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int,
+        tap: Tensor, of_run: Tensor, call: int, slot: int,
+    ) -> None:  # fmt: skip
+        waiting = _waiting.get(int(tap))
+        if waiting is not None:
+            grad = jagged_of(values.clone(), offsets, lengths, dim)
+            waiting.arrived_from_graph(int(of_run), call, slot, grad)
 
-    keep_in_graphs("hookline::gradient")
+    for operator in (gradient, jagged_gradient):
+        operator.register_fake(_do_nothing)
+    for name in ("gradient", "jagged_gradient"):
+        keep_in_graphs(f"hookline::{name}")
     keep_call_in_graphs(_put_hook)
     keep_call_in_graphs(_leaf_like)
+
+
+def _do_nothing(*_: Any) -> None: ...
 
 
 def hook_in_graph(tensor: Tensor, address: Address, owner: str, on: Any) -> None:
@@ -144,13 +158,15 @@ def _put_hook(
         change: the input and the output of the traced function that changes the gradient. The
             backward from the output to the input turns the gradient into the new one.
     """
-    gradient = torch.ops.hookline.gradient
+    gradient, jagged = torch.ops.hookline.gradient, torch.ops.hookline.jagged_gradient
 
     def hook(grad: Tensor) -> Tensor | None:
         if change is not None:
             # Announces the change, so that Python may refuse it.
             gradient(tap, tap, of_run, call, slot)
-        if is_handed_out:
+        if is_handed_out and grad.layout is torch.jagged:
+            jagged(*jagged_parts(grad), tap, of_run, call, slot)
+        elif is_handed_out:
             gradient(grad, tap, of_run, call, slot)
         if change is None:
             return None

@@ -6,6 +6,7 @@ from collections import UserList, deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hookline.display.text import plural
@@ -84,7 +85,8 @@ def _tensor_difference(old: Tensor, new: Tensor, at: str) -> str | None:
 
 
 def _size(tensor: Tensor) -> Any:
-    return shape(tensor) if tensor.is_nested else tensor.shape
+    is_strided = tensor.is_nested and tensor.layout is torch.strided
+    return shape(tensor) if is_strided else tensor.shape
 
 
 def _sorted(parts: list[tuple[Key, Any]]) -> list[tuple[Key, Any]]:
