@@ -139,8 +139,8 @@ def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
 
 @pytest.mark.cell(
     "torch.compile", "watch",
-    note="`hl.watch` prints modules in compiled code after that code has run, without inputs"
-    " and times",
+    note="`hl.watch` prints the modules in compiled code after that code has run, and prints no"
+    " inputs and times of these modules",
 )  # fmt: skip
 def test_watch_prints_what_compiled_code_has_done():
     model, out = steps(), io.StringIO()
@@ -419,7 +419,8 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     "torch.compile",
     "raw hooks",
     refused="AttachError",
-    note="for pack and unpack hooks (`line.saved`) in compiled code",
+    note="for raw backward hooks (`line.backward`), and for pack and unpack hooks (`line.saved`),"
+    " in compiled code",
 )
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
@@ -586,7 +587,7 @@ def test_what_hooks_usually_do_is_refused_by_a_full_graph(what, capsys):
 
 
 @pytest.mark.trap(9)
-def test_a_record_of_compiled_code_has_no_gradient_the_port_has():
+def test_a_stored_compiled_value_has_no_gradient_the_port_has():
     model, kept = steps(), {}
     handle = model[1].register_forward_hook(lambda m, a, output: kept.update(one=output))
     loss = torch.compile(model, **OPTIONS)(X).sum()
@@ -657,7 +658,7 @@ def test_an_operator_that_keeps_gradients_is_dead_code_if_unused():
 
 
 @pytest.mark.cell(
-    "torch.compile", "raw hooks", note="forward and forward_pre hooks are traced into the graph"
+    "torch.compile", "raw hooks", note="raw forward and forward_pre hooks are traced into the graph"
 )
 @pytest.mark.trap(14)
 def test_paths_are_those_of_the_model():

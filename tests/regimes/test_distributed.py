@@ -48,7 +48,9 @@ def test_under_ddp_each_rank_records_its_part_of_the_batch(rank, folder):
 
 
 @pytest.mark.cell(
-    "DDP", "gradients", note="a parameter's gradient is this rank's gradient, before the reduction"
+    "DDP",
+    "gradients",
+    note="the recorded gradient of a parameter is that of this rank, before DDP reduces it",
 )
 @pytest.mark.trap(30)
 @on_ranks
@@ -69,7 +71,7 @@ def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
 @pytest.mark.cell(
     "DDP",
     "statistics",
-    note="each rank has statistics of its own; `run.reduced` combines those of all ranks",
+    note="each rank records statistics of its own part; `run.reduced` combines those of all ranks",
 )
 @on_ranks
 def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
@@ -242,7 +244,7 @@ def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
 @pytest.mark.cell(
     "FSDP2",
     "statistics",
-    note="each rank has statistics of its own; `run.reduced` combines those of all ranks",
+    note="each rank records statistics of its own part; `run.reduced` combines those of all ranks",
 )
 @pytest.mark.trap(30)
 @on_ranks

@@ -197,8 +197,8 @@ def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
 @pytest.mark.trap(34)
 @pytest.mark.cell(
     "TransformerEncoder, torch's fast path on", "raw hooks", refused="HooklineWarning",
-    note="`hl.EVERYWHERE` leaves the fast path on, so its hooks are not called for modules"
-    " inside an encoder layer",
+    note="process-wide hooks (`hl.EVERYWHERE`) leave the fast path on, so they are not called for"
+    " modules inside an encoder layer",
 )  # fmt: skip
 def test_everywhere_says_that_it_does_not_see_into_fused_layers(x):
     model = nn.Sequential(nn.Linear(16, 16), encoder()).eval()

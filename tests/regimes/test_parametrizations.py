@@ -96,7 +96,8 @@ def test_what_a_parametrization_computes_is_a_site_of_its_own(name, x):
 @pytest.mark.cell(
     "parametrized weights",
     "record",
-    note="under `parametrize.cached()`, the parametrization runs once in the whole `with` block",
+    note="under `parametrize.cached()`, the parametrization runs in the first pass (run of the"
+    " model) only, and only this pass records its value",
 )
 def test_a_cached_parametrization_runs_once_later_passes_say_so(x):
     model = build(parametrizations.spectral_norm)

@@ -188,7 +188,7 @@ class Encoded(Dataset):
 
 @pytest.mark.cell(
     "forked workers of a DataLoader", "record", refused="HooklineWarning",
-    note="values recorded in a worker process stay in that process",
+    note="values recorded in a worker process are not in the recording of the main process",
 )  # fmt: skip
 @pytest.mark.cell("forked workers of a DataLoader", "edit")
 def test_forked_workers_edit_and_keep_what_they_record(model):

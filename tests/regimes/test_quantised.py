@@ -61,8 +61,7 @@ def test_a_type_of_the_same_name_is_shown_with_its_module(dynamic):
     "gradients",
     "clip",
     refused="SelectionError",
-    note="quantised layers have no parameters, so there are no parameter gradients to record"
-    " or clip",
+    note="for the gradients of parameters, because quantised layers have no parameters",
 )
 def test_there_are_no_parameters_packed_weights_are_explained(dynamic, x):
     for action in (

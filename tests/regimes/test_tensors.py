@@ -95,7 +95,7 @@ def wide(tensor):
     "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors", "record", "features",
     "watch",
     note="tensors are recorded unchanged; `run.save` does not save sparse, quantised, nested"
-    " and complex32 tensors, and `run.lost` names those",
+    " and complex32 tensors, and `run.lost` names the tensors that were not saved",
 )  # fmt: skip
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
 def test_a_tensor_is_recorded_as_saved_or_named_as_lost(name, tmp_path):
@@ -164,7 +164,7 @@ WORKS = {
 @pytest.mark.cell(
     "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
     "edit",
-    note="if torch lacks an edit's operation for a kind of tensor, the edit raises"
+    note="if torch does not implement the edit's operation for a kind of tensor, the edit raises"
     " `StructureError`",
 )
 @pytest.mark.parametrize("edit", EDITS)
@@ -248,8 +248,8 @@ def total(value):
 
 @pytest.mark.cell(
     "nested tensors", "record", "gradients", "statistics", "edit", "features", "watch",
-    note="strided and jagged nested tensors are recorded; `run.save` does not save them, and"
-    " `run.lost` names them",
+    note="strided and jagged nested tensors are recorded; `run.save` does not save nested tensors,"
+    " and `run.lost` names the tensors that were not saved",
 )  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_values_and_gradients_of_nested_tensors_are_their_parts(layout):
@@ -327,7 +327,7 @@ def test_nested_values_are_those_of_torchs_hooks(layout, path):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="only for nested tensors in the jagged layout",
+    note="works only for nested tensors in the jagged layout",
 )
 @pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
 def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
@@ -348,7 +348,7 @@ def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="only for nested tensors in the jagged layout",
+    note="works only for nested tensors in the jagged layout",
 )
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
@@ -372,7 +372,9 @@ def with_holes():
     return torch.nested.narrow(torch.stack([BASE, BASE]), 1, starts, lengths, layout=torch.jagged)
 
 
-@pytest.mark.cell("nested tensors", "clip", note="only for nested tensors in the jagged layout")
+@pytest.mark.cell(
+    "nested tensors", "clip", note="works only for nested tensors in the jagged layout"
+)
 @pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
 @pytest.mark.parametrize(
     "options", [{"norm": 0.1}, {"norm": 0.1, "norm_type": 1.0}, {"value": 0.1}]

@@ -124,8 +124,8 @@ def test_tracing_is_refused_as_hooks_would_become_code(model, x):
 
 @pytest.mark.cell(
     "a feature extractor made by `torch.fx`", "record",
-    note="the extractor shares its leaf modules with the original model, so of the hooks on"
-    " the original only those on leaf modules are called",
+    note="the extractor calls only the leaf modules of the original model, so of the hooks on the"
+    " original model only those on leaf modules are called; a warning says so",
 )  # fmt: skip
 def test_a_traced_copy_calls_innermost_modules_and_reports_which(model, x):
     traced = torch.fx.symbolic_trace(model)
@@ -157,8 +157,8 @@ class Adding(nn.Module):
 @pytest.mark.cell(
     "modules with their own `__call__`",
     "record",
-    note="the recorded value is the result of `forward`; if `__call__` does not call"
-    " `super().__call__`, hooks on the module are not called, and a warning says so",
+    note="the recorded output is the result of `forward`, not of `__call__`; if `__call__` does not"
+    " call `super().__call__`, hooks on the module are not called, and a warning says so",
 )
 def test_a_call_of_its_own_is_seen_from_within_or_explained(x):
     wrapped = Adding(calls_super=True)

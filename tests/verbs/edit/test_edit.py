@@ -318,7 +318,7 @@ def test_ready_made_edits_of_an_8_bit_float_say_what_to_do():
 
 
 @pytest.mark.trap(37)
-def test_a_recorder_before_the_edit_sees_the_unedited_value():
+def test_a_raw_recorder_before_the_edit_sees_the_unedited_value():
     model, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), []
     handles = [
         model[0].register_forward_hook(lambda module, args, output: kept.append(output)),

@@ -212,7 +212,7 @@ def test_wrong_options_are_refused_before_the_model_runs(net, left_as_found):
 
 
 @pytest.mark.trap(41)
-def test_a_kept_slice_does_not_keep_the_whole():
+def test_a_stored_slice_keeps_the_whole_a_recorded_one_does_not():
     model, kept = nn.Sequential(nn.Identity()), []
     handle = model[0].register_forward_hook(lambda module, args, output: kept.append(output[:1]))
     with hl.record(model, "0", keep=lambda t: t[:1]) as run:
@@ -250,7 +250,7 @@ def test_a_keep_that_takes_a_leaf_has_it_proposed(keep, selector, leaf):
 
 
 @pytest.mark.trap(41)
-def test_a_record_keeps_the_graph_and_all_it_holds():
+def test_a_stored_output_keeps_the_graph_a_recorded_one_does_not():
     model, kept = Sized(), []
     handle = model.head.register_forward_hook(lambda module, args, output: kept.append(output))
     for _ in range(3):
@@ -267,7 +267,7 @@ def test_a_record_keeps_the_graph_and_all_it_holds():
 
 
 @pytest.mark.trap(41)
-def test_a_dict_of_modules_keeps_the_model():
+def test_a_dict_of_modules_keeps_the_model_a_recording_does_not():
     def recorded(how):
         model = Sized()
         if how == "by hand":

@@ -285,7 +285,7 @@ def test_accumulated_gradients_are_recorded_before_adding_up(looped):
 
 
 @pytest.mark.trap(39)
-def test_a_recorded_grad_changes_when_it_is_clipped_or_zeroed():
+def test_a_stored_grad_changes_when_clipped_a_recorded_one_not():
     model, kept = nn.Sequential(nn.Linear(3, 1)), []
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
     with hl.record(model, "0.weight:grad") as run:
