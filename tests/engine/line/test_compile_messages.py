@@ -1,47 +1,38 @@
-"""What is said of hooks in compiled code; here of torch before 2.13, whichever torch is there."""
+"""What is said of hooks in compiled code, beside the real errors of tests/regimes."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
-import pytest
-import torch
 from torch import nn
 
-import hookline as hl
-from hookline.engine.gradients.ports import all_at
-from hookline.engine.line.compile_messages import refuse_reversed
-from hookline.engine.torch_private.dynamo import TracingAttachError
+from hookline.engine.line.compile_messages import note_on, stale_forward
+from hookline.engine.selection.site import Site
 
-SITE = "0:grad_output"
-LINES = {
-    "record": lambda model: hl.record(model, SITE),
-    "edit": lambda model: hl.edit(model, SITE, hl.edits.scale(2.0)),
-}
+SITE = Site("fc", module_type="Linear")
 
 
-def taps_of(names, stack):
-    model = nn.Sequential(nn.Linear(2, 2))
-    for name in names:
-        stack.enter_context(LINES[name](model))
-    model(torch.ones(1, 2)).sum().backward()  # or the lines warn that they saw nothing
-    taps = all_at(model[0], "grad_output")
-    assert len(taps) == len(names)
-    return model[0], taps
+class Unsupported(Exception):
+    """Named as dynamo's error for code that it cannot trace."""
 
 
-@pytest.mark.parametrize("names", [["record", "edit"], ["edit", "record"], ["edit", "edit"]])
-def test_two_lines_are_refused_if_one_changes_the_gradient(names):
-    with ExitStack() as stack:
-        module, taps = taps_of(names, stack)
-        for tap in taps:
-            with pytest.raises(TracingAttachError, match=r"0:grad_output.*\n.*2.13 or newer"):
-                refuse_reversed(tap, module)
+class FailOnRecompileLimitHit(Exception):
+    """Named as dynamo's error."""
 
 
-@pytest.mark.parametrize("names", [["edit"], ["record"], ["record", "record"]])
-def test_a_line_alone_and_lines_that_only_read_are_not_refused(names):
-    with ExitStack() as stack:
-        module, taps = taps_of(names, stack)
-        for tap in taps:
-            refuse_reversed(tap, module)
+def test_what_dynamo_cannot_trace_is_said_of_the_last_hook():
+    value, gradient = SITE, Site("fc", "grad_output", module_type="Linear")
+    assert "the hook at fc (Linear) cannot be" in note_on(Unsupported(), value)
+    assert "the gradients at fc:grad_output (Linear) cannot" in note_on(Unsupported(), gradient)
+    assert note_on(Unsupported(), None) is None
+
+
+def test_at_the_recompile_limit_the_causes_are_named():
+    assert "torch._dynamo.config.recompile_limit" in note_on(FailOnRecompileLimitHit(), SITE)
+    assert "torch._dynamo.config.recompile_limit" in note_on(FailOnRecompileLimitHit(), None)
+
+
+def test_other_errors_get_no_note():
+    assert note_on(ValueError("mine"), SITE) is None
+
+
+def test_a_stale_forward_is_named_by_the_class():
+    assert stale_forward(nn.Linear(1, 1)).startswith("Linear got another forward")

@@ -34,7 +34,6 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.checkpoint import aside
 from hookline.engine.torch_private.dynamo import has_compiled_forward
-from hookline.engine.torch_private.hooks import hook_dict
 from hookline.errors import AttachError, StructureError, warn
 
 
@@ -118,13 +117,6 @@ class GradInputTap(GradientTap):
                 self._note(error)
                 raise
         return new
-
-
-def all_at(module: nn.Module, port: str) -> list[GradientTap]:
-    """Return the taps on a module's gradients at a port, in their order."""
-    kind = "forward" if port == "grad_output" else "forward_pre"
-    owners = [getattr(hook, "__self__", None) for hook in hook_dict(module, kind).values()]
-    return [tap for tap in owners if isinstance(tap, GradientTap) and tap.site.port == port]
 
 
 class BorderTap(Tap):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from hookline.engine.gradients.ports import all_at
-from hookline.engine.gradients.tap import GradientTap
 from hookline.engine.selection.site import Site
-from hookline.engine.torch_private.dynamo import TracingAttachError, is_limit, is_untraceable
+from hookline.engine.torch_private.dynamo import is_limit, is_untraceable
 
 _UNTRACEABLE = (
     "hookline: the hook at {site} ({type}) cannot be part of a compiled graph; the reason is"
@@ -26,17 +23,10 @@ _UNTRACEABLE_GRADIENT = (
 _LIMIT = (
     "hookline: hooks are part of compiled code. A new hook function, a new Python number or a"
     " different set of sites triggers a recompilation.\nMake the function once and keep it. Give"
-    " numbers as tensors, or use hl.edits, which does so. In a sweep over sites, keep a line at"
-    " every site, with hl.edits.scale(1.0) where nothing should change. Or raise"
+    " numbers as tensors, or use hl.edits, which does so. In a sweep over sites, keep"
+    " hl.edits.scale at every site, with 1.0 where nothing should change. Or raise"
     " torch._dynamo.config.recompile_limit."
 )
-_REVERSED = (
-    "one line changes the gradient at {site}, and another line changes or reads it, in one compiled"
-    " graph. There, torch {version} calls the later line's hook first."
-    "\nUpdate torch to 2.13 or newer, or run without compiled code:"
-    "\n    with torch.compiler.set_stance('force_eager'): ..."
-)
-
 _STALE = (
     "{kind} got another forward while this line is on, but torch had already fetched the old"
     " forward for this call.\nCall the model again: the new forward runs from now on."
@@ -62,17 +52,3 @@ def note_on(error: BaseException, site: Site | None) -> str | None:
         why = _UNTRACEABLE_GRADIENT if site.is_gradient else _UNTRACEABLE
         return why.format(site=site, type=site.module_type)
     return _LIMIT if is_limit(error) else None
-
-
-def refuse_reversed(tap: GradientTap, module: nn.Module) -> None:
-    """Refuse two lines on one module if one changes a gradient and the other uses it.
-
-    Called for torch before 2.13, which calls the tensor hooks in a graph in the reverse order.
-
-    Raises:
-        AttachError: two lines do so.
-    """
-    for other in all_at(module, tap.site.port):
-        is_beside = other is not tap and other.passes.is_here()
-        if is_beside and (tap.on.changes or other.on.changes):
-            raise TracingAttachError(_REVERSED.format(site=tap.site, version=torch.__version__))

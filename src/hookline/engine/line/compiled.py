@@ -23,15 +23,13 @@ from torch import nn
 from hookline.engine.compile.compiled_modules import Borders, compiled_within, inside_compiled
 from hookline.engine.compile.guards import Marks
 from hookline.engine.compile.runs import ActiveTaps, CurrentRun
-from hookline.engine.gradients.tap import GradientTap
 from hookline.engine.line.attachment import Attachment
-from hookline.engine.line.compile_messages import note_on, refuse_reversed, stale_forward
+from hookline.engine.line.compile_messages import note_on, stale_forward
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.site import GRADIENT_PORTS, Site
 from hookline.engine.taps.base import RootTap, Tap
 from hookline.engine.torch_private.dynamo import (
-    OLD_DYNAMO,
     Settings,
     TracingAttachError,
     dynamo_config,
@@ -313,14 +311,10 @@ class Compiled(Attachment):
         """Prepare for code being compiled that calls the line's tap, or with None its root.
 
         Raises:
-            AttachError: the code runs outside any pass, and no pass can begin; or this torch would
-                call the tap in the wrong order.
+            AttachError: the code runs outside any pass, and no pass can begin.
         """
         passes = self._passes
         self._traced = None if tap is None else tap.site
-        node = self._nodes.get(id(tap))
-        if OLD_DYNAMO and isinstance(tap, GradientTap) and isinstance(node, ModuleNode):
-            refuse_reversed(tap, node.module)
         is_inside = self.border is not None and self.border.is_crossed
         if passes.switch.is_on or is_inside or not passes.is_here():
             return

@@ -1,4 +1,4 @@
-"""A line of raw hooks, of every kind that torch has.
+"""A line of raw hooks: the kinds of hooks of torch, as methods.
 
 The signatures are torch's. hookline adds four things to torch's hooks:
 
@@ -49,7 +49,7 @@ _TORCH_NAMES = {
 
 @final
 class RawLine(EventHooks, TensorHooks):
-    """A line of raw hooks, of every kind that torch has; `hl.attach` makes it.
+    """A line of raw hooks, with a method for each kind; `hl.attach` makes it.
 
     The hooks of one module run in this order: hooks of `hl.EVERYWHERE`, edits, other hooks as they
     were added, recorders. A hook with `prepend` runs before the other hooks that are already there.

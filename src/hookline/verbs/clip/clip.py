@@ -67,8 +67,8 @@ class ClipLine(VerbLine[RawLine]):
         if bad and not self._told:
             self._told = True
             warn(
-                f"hl.clip: {sum(row.nonfinite for row in bad)} gradients were inf or NaN, which"
-                f" clipping cannot change: {', '.join(row.site for row in bad[:4])}."
+                f"hl.clip: {sum(row.nonfinite for row in bad)} gradients had inf or NaN, which"
+                f" clipping does not mend: {', '.join(row.site for row in bad[:4])}."
                 "\nFind where they begin: hl.record(model, ports=('output', 'grad_output'))."
             )
 

@@ -25,7 +25,7 @@ class ClipRow:
         largest: the largest norm before clipping; with `value`, the largest absolute element.
         factor: the smallest factor by which a gradient was scaled; with `value`, the smallest
             ratio of the bound to an element.
-        nonfinite: the number of gradients with inf or NaN, which clipping cannot change.
+        nonfinite: the number of gradients with inf or NaN, which clipping does not mend.
     """
 
     site: str
