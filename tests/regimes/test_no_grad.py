@@ -76,8 +76,8 @@ def test_in_inference_mode_overwritten_values_were_copied(net, image):
 @pytest.mark.trap(26)
 @pytest.mark.cell(
     "no_grad, inference_mode", "gradients", "edit gradients", "raw hooks", "clip",
-    note="no gradient is computed, so hooks on gradients are not called, and a warning says why;"
-    " the look-up of a gradient raises this error",
+    note="no gradient is computed, so hooks on gradients, such as raw backward hooks, are not"
+    " called; a warning says why, and the look-up of a gradient raises this error",
     refused="NotRecordedError",
 )  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)

@@ -104,11 +104,11 @@ def test_under_grad_of_torch_func(path):
     )  # fmt: skip
 
 
-@pytest.mark.cell("torch.func.vmap", "record", "edit", "features", "watch")
+@pytest.mark.cell("torch.func.vmap", "record", "edit", "raw hooks", "features", "watch")
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_under_vmap(path):
     assert_values_are_torchs(
-        rows_net, lambda model: vmap(model)(ROWS), path, ["record", "edit", "watch"],
+        rows_net, lambda model: vmap(model)(ROWS), path, ["record", "edit", "raw hooks", "watch"],
         plain=(rows_net, lambda model: model(ROWS)),
     )  # fmt: skip
     model = rows_net()
@@ -307,7 +307,9 @@ def test_with_data_parallel_on_the_cpu(path):
     assert_values_are_torchs(lambda: nn.DataParallel(rows_net()), step, path, plain=rows_net)
 
 
-@pytest.mark.cell("no_grad, inference_mode", "record", "statistics", "edit", "features", "watch")
+@pytest.mark.cell(
+    "no_grad, inference_mode", "record", "statistics", "edit", "raw hooks", "features", "watch"
+)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("path", ["0", "1"])
 def test_without_gradients(path, mode):
