@@ -12,6 +12,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
 import hookline as hl
+from hookline.engine.passes.passes import Passes
+from hookline.engine.selection.site import Site
+from hookline.engine.taps.base import Order
+from hookline.engine.taps.forward import OutputTap
 from zoo import steps
 
 pytestmark = [
@@ -84,6 +88,25 @@ def test_a_hook_that_reads_its_name_is_recompiled_for_each_block():
     assert n_graphs() <= 2
 
 
+def test_a_tap_that_is_imported_later_is_no_graph():
+    model = by_part(linears(1))
+    with hl.record(model, "0"):
+        model(X)
+
+    class Late(OutputTap):
+        def fire(self, module, args, output):
+            return self.callback(None, output)
+
+    handle = model[0].register_forward_hook(
+        Late(Site("0"), Passes(), lambda current, output: output * 1, Order.HOOK).fire
+    )
+    with hl.record(model, "0"):
+        counters.clear()
+        model(X)
+    handle.remove()
+    assert n_graphs() == 0
+
+
 @pytest.mark.trap(13)
 @config.patch(recompile_limit=3)
 def test_a_sweep_of_one_edit_over_sites_hits_the_recompile_limit():
@@ -123,7 +146,7 @@ def test_a_sweep_of_lines_says_at_the_limit_what_to_do():
     with pytest.raises(FailOnRecompileLimitHit) as failed:
         sweep(torch.compile(model, **OPTIONS))
     assert "a different set of sites triggers a recompilation" in failed.value.__notes__[0]
-    assert "hl.edits.scale(1.0)" in failed.value.__notes__[0]
+    assert "hl.edits.scale at every site, with 1.0 where" in failed.value.__notes__[0]
     torch.compiler.reset()
     model = steps(5)
     sweep(by_part(model))  # blocks that are compiled one by one share their code

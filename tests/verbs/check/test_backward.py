@@ -100,6 +100,40 @@ def test_a_loss_on_values_inside_the_model():
     assert refused(three(), work).path == "0.bias"
 
 
+def spoilt_afterwards(model):
+    model(X).sum().backward()
+    model[2].bias.grad /= 0
+
+
+def of_the_weights_alone(model):
+    model(X)
+    (0 * model[2].bias).sum().sqrt().backward()
+
+
+@pytest.mark.parametrize("work", [spoilt_afterwards, of_the_weights_alone])
+def test_without_an_optimizer_the_block_ends_with_the_error(work):
+    model, is_over = three(), False
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model) as line:
+        work(model)
+        is_over = True
+    assert is_over
+    assert caught.value.finding.path == "2.bias"
+    assert line.findings == [caught.value.finding]
+
+
+@pytest.mark.parametrize("work", [spoilt_afterwards, of_the_weights_alone])
+def test_gradients_that_were_spoilt_before_or_were_dropped(work):
+    model = three()
+    work(model)
+    with hl.check(model) as line:
+        model(X)
+    with hl.check(model):
+        model.zero_grad()
+        work(model)
+        model.zero_grad()
+    assert line.findings == []
+
+
 def test_a_backward_through_parts_of_the_model():
     finding = refused(three(), lambda model: (0 * model[2](model[0](X))).sum().sqrt().backward())
     assert finding.path == "2.bias"

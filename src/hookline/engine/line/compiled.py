@@ -11,11 +11,10 @@ run, the values that it has left on the taps are collected there.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable
 from functools import partial
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import final
 
 from torch import nn
@@ -28,7 +27,7 @@ from hookline.engine.line.compile_messages import note_on, stale_forward
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.site import GRADIENT_PORTS, Site
-from hookline.engine.taps.base import RootTap, Tap
+from hookline.engine.taps.base import Tap, hook_functions
 from hookline.engine.torch_private.dynamo import (
     Settings,
     TracingAttachError,
@@ -217,7 +216,7 @@ class Compiled(Attachment):
         """
         if self.border is not None or self._root is None or dynamo_config() is None:
             return
-        not_alone(_hooks_of((Tap, RootTap)))
+        not_alone(hook_functions)
         self._root = inside_compiled(self._root)
         self.border = _Border(self, self._passes, self._root)
         self.border.open(compiled)
@@ -403,17 +402,3 @@ def refuse_inside(name: str) -> None:
         "\nMake it around"
         f" the compiled call: with hl.{name}(model, ...): compiled(x)."
     )
-
-
-@functools.cache
-def _hooks_of(kinds: tuple[type, ...]) -> list[FunctionType]:
-    """Find the functions that torch calls as hooks, in classes and all their subclasses.
-
-    Outside a graph, as on a compiled model, these functions run as usual. All classes exist once
-    hookline is imported, so they are searched once and not for each line.
-    """
-    names = ("fire", "leave", "begin", "end")
-    found = [vars(kind).get(name) for kind in kinds for name in names]
-    below: list[tuple[type, ...]] = [tuple(kind.__subclasses__()) for kind in kinds]
-    functions = [function for function in found if isinstance(function, FunctionType)]
-    return functions + [function for one in below if one for function in _hooks_of(one)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from enum import IntEnum
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -84,7 +84,22 @@ class HookSpec(NamedTuple):
 walked_over: list[Tap] = []
 
 
-class Tap:
+# The functions of all taps that torch calls as hooks. Outside a graph, as on a compiled model,
+# they run uncompiled. The list grows: a verb, with its taps, is imported at its first use.
+hook_functions: list[FunctionType] = []
+
+
+class _Hooks:
+    """The base of the objects whose methods torch calls as hooks."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        found = [vars(cls).get(name) for name in ("fire", "leave", "begin", "end")]
+        hook_functions.extend(one for one in found if isinstance(one, FunctionType))
+
+
+class Tap(_Hooks):
     """The base of all taps: it knows its line, whether it may fire now, and how often it fired.
 
     Args:
@@ -290,7 +305,7 @@ _REMOVED = Passes()
 _REMOVED.closed = True
 
 
-class RootTap:
+class RootTap(_Hooks):
     """A tap on the root that begins and ends a line's passes; inert in copies, as every tap."""
 
     __slots__ = ("passes", "rank")

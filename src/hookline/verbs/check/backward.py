@@ -67,7 +67,7 @@ class BackwardChecks:
         self._forward = forward
         self._warns_of_missing = warns_of_missing
         self._weights: list[tuple[str, Tensor]] = []
-        self._judged = self._found_with = _Gradients([])
+        self._at_start = self._judged = self._found_with = _Gradients([])
         self._has_stepped = False
 
     def start(
@@ -83,6 +83,7 @@ class BackwardChecks:
             if not is_scripted(node.module)
         ]
         self._weights = [(node.path, node.tensor) for node in line.module_tree.tensors]
+        self._at_start = _Gradients(self._weights)
         step = _StepTap(self._passes, self)
         line.tap(Selection(line.module_tree, gradients), self._bind, Order.RECORD)
         registrations.register_everywhere("step_pre", step.fire)
@@ -212,17 +213,28 @@ class BackwardChecks:
         """Say at the end of the block what no optimizer has stepped with."""
         outcome = self._outcome
         outcome.at_end = outcome.at_end or outcome.take_until_step()
-        finding = outcome.take_backward()
+        made = outcome.take_backward()
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        is_skipped = self._has_stepped or not self._found_with.are_same(self._weights)
-        if finding is None or is_skipped or finding in outcome.all:
+        is_skipped = self._has_stepped or not (
+            made is None or self._found_with.are_same(self._weights)
+        )
+        finding = None if is_skipped else made or self._written_meanwhile()
+        if finding is None or finding in outcome.all:
             return
         outcome.add(finding)
         if error is None:
             outcome.at_end = outcome.at_end or finding
         elif not isinstance(error, NonFiniteError):
             error.add_note(f"hookline: before that, {finding.message}")
+
+    def _written_meanwhile(self) -> Finding | None:
+        """Describe gradients that something else than a backward through the outputs has made."""
+        if any(not one.vanished for one in self._outcome.all):
+            return None  # said already
+        if self._at_start.are_same(self._weights) or self._gradients_are_finite():
+            return None
+        return self._of_step(self._weights)
 
     def _gradients_are_finite(self, of: set[int] | None = None) -> bool:
         grads = [
