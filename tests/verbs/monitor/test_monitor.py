@@ -286,6 +286,37 @@ def test_an_optimizer_that_steps_rarely_moves_no_number(every):
     assert had == [k % 4 == 2 for k in steps]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_optimizer_that_steps_rarely_may_be_the_first_in_code(first):
+    model = net()
+    often, rarely = (torch.optim.SGD(one.parameters(), lr=0.0) for one in (model[0], model[2]))
+    with hl.monitor(model, ["0", "2.weight:update"], ports="output") as seen:
+        for k in range(8):
+            model(torch.full((2, 4), float(k))).sum().backward()
+            if k % 2 == first:
+                rarely.step()
+            often.step()
+    # Where both first step at the second run, this first looks like a rare step at its end.
+    assert seen.steps.tolist() == list(range(8))
+    n_late = 2 * first
+    expected = greatest(model, lambda one: one[0], range(n_late, 8))
+    assert seen["0"].max.tolist()[n_late:] == expected
+    had = (~np.isnan(seen["2.weight:update"].mean)).tolist()
+    assert had[n_late:] == [k % 2 == first for k in range(n_late, 8)]
+
+
+def test_optimizers_with_a_run_for_each_make_one_step():
+    model = net()
+    one, other = (torch.optim.SGD(part.parameters(), lr=0.0) for part in (model[0], model[2]))
+    with hl.monitor(model, "0", ports="output") as seen:
+        for k in range(4):
+            for optimizer in (one, other):
+                model(torch.full((2, 4), float(k))).sum().backward()
+                optimizer.step()
+    assert seen.steps.tolist() == [0, 1, 2, 3]
+    assert seen["0"].count.tolist() == [32] * 4
+
+
 def test_alternating_passes_and_optimizers_keep_their_steps():
     model = nn.ModuleDict({"one": net(), "other": net()})
     optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.0) for name, part in model.items()}

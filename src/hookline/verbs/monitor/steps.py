@@ -64,9 +64,10 @@ class Steps:
 
     A step ends when every parameter was stepped that an optimizer holds, and the others have no
     gradient. The first step shows which optimizers there are, so it ends when every parameter of
-    the model was stepped. A step that is still open ends when a parameter is stepped again; the
-    passes since its last optimizer's step belong to the next step. Until an optimizer steps, the
-    passes are kept apart. If none ever does, each pass is a step.
+    the model was stepped. A step that is still open ends when a parameter is stepped again, or when
+    the model has run between the steps of two optimizers that have stepped after one run before.
+    The passes since its last optimizer's step belong to the next step. Until an optimizer steps,
+    the passes are kept apart. If none ever does, each pass is a step.
 
     Args:
         model: the model.
@@ -106,6 +107,13 @@ class Steps:
         self._not_held: list[weakref.ref[Tensor]] | None = None
         self._has_stepped = False
         self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
+        # For each optimizer, those that stepped directly before or after it, without a run of the
+        # model in between.
+        self._together: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
+        self._together = weakref.WeakKeyDictionary()
+        self._last: weakref.ref[Optimizer] | None = None  # the optimizer that stepped last
+        self._has_run = False  # whether the root has run with gradients since then
+        self._goes_on = False  # whether this step began with the rest of the last one's optimizers
         # The slots of this step up to its last optimizer's step.
         self._aside: dict[str, list[Tensor]] = {}
         # The slots of passes before any optimizer has stepped, and whether they had gradients.
@@ -162,6 +170,7 @@ class Steps:
     def root_begins(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
         if torch.is_grad_enabled():
+            self._has_run = True
             self._slots.of_training.add(current)
 
     def _end_pass(self) -> None:
@@ -197,8 +206,9 @@ class Steps:
         """Measure weights and gradients: the hook before an optimizer's step."""
         if self.told_by != "optimizer":
             self._tell_by_optimizer()
-        elif not self._stepped.isdisjoint(self._held_by(optimizer)):
+        elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._is_later(optimizer):
             self._end_open_step()
+        self._note_together(optimizer)
         if self._slots.is_on:
             self._scaling.look(self.number)
             self._measured.before(optimizer, has_grads=not _has_closure(args, kwargs))
@@ -211,13 +221,28 @@ class Steps:
             self._slots.put(self._aside)
             self._aside = {}
         self._stepped |= self._held_by(optimizer)
-        self._has_stepped = True
+        self._has_stepped, self._has_run = True, False
+        self._last = weakref.ref(optimizer)
         if self._has_ended():
             self._end_step()
             return
         if self._slots.is_on:
             self._aside = self._slots.take()
         self._turn()
+
+    def _is_later(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer steps after a later run than those of the open step did."""
+        others = self._together.get(optimizer, ()) if self._has_run else ()
+        return any(not self._stepped.isdisjoint(self._held_by(one)) for one in others)
+
+    def _note_together(self, optimizer: Optimizer) -> None:
+        """Note two optimizers that step after one run of the model."""
+        last = None if self._last is None or self._has_run else self._last()
+        if last is None or last is optimizer:
+            return
+        for one, other in ((last, optimizer), (optimizer, last)):
+            self._together.setdefault(one, weakref.WeakSet()).add(other)
+        self._goes_on = self._goes_on or not self._has_stepped
 
     def _has_ended(self) -> bool:
         """Tell whether every parameter was stepped that will be stepped in this step."""
@@ -285,7 +310,7 @@ class Steps:
         self.number += 1
         self.n_ended += 1
         self._knows_optimizers = self._has_stepped
-        self._has_stepped = False
+        self._has_stepped = self._goes_on = False
         self._stepped.clear()
         self._turn()
 
@@ -301,7 +326,8 @@ class Steps:
 
     def _look_for_values(self, taken: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
-        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(taken):
+        is_told = self._has_told or self._goes_on or self.told_by != "optimizer"
+        if is_told or self._slots.has_modules(taken):
             return
         self._has_told = True
         warn(
