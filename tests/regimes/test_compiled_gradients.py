@@ -14,7 +14,6 @@ from torch._dynamo.utils import counters
 
 import hookline as hl
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.dynamo import OLD_DYNAMO
 from hookline.models._torchvision_import import import_torchvision
 
 pytestmark = [
@@ -219,7 +218,7 @@ class Two(nn.Module):
 
 
 class Cell(nn.Module):
-    """Dynamo gives up on a frame with nn.LSTM, and compiles nn.LSTMCell's forward by itself."""
+    """Dynamo of torch 2.13 gives up on a frame with nn.LSTM, and compiles the cell by itself."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +264,8 @@ def test_gradients_through_a_layers_other_result_are_unknown():
         net(x).sum().backward()
     assert run["cell:grad_output"][1] is not None
     call = torch.compile(net, backend="aot_eager")
-    if OLD_DYNAMO:  # which leaves the cell in eager code
+    # Torch 2.11 leaves the cell in eager code, and 2.15 goes on in one graph after the nn.LSTM.
+    if not (2, 13) <= torch.__version__ < (2, 15):
         with hl.record(net, "cell:grad_output") as again:
             call(x).sum().backward()
         torch.testing.assert_close(again["cell:grad_output"], run["cell:grad_output"])

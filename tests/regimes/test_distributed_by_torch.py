@@ -424,7 +424,7 @@ def test_the_input_of_a_part_is_the_tensor_that_all_uses_share(rank, folder):
         make = partial(Rising, is_written=is_written)
         regime = Regime(make, wrap, lambda x=x: [x], ())
         setup = Setup(regime, rank, make(), wrap(make()))
-        if is_written and len(shape) == 3:
+        if is_written and len(shape) == 3 and torch.__version__ < (2, 15):
             with pytest.warns(hl.HooklineWarning) as caught:
                 setup.under(lambda model: hl.record(model, site))
             assert f"{site} has no gradient: it is a view that was changed" in str(
