@@ -21,17 +21,20 @@ class SelectionError(HooklineError, LookupError):
 
 
 class SiteError(HooklineError, LookupError):
-    """A leaf that was asked for does not exist in the value at its site."""
+    """A value lacks the leaf that a site names, or holds a tensor that cannot be copied.
+
+    A leaf is a part of a nested value, such as `[0]` in `lstm:output[0]`.
+    """
 
 
 class NotRecordedError(HooklineError, KeyError):
-    """A recording has no value for this site: it was not selected, or it never fired."""
+    """A site has no recorded value: it was not selected, or its hook was never called."""
 
     __str__ = Exception.__str__  # KeyError would show the message quoted, on one line
 
 
 class AmbiguousError(HooklineError, LookupError):
-    """A look-up matches several calls or several passes."""
+    """A site or a look-up matches several calls, passes or backward passes, where one is needed."""
 
 
 class OverwrittenError(HooklineError, RuntimeError):
@@ -43,15 +46,15 @@ class StructureError(HooklineError, TypeError):
 
 
 class AttachError(HooklineError, RuntimeError):
-    """A hook cannot be attached to this object or in this way."""
+    """A hook cannot be attached to this object or in this way, or an argument is invalid."""
 
 
 class FolderError(HooklineError, OSError):
-    """A folder cannot be written, or does not hold a readable recording."""
+    """A folder or file cannot be written, or holds no readable recording, store or curves."""
 
 
 class RanksError(HooklineError, RuntimeError):
-    """The ranks of a distributed job disagree, or a rank is missing from a collective."""
+    """Ranks of a distributed job disagree, a rank is missing, or there is no process group."""
 
 
 class ModelError(HooklineError, ValueError):
@@ -59,14 +62,15 @@ class ModelError(HooklineError, ValueError):
 
 
 class InputError(HooklineError, ValueError):
-    """An input cannot be read or does not fit the model."""
+    """An input or argument cannot be read, or does not fit the model or the values."""
 
 
 class NonFiniteError(HooklineError, FloatingPointError):
-    """A model has made a NaN or an infinity.
+    """A NaN or an infinity was found in a model by `hl.check`.
 
     Attributes:
-        finding: who made it: `print(error.finding)` says all that is known (`hl.check`).
+        finding: the `hl.Finding` that says where the value was made. `print(error.finding)` prints
+            the operation, the line of code, the module and the likely cause, as far as known.
     """
 
     def __init__(self, message: str, finding: Any) -> None:
@@ -78,7 +82,7 @@ class NonFiniteError(HooklineError, FloatingPointError):
 
 
 class HooklineWarning(UserWarning):
-    """A probable mistake. The model's outputs and gradients are still its own."""
+    """A probable mistake, or something that hookline left out, which raises no error."""
 
 
 class Place(NamedTuple):

@@ -99,10 +99,7 @@ def _is_record(result: Any) -> bool:
 
 @final
 class Curves:
-    """Numbers by site and step, as `hl.monitor` sees them and `hl.open` reads them.
-
-    `curves["h.0"].std` is an array over `curves.steps`. Curves may be read while they grow: each
-    look-up sees the steps reported by then.
+    """The statistics that `hl.monitor` measured, by site and training step.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -112,9 +109,21 @@ class Curves:
         >>> seen.sites, seen["1"].mean.shape, seen.steps.tolist()
         (('1',), (3,), [0, 1, 2])
 
+    `hl.monitor` gives curves, and `hl.open` reads them from a folder. `seen["1"]` is the curve of a
+    site. Its attributes are arrays of shape `(steps,)`: `mean`, `std`, `min`, `max`, `norm`,
+    `zero_share`, `non_finite` and more, which `seen["1"].names` lists. At a step at which the site
+    had no value, the number is NaN. `seen["1"].results` has the whole result of each step.
+
+    `seen["0.weight"]` is the curve of the weight itself, and `seen["0.weight:update"]` that of its
+    updates. The curve of updates also has `ratio`: the norm of the update over that of the weight.
+    Curves may be read while they grow: each look-up sees the steps measured by then.
+
     Args:
         source: the reports.
         rank: the rank whose own numbers are shown; None merges the ranks.
+
+    Raises:
+        NotRecordedError: by `seen[site]`: the site has no curve; the message shows close sites.
     """
 
     def __init__(self, source: Source, rank: int | None = None) -> None:
@@ -123,24 +132,62 @@ class Curves:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites that had a value at some step, as hookline writes them."""
+        """A tuple of the sites that had a value at some step, as text.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     _ = model(torch.ones(4, 2))
+            >>> seen.sites
+            ('(root)', '0', '1')
+
+        Iteration over the curves yields these sites, too.
+        """
         reports = self._source.read()
         layouts = {id(one.layout): one.layout for one in reversed(reports)}
         return tuple(dict.fromkeys(site for one in layouts.values() for site in one.by_site))
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """The numbers of the reported steps."""
+        """The numbers of the measured training steps, int64, shape `(steps,)`.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output", every=2) as seen:
+            ...     for _ in range(5):
+            ...         _ = model(torch.ones(4, 2))
+            >>> seen.steps
+            array([0, 2, 4])
+
+        The steps that `every=` of `hl.monitor` skips are not measured.
+        """
         return np.array([one.step for one in self._source.read()], np.int64)
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """When each step ended, in seconds since the epoch."""
+        """The time at which each step ended, shape `(steps,)`, as Unix time in seconds.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     for _ in range(3):
+            ...         _ = model(torch.ones(4, 2))
+            >>> bool(seen.seconds[-1] >= seen.seconds[0])
+            True
+
+        Unix time counts the seconds since the first of January 1970, in UTC.
+        """
         return np.array([one.seconds for one in self._source.read()], np.float64)
 
     @property
     def n_ranks(self) -> int:
-        """The number of ranks whose numbers are here."""
+        """The number of ranks whose numbers these curves hold; 1 without a distributed job.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     _ = model(torch.ones(4, 2))
+            >>> seen.n_ranks
+            1
+
+        `rank` gives the numbers of one of them.
+        """
         return max((len(one.slots) for one in self._source.read()), default=1)
 
     def __len__(self) -> int:
@@ -166,10 +213,22 @@ class Curves:
         return Curve(found, self._source.read(), self._rank)
 
     def rank(self, number: int) -> Curves:
-        """Return the curves of one rank's own numbers.
+        """Return the curves with the numbers of one rank alone.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     _ = model(torch.ones(4, 2))
+            >>> seen.rank(0)["(root)"].count
+            array([12.])
+
+        Args:
+            number: the number of the rank, from 0.
+
+        Returns:
+            The curves, with the same sites and steps.
 
         Raises:
-            RanksError: there is no such rank here.
+            RanksError: these curves have no such rank.
         """
         if not 0 <= number < self.n_ranks:
             raise RanksError(
@@ -179,10 +238,22 @@ class Curves:
         return Curves(self._source, number)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return every number of one step by name, such as `h.0/std`.
+        """Return a dict of every number of one step by name, such as `h.0/std`.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     _ = model(torch.ones(4, 2))
+            >>> seen.at(0)["(root)/non_finite"]
+            0.0
+
+        Args:
+            step: the number of a training step in `steps`.
+
+        Returns:
+            The numbers, each under its site and its name.
 
         Raises:
-            NotRecordedError: the step was not reported.
+            NotRecordedError: the step was not measured.
         """
         for report in self._source.read():
             if report.step == step:

@@ -25,13 +25,17 @@ def guess_input(loaded: LoadedModel) -> Batch | None:
         'eight digits, 8x1x8x8 float32'
 
     For a library's model, the library prepares a text or a grey picture. For any other model, the
-    input is random numbers in the shape of its first layer.
+    input is random numbers in the shape that its first layer takes: 8 tokens for an embedding,
+    224x224 for a 2-D convolution. For `demo:digits`, it is the eight digits that hookline ships.
 
     Args:
         loaded: the model.
 
     Returns:
-        A batch; None if the shape cannot be guessed.
+        A batch, of one row except for `demo:digits`; None if the shape cannot be guessed.
+
+    Raises:
+        InputError: the input needs pillow, which is not installed.
     """
     if loaded.name == "demo:digits":
         return load_input("demo", loaded)

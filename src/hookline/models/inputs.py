@@ -40,8 +40,10 @@ def load_input(spec: str, loaded: LoadedModel) -> Batch:
             - a picture, or a folder of at most 64 pictures, which become one batch, sorted by name
               and preprocessed for the model;
             - a `.npy`, `.npz`, `.pt` or `.safetensors` file: one array is the argument, several are
-              keyword arguments;
-            - `random:SHAPE[:DTYPE]`;
+              keyword arguments, and a tuple in a `.pt` file is several arguments;
+            - `random:SHAPE[:DTYPE]`, such as `random:1x3x224x224` or `random:1x128:int64`: numbers
+              from a fixed seed. Floats are normal, and float32 by default. Integers are from 0 to
+              99, or below the size of the model's vocabulary;
             - for a model with a tokenizer: a `.txt` file with one text a line, or the text itself;
             - for `demo:digits`: `demo`, the eight digits that hookline ships.
         loaded: the model.

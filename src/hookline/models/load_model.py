@@ -41,16 +41,17 @@ def load_model(name: str, *, weights: str | os.PathLike[str] = "default") -> Loa
 
     Args:
         name: `torchvision:NAME`, `timm:NAME`, `hf:NAME` or `hf:FOLDER`, `path/to/file.py:FACTORY`,
-            `package.module:FACTORY`, or `demo:digits`. A factory is a function without arguments
-            that returns an `nn.Module`. Pictures for its model are preprocessed by a guess: the
-            short side to 256, the middle 224x224, ImageNet's mean and standard deviation.
-        weights: "default" for the library's default pretrained weights, or for the model as its
-            factory returns it. "none" for random weights without a download. Or a checkpoint file
-            (`.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors`) with a state dict, alone or under
-            `state_dict` or `model`.
+            `package.module:FACTORY`, or `demo:digits`. A factory is a function or class that is
+            called without arguments and returns an `nn.Module`, or a model itself. Pictures for
+            its model are preprocessed by a guess: the short side to 256, the middle 224x224,
+            ImageNet's mean and standard deviation.
+        weights: "default" for the library's default pretrained weights. "none" for random weights
+            without a download. With either, the model of a factory keeps its own weights. Or a
+            checkpoint file (`.pt`, `.pth`, `.bin`, `.ckpt`, `.safetensors`) with a state dict,
+            alone or under `state_dict` or `model`.
 
     Returns:
-        The model in eval mode, on the CPU.
+        A `LoadedModel`. Its `model` is in eval mode, on the CPU.
 
     Raises:
         ModelError: the name is malformed or unknown, a package is not installed, the weights

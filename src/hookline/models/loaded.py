@@ -34,8 +34,9 @@ class LoadedModel:
         model: the model, in eval mode, on the CPU.
         preprocess: converts a picture of any mode and size to one row of the model's input, of
             shape `(channels, height, width)`. None for a model that takes no pictures.
-        tokenize: converts texts to the model's keyword arguments, each of shape `(texts, tokens)`.
-            Raises `InputError` if a text is too long. None for a model that takes no text.
+        tokenize: converts a list of texts to a dict of the model's keyword arguments, each of shape
+            `(texts, tokens)`. Raises `InputError` if a text is too long. None for a model that
+            takes no text.
         labels: the class names, in the order of the model's scores; None if unknown.
     """
 
@@ -66,7 +67,7 @@ class LoadedModel:
 class Batch:
     """An input for a model: `model(*batch.args, **batch.kwargs)`.
 
-        >>> batch = load_input("random:1x1x8x8", loaded)
+        >>> batch = load_input("random:1x1x8x8", load_model("demo:digits"))
         >>> batch.description
         'random, 1x1x8x8 float32'
 
@@ -74,7 +75,8 @@ class Batch:
         args: the positional arguments.
         kwargs: the keyword arguments.
         description: the source, the shapes and dtypes, and any conversion that was made.
-        images: the original pictures, one a row; empty if the input is not pictures.
+        images: the original pictures (pillow's), one for each row; empty if the input is not
+            pictures.
     """
 
     args: tuple[Any, ...]

@@ -76,7 +76,7 @@ class Lookups(Mapping[str, Any]):
         )
 
     def leaves(self, key: Key) -> dict[str, Tensor]:
-        """Return every tensor in the value at a site, each under its own key.
+        """Return a dict of every tensor in the value at a site, each under its own key.
 
             >>> import hookline as hl
             >>> model = nn.LSTM(2, 3)
@@ -89,7 +89,8 @@ class Lookups(Mapping[str, Any]):
             key: the site, as in a look-up.
 
         Returns:
-            The tensors by their keys. A lone tensor has the key of its site.
+            The tensors by their keys, which any look-up takes. If the value itself is a tensor, its
+            key is that of the site.
 
         Raises:
             NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
@@ -104,7 +105,8 @@ class Lookups(Mapping[str, Any]):
         """Gather a value from the ranks of a distributed job. A collective.
 
         All ranks must call it, and each rank gets the whole value. A DTensor knows how it is
-        sharded. Plain tensors are concatenated along `dim`, in the order of the ranks.
+        sharded, and needs no `dim`. Plain tensors are concatenated along `dim`, in the order of the
+        ranks. If `hl.open` read the recordings of all ranks, one process is enough.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)
@@ -131,6 +133,7 @@ class Lookups(Mapping[str, Any]):
                 value of another kind; or there is no process group.
             AmbiguousError: the tensors are plain and `dim` is None; or several calls or passes
                 have a value.
+            ValueError: the tensors have no dimension `dim`, or differ in another dimension.
         """
         question = f"{self._name}.full({str(key)!r}, dim={dim})"
         if ranks := self._of_ranks():
@@ -144,7 +147,9 @@ class Lookups(Mapping[str, Any]):
         """Reduce a value over the ranks of a distributed job, element by element. A collective.
 
         Use it for statistics (`keep=lambda t: t.float().mean()`) and for parameters' gradients
-        under DDP, which differ between ranks. All ranks must call it, and all get the same result.
+        under DDP, which are recorded before DDP averages them over the ranks. All ranks must call
+        it, and all get the same result. If `hl.open` read the recordings of all ranks, one process
+        is enough.
 
             >>> import hookline as hl
             >>> model = nn.Linear(2, 3)

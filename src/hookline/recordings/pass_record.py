@@ -17,11 +17,11 @@ from hookline.recordings.overview import pass_text
 @final
 @hides("calls_as_placed", "outline", "one_of_several")
 class PassRecord(Lookups):
-    """One pass of a recording, with the same look-ups.
+    """One pass (run of the model) of a recording, with the look-ups of the recording.
 
-    Iteration yields the keys of the sites that fired, in registration order. A site with several
-    calls has one key a call: `block#0`. Gradients of several backward passes have one key a
-    backward pass: `fc:grad_output#backward0`. `order` lists the keys in firing order.
+    Iteration yields the keys of the sites that fired, in registration order. If a module ran
+    several times, each call has a key: `block#0`. If several backward passes computed a gradient,
+    each of them has a key: `fc:grad_output#backward0`. `order` lists the keys in firing order.
     """
 
     def __init__(self, log: Log, current: Pass, backward: int | None = None) -> None:
@@ -36,7 +36,7 @@ class PassRecord(Lookups):
 
     @property
     def failed(self) -> bool | None:
-        """True if the model raised in this pass; None while the pass runs."""
+        """True if the model raised in this pass, False if not; None while the pass runs."""
         return self._pass.failed
 
     @property
@@ -51,7 +51,7 @@ class PassRecord(Lookups):
         return self._keys(self._fired())
 
     def fired(self) -> list[tuple[Site, int]]:
-        """List the sites that fired with the number of the call, in firing order."""
+        """List each site that fired, with the number of the module's call, in firing order."""
         return [(self._log.sites[index], call) for index, call, _ in self._fired()]
 
     def __getitem__(self, key: Key) -> Any:

@@ -45,7 +45,7 @@ from hookline.recordings.stored_values import Stored
 @final
 @hides("begin_pass", "finish", "one_of_several", "take")
 class Recording(Lookups):
-    """A mapping from sites to the values that a line kept.
+    """A mapping from sites to recorded values.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -54,21 +54,36 @@ class Recording(Lookups):
         >>> run["0"].shape
         torch.Size([4, 3])
 
-    A site is written as in `hl.select`: `run["layer4"]` is an output. Other examples are
-    `run["layer4:input"]`, `run["h.3:output[0]"]` and `run["block#2"]`. If a site has one value, the
-    look-up returns it.
+    `hl.record`, `hl.features` and `hl.open` give recordings. A site is written as in `hl.select`:
+    `run["layer4"]` is an output. Other examples are `run["layer4:input"]` and
+    `run["h.3:output[0]"]`. If a site has one value, the look-up returns it. If a site has several
+    values, write which one you want. Passes and calls are counted from 0.
 
-    - Several calls in a pass: `run["block#2"]`, or `run.calls("block")`.
+    - A module ran several times in a pass: `run["block#2"]`, or `run.calls("block")` for a list.
     - Several passes: `run.passes[1]["block"]`; `run.cat("block")` or `run.stack("block")` for all.
-    - Several backward passes over one: `run.passes[0].backwards[1]["block:grad_output"]`.
+    - Several backward passes in one pass: `run.passes[0].backwards[1]["block:grad_output"]`.
 
-    `run[run.sites[15]]` looks up by index. `run.items()` yields every value once, under its
+    `run[run.sites[15]]` looks up the 16th site. `run.items()` yields every value once, under its
     shortest key. If a site has values in several passes, the key names the pass: `block#2#pass1`.
 
-    Values are detached and share memory with the model's own tensors. A value is copied only with
-    `copy=True`, or if torch cannot detect a change to it. In a distributed job the values are this
-    rank's; `full` and `reduced` ask the other ranks. If all ranks saved one folder, `hl.open`
-    returns a recording with each rank's recording in `ranks`.
+    Values are detached and share memory with the model's own tensors. A value is copied only if
+    torch cannot detect a change to it, or with `hl.record(..., copy=True)`. In a distributed job
+    the values are this rank's; `full` and `reduced` ask the other ranks. If all ranks saved one
+    folder, `hl.open` returns one recording, and its `ranks` holds the recording of each rank.
+
+    Attributes:
+        sites: the selected sites, in the order in which the model registers its modules.
+        modules: the path and the type name of each module of the model.
+        lost: descriptions of the parts of values that `save` could not save.
+        ranks: the recordings of all ranks that saved one folder, in order; otherwise empty.
+
+    Raises:
+        NotRecordedError: by a look-up: the site was not selected, or it has no value.
+        AmbiguousError: by a look-up: the key matches several values.
+        OverwrittenError: by a look-up: the value was changed in place after it was recorded.
+        SiteError: by a look-up: the value has no such part, as in `run["lstm:output[7]"]`.
+        SelectionError: by a look-up: the key is malformed.
+        FolderError: by a look-up: the file of the value is gone or damaged.
     """
 
     def __init__(
@@ -114,7 +129,21 @@ class Recording(Lookups):
 
     @property
     def passes(self) -> Sequence[PassRecord]:
-        """The passes in the order in which they began."""
+        """The passes (runs of the model), in the order in which they began.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     for rows in (4, 1):
+            ...         _ = model(torch.zeros(rows, 2))
+            >>> [list(one["(root)"].shape) for one in run.passes]
+            [[4, 3], [1, 3]]
+
+        A pass has the same look-ups as the recording. It also has `number`, `order`, `fired()`,
+        `backwards` and `failed`.
+
+        Raises:
+            AmbiguousError: the recording holds several ranks; write `run.ranks[0].passes`.
+        """
         self._refuse_of_ranks("passes")
         return PassList(self._log)
 
@@ -172,11 +201,25 @@ class Recording(Lookups):
         return code, str(log.one_of_several(asked, current, entries))
 
     def calls(self, key: Key) -> list[Any]:
-        """Return the values of every call of a site, in order. The site must have run in one pass.
+        """Return a list of a site's values in one pass, with a value for each call of the module.
+
+            >>> relu = nn.ReLU()
+            >>> model = nn.Sequential(nn.Linear(2, 3), relu, nn.Linear(3, 3), relu)
+            >>> with hl.record(model, nn.ReLU) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> [list(value.shape) for value in run.calls("1")]
+            [[4, 3], [4, 3]]
+
+        Args:
+            key: the site, as in a look-up.
+
+        Returns:
+            The values, in the order of the calls.
 
         Raises:
-            NotRecordedError: the site did not fire.
-            AmbiguousError: the site ran in several passes.
+            NotRecordedError, OverwrittenError: as in a look-up.
+            AmbiguousError: the site has values of several passes, or gradients of several backward
+                passes. For one pass, write `run.passes[1].calls(key)`.
         """
         if self.ranks:
             return self._of_rank(key).calls(key)
@@ -191,14 +234,26 @@ class Recording(Lookups):
         return self._log.values(asked, *found[0])
 
     def stack(self, key: Key) -> Tensor:
-        """Stack a site's values of all passes in which it ran along a new first dimension.
+        """Stack a site's values along a new first dimension, one value for each pass.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     for _ in range(5):
+            ...         _ = model(torch.zeros(4, 2))
+            >>> run.stack("(root)").shape
+            torch.Size([5, 4, 3])
+
+        A pass in which the site did not fire is left out.
+
+        Args:
+            key: the site, as in a look-up.
 
         Returns:
             A tensor of shape `(passes, *shape of the value)`.
 
         Raises:
-            NotRecordedError: the site did not fire.
-            AmbiguousError: a pass has several calls.
+            NotRecordedError, OverwrittenError: as in a look-up.
+            AmbiguousError: the module ran several times in a pass.
             StructureError: the values are not tensors of one shape.
         """
         log = self._log_with(key)
@@ -219,8 +274,8 @@ class Recording(Lookups):
             >>> run.cat("(root)").shape
             torch.Size([9, 3])
 
-        Values come in the order of the passes. A site that ran several times in a pass would give
-        more rows than inputs; `run.cat("relu#1")` concatenates one of its calls.
+        Values come in the order of the passes. If a module ran several times in a pass, the result
+        would have more rows than the inputs. So the key must name a call: `run.cat("relu#1")`.
 
         Args:
             key: the site, as in a look-up.
@@ -232,9 +287,10 @@ class Recording(Lookups):
             One tensor; with `dim=None` a list.
 
         Raises:
-            NotRecordedError: the site did not fire.
-            AmbiguousError: a pass has several calls, unless `dim=None`.
-            StructureError: the values are not tensors, or differ in another dimension.
+            NotRecordedError, OverwrittenError: as in a look-up.
+            AmbiguousError: the module ran several times in a pass, unless `dim=None`.
+            StructureError: the values are not tensors, have no dimension `dim`, or differ in
+                another dimension.
         """
         log = self._log_with(key)
         asked = log.index.find(key)
@@ -243,7 +299,7 @@ class Recording(Lookups):
         return concatenated(log, asked, dim)
 
     def gradients(self) -> GradientFlow:
-        """Measure the gradients: each site's norm, its ratio to the weight, dead or exploding.
+        """Measure the recorded gradients: their norms, and which are dead or exploding.
 
             >>> import hookline as hl
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -253,16 +309,36 @@ class Recording(Lookups):
             ['0.weight:grad', '0.bias:grad', '2.weight:grad', '2.bias:grad']
 
         Returns:
-            A table: print it, or iterate over its rows. `.dead` and `.exploding` list sites.
+            A table with a row for each site: print it, or iterate over its rows. A row has `site`,
+            `count`, `norm`, `ratio`, `largest`, `zeros` and `state`. `norm` is the mean L2 norm of
+            the gradients, and `ratio` the mean ratio of this norm to the parameter's norm. `zeros`
+            is the share of zeros, from 0 to 1. `.dead` lists the sites whose gradients are all
+            zero, or did not arrive. `.exploding` lists the sites whose gradients are not finite or
+            much too large: over 100 times the parameter's norm, or over 1000 times the median norm
+            of their port.
 
         Raises:
             NotRecordedError: no gradient port was recorded.
+            OverwrittenError: a gradient was changed in place after it was recorded.
+            AmbiguousError: the recording holds several ranks; write `run.ranks[0].gradients()`.
         """
         self._refuse_of_ranks("gradients()")
         return gradient_flow(self._log, self.report())
 
     def report(self) -> Report:
-        """Return the line's report: how often each site fired, and why some never did."""
+        """Return the report: how often each site fired, and why some sites never fired.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.record(model, "*") as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> print(run.report())
+            hl.record on Sequential: 2 sites, 1 pass, 2 fired, 0 never; ended
+              0      1 x  Linear
+              1      1 x  ReLU
+
+        Returns:
+            The report: print it, or read its attributes.
+        """
         return self._report if isinstance(self._report, Report) else self._report()
 
     # -- the folder -----------------------------------------------------------------------------
@@ -277,13 +353,20 @@ class Recording(Lookups):
     ) -> Path:
         """Write the recording to a folder atomically; `hl.open(folder)` reads it.
 
-        In a distributed job this is a collective: all ranks must call it, and they write into one
-        folder. Parts that cannot be saved (sparse tensors, a library's caches) are listed in
-        `run.lost`.
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> folder = run.save(tmp_path / "run")
+            >>> hl.open(folder)["(root)"].shape
+            torch.Size([4, 3])
+
+        An older recording in the folder is replaced. In a distributed job this is a collective: all
+        ranks must call it, and they write into one folder. Parts that cannot be saved (sparse
+        tensors, a library's caches) are listed in `run.lost`.
 
         Args:
             folder: the folder. For several ranks it must be on a disk that all of them share.
-            alone: write this rank's recording only, without waiting for other ranks.
+            alone: True writes this rank's recording only, without waiting for other ranks.
             group: the process group whose ranks save together; None means all ranks.
             timeout: the time that ranks wait for one another, in seconds.
 
@@ -293,7 +376,8 @@ class Recording(Lookups):
         Raises:
             FolderError: the folder holds other files, or the disk is full or read-only.
             OverwrittenError: a value was changed in place after it was recorded.
-            RanksError: a rank did not call this in time, or has other sites of the same model.
+            RanksError: a rank did not call this in time, or selected other sites of the same model.
+            AmbiguousError: the recording itself holds several ranks, because `hl.open` read it.
         """
         self._refuse_of_ranks("save(...)")
         if not alone and is_one_of_many(group):
@@ -316,8 +400,16 @@ class Recording(Lookups):
     def release(self) -> None:
         """Close the files of the folder that this recording was opened from.
 
-        A file that was read stays mapped and counts as memory of this process until it is closed.
-        The next look-up opens it again. Values that are still referenced stay valid.
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> opened = hl.open(run.save(tmp_path / "run"))
+            >>> value = opened["(root)"]
+            >>> opened.release()
+
+        A file that was read stays mapped until it is closed, and counts as memory of this process.
+        The next look-up opens the file again. Values that are still referenced stay valid. For a
+        recording of several ranks, call `release()` of each recording in `ranks`.
         """
         for current in self._log.passes:
             for entry in current.log:

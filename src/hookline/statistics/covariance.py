@@ -16,7 +16,7 @@ from hookline.statistics.to_numbers import CHUNK_NUMEL, real, slot_device, to_me
 @final
 @dataclass(frozen=True, eq=False)
 class Covariance:
-    """The mean and the covariance of features, over rows.
+    """The mean and the covariance of features, over rows: the result of `covariance()`.
 
         >>> statistic = hl.stats.covariance()
         >>> x = torch.tensor([[0.0, 0.0], [2.0, -2.0]])
@@ -26,11 +26,17 @@ class Covariance:
         >>> found.correlation.tolist()
         [[1.0, -1.0], [-1.0, 1.0]]
 
+    `correlation` is the matrix of correlations, with NaN for a feature that is constant.
+    `second_moment` is the mean of `x xᵀ` over the rows x. If x are the inputs of a linear layer,
+    this is half the Hessian of the layer's squared error, as in Frantar et al., "GPTQ", ICLR 2023.
+    Both have the shape `(features, features)`.
+
     Args:
         count: how many rows there are.
-        non_finite: how many of them have a NaN or infinity. The other fields leave these out.
+        non_finite: how many of them have a NaN or infinity. `mean` and `matrix` leave these out.
         mean: the mean of each feature, shape `(features,)`, float64; NaN without rows.
-        matrix: the covariance by the number of rows, shape `(features, features)`, float64.
+        matrix: the covariance, shape `(features, features)`, float64. It is divided by the number
+            of rows n, not by n - 1; NaN without rows.
     """
 
     count: int
@@ -40,7 +46,7 @@ class Covariance:
 
     @property
     def second_moment(self) -> Tensor:
-        """The mean of `x xᵀ`, shape `(features, features)`: half the Hessian of a linear layer."""
+        """The mean of `x xᵀ` over rows, shape `(features, features)`."""
         return self.matrix + torch.outer(self.mean, self.mean)
 
     @property

@@ -19,7 +19,7 @@ _MOST_BARS = 64
 @final
 @dataclass(frozen=True)
 class Histogram:
-    """Count the numbers between fixed edges.
+    """The counts of elements between fixed edges: the result of `histogram()`.
 
         >>> statistic = hl.stats.histogram(low=1, high=4)
         >>> x = torch.tensor([0.5, 2.0, 3.0])
@@ -28,6 +28,8 @@ class Histogram:
         (-inf, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, inf)
         >>> found.counts
         (0, 0, 0, 0, 1, 0, 2, 0)
+
+    `count` is the number of all elements. `finite_bins()` returns counts and finite edges to draw.
 
     Args:
         counts: the number of elements in each bin, without zeros and non-finite ones.

@@ -22,7 +22,7 @@ _BLOCK = 65_536  # numbers: as float64, they fit into the cache
 @final
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The count, the sums of powers and the extremes of numbers.
+    """The count, the sums of powers and the extremes of numbers: the result of `moments()`.
 
         >>> import numpy as np
         >>> from hookline.statistics import Moments
@@ -30,15 +30,20 @@ class Moments:
         >>> both.count, both.non_finite, both.mean
         (4, 1, 2.0)
 
+    Further attributes are `finite` (the count of finite numbers), `zero_share` (from 0 to 1),
+    `mean`, `std`, `rms`, `norm`, `kurtosis` and `max_abs`. `std` divides by the count, not by the
+    count minus 1. `rms` is the root of the mean square, and `norm` the L2 norm. `kurtosis` is the
+    mean of the fourth powers over the squared mean of the squares: 3 for normal numbers of mean 0.
+
     Args:
         count: how many numbers there are.
-        non_finite: how many of them are NaN or infinite. The other fields leave these out.
+        non_finite: how many of them are NaN or infinite. The fields below leave these out.
         zeros: how many are exactly 0.
         sum: the sum.
         sum2: the sum of squares.
         sum4: the sum of fourth powers.
-        min: the least; inf without finite numbers.
-        max: the greatest; -inf without finite numbers.
+        min: the least number; inf without finite numbers.
+        max: the greatest number; -inf without finite numbers.
     """
 
     count: int = 0
@@ -90,7 +95,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """The standard deviation of the finite numbers, by their count; NaN without any.
+        """The standard deviation of the finite numbers, divided by their count; NaN without any.
 
         It loses digits where the mean is much larger: at a mean of 10^6 deviations, four remain.
         """
@@ -112,10 +117,10 @@ class Moments:
 
     @property
     def kurtosis(self) -> float:
-        """The mean of fourth powers by the squared mean of squares, about 0; NaN if all are 0.
+        """The mean of fourth powers over the squared mean of squares; NaN if all are 0.
 
-        It is 3 for normal numbers of mean 0, 1 if all magnitudes are equal, and large where few
-        numbers stand out.
+        The mean is not subtracted. It is 3 for normal numbers of mean 0, 1 if all magnitudes are
+        equal, and large where few numbers stand out.
         """
         return self.sum4 / self.sum2 * self.finite / self.sum2 if self.sum2 else math.nan
 

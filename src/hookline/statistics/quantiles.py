@@ -24,7 +24,7 @@ from hookline.statistics.bins import LogBins
 @final
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of numbers, each with a bounded relative error.
+    """Quantiles of elements, each with a bounded relative error: the result of `quantiles()`.
 
         >>> statistic = hl.stats.quantiles((0.0, 0.5))
         >>> x = torch.tensor([1.0, 2.0, 4.0])
@@ -36,12 +36,15 @@ class Quantiles:
         q: which quantiles, from 0 to 1.
         values: the quantiles of the finite elements. A value is NaN without finite elements, and
             where it lies beyond the range of the sketch.
-        error: the bound of the relative error. Quantiles nearer to 0 than the lowest magnitude of
-            the sketch are 0.
+        error: the bound of the relative error, at most the one that was asked for. Quantiles nearer
+            to 0 than the lowest magnitude of the sketch are 0.
         count: how many elements there are.
         non_finite: how many of them are NaN or infinite. The quantiles leave these out.
         min: the smallest finite element; inf without any.
         max: the greatest finite element; -inf without any.
+
+    Raises:
+        KeyError: by `found[q]`: it is not one of `q`.
     """
 
     q: tuple[float, ...]

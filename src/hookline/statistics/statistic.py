@@ -14,10 +14,20 @@ class Statistic(Protocol[ResultT_co]):
     """A statistic of values that adds up over calls, passes, steps and ranks.
 
     A statistic keeps what it has seen in *slots*: one flat float64 tensor on the value's device. So
-    a report of any number of statistics is one transfer, and one collective on several ranks.
+    the slots of any number of statistics reach the CPU in one transfer, and other ranks in one
+    collective.
 
-    Any object with these four methods is a statistic. This one keeps the range of a value, to
-    quantise the value by:
+    Any object with these four methods is a statistic:
+
+    - `start(value)` returns empty slots for values like this one.
+    - `update(slots, value)` returns the slots with one more value. It must not write to `slots`,
+      and must not read a number back from the device. Compiled code traces it, so there it must
+      consist of torch functions, without a branch on a number.
+    - `merge(slots, other)` returns the slots of all values of both slots.
+    - `result(slots)` returns what the user reads, from slots on the CPU.
+
+    The statistic of this example keeps the least and the greatest element, which a quantisation
+    needs:
 
         >>> class Range:
         ...     def start(self, value):

@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 def moments(*, compile: bool | None = None) -> Statistic[Moments]:
     """Measure the count, the sums of powers and the extremes of all elements.
 
-        >>> found = moments()
+        >>> found = hl.stats.moments()
         >>> slots = found.start(torch.empty(0))
         >>> slots = found.update(slots, torch.tensor([0.0, 1.0, 2.0, float("nan")]))
         >>> result = found.result(slots)
@@ -48,10 +48,19 @@ def moments(*, compile: bool | None = None) -> Statistic[Moments]:
     numbers the magnitude is measured.
 
     Args:
-        compile: whether floating tensors are measured by a function that inductor compiles once,
-            in about 4 seconds. It reads each tensor once. True compiles it for the first tensor of
-            16,384 elements or more. None compiles it when such tensors add up to 2,147,483,648
-            elements, because that is when it has paid. False never compiles it.
+        compile: whether floating tensors are measured by a function that inductor compiles. The
+            function is faster, because it reads each tensor once. Compilation takes about 4
+            seconds, once for each dtype and device, and needs a C++ compiler. True compiles for the
+            first tensor of 16,384 elements or more. None compiles when such tensors add up to
+            2,147,483,648 elements, because by then compilation would have saved its own time. False
+            never compiles.
+
+    Returns:
+        A statistic whose result is `Moments`. It keeps 8 numbers, its slots.
+
+    Raises:
+        InputError: `compile` is none of None, True and False.
+        StructureError: at an update, the value is a meta tensor.
     """
     return MomentsStatistic(compile)
 
@@ -59,23 +68,31 @@ def moments(*, compile: bool | None = None) -> Statistic[Moments]:
 def histogram(*, low: float = 1e-9, high: float = 1e9, per_octave: int = 1) -> Statistic[Histogram]:
     """Count elements by sign and magnitude, in bins with fixed edges.
 
-        >>> found = histogram(low=0.25, high=4)
+        >>> found = hl.stats.histogram(low=0.25, high=4)
         >>> slots = found.start(torch.empty(0))
         >>> slots = found.update(slots, torch.tensor([0.0, 1.0, 1.5, -3.0, 100.0]))
         >>> print(found.result(slots))
         5 elements, 1 zeros, 0 non-finite
         -4 ▅       █ ▅ inf
 
-    The edges do not depend on the values. So histograms add up exactly, over steps and ranks.
+    The edges do not depend on the values. So histograms add up exactly, over steps and ranks. The
+    bins of positive and of negative elements have the same magnitudes.
 
     Args:
-        low: the magnitude below which one bin holds all elements other than 0. It is rounded down
+        low: all elements of a smaller magnitude, other than 0, are in one bin of each sign. `low`
+            is rounded down to a power of two.
+        high: all elements of a larger magnitude are in one bin of each sign. `high` is rounded up
             to a power of two.
-        high: the magnitude above which one bin holds all elements. It is rounded up likewise.
-        per_octave: the number of bins between a power of two and the next, itself a power of two.
+        per_octave: the number of bins between a power of two and the next. It is a power of two
+            itself, from 1 to 1024.
+
+    Returns:
+        A statistic whose result is a `Histogram`. By default it keeps 128 numbers, its slots.
 
     Raises:
-        InputError: the range is empty or leaves float32, or `per_octave` is not a power of two.
+        InputError: `low` and `high` are not `2**-126 <= low < high <= 2**127`, or `per_octave` is
+            not such a power of two.
+        StructureError: at an update, the value is a meta tensor.
     """
     return HistogramStatistic(low, high, per_octave)
 
@@ -89,7 +106,7 @@ def quantiles(
 ) -> Statistic[Quantiles]:
     """Estimate quantiles of all elements, with a bound on the relative error.
 
-        >>> found = quantiles((0.5, 1.0))
+        >>> found = hl.stats.quantiles((0.5, 1.0))
         >>> slots = found.start(torch.empty(0))
         >>> for batch in torch.arange(1.0, 1001.0).split(100):
         ...     slots = found.update(slots, batch)
@@ -97,35 +114,49 @@ def quantiles(
         >>> abs(result[0.5] - 500) < 0.01 * 500, result[1.0]
         (True, 1000.0)
 
-    The estimate of a quantile differs from the element of rank `floor(q * (n - 1))` by less than
-    `error` times that element. The sketch is that of Masson, Rim and Lee, "DDSketch", VLDB 2019, in
-    the form with a fixed range. An error of 0.01 takes 7,688 slots, which are 60 KiB.
+    The quantile `q` of n finite elements is the element of rank `floor(q * (n - 1))`, counted from
+    0. The estimate differs from this element by at most `error` times the element. The smallest and
+    the greatest element are exact. The sketch is that of Masson, Rim and Lee, "DDSketch", VLDB
+    2019, in the form with a fixed range. An error of 0.01 takes 7,688 numbers, which are 60 KiB.
 
     Args:
         q: which quantiles, from 0 to 1.
-        error: the bound of the relative error.
-        low: the magnitude below which quantiles count as 0.
-        high: the magnitude above which quantiles are NaN, except the least and the greatest one.
+        error: the bound of the relative error, from 0.00025 to less than 1.
+        low: a quantile of a smaller magnitude is estimated as 0.
+        high: a quantile of a larger magnitude is NaN, unless it is the smallest or the greatest
+            element.
+
+    Returns:
+        A statistic whose result is `Quantiles`.
 
     Raises:
-        InputError: a number is outside its range.
+        InputError: a number is outside its range, or `low` and `high` are not
+            `2**-126 <= low < high <= 2**127`.
+        StructureError: at an update, the value is a meta tensor.
     """
     return QuantilesStatistic(q, error, low, high)
 
 
 def covariance() -> Statistic[Covariance]:
-    """Measure the mean and the covariance of the last dimension, over all others.
+    """Measure the mean and the covariance of the features in the last dimension.
 
-        >>> found = covariance()
+        >>> found = hl.stats.covariance()
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
         >>> result = found.result(found.update(found.start(x), x))
         >>> result.mean.tolist(), result.matrix.tolist()
         ([2.0, 4.0], [[1.0, 2.0], [2.0, 4.0]])
 
-    Rows with a NaN or infinity are counted and left out. For n features there are n² + n + 2 slots.
+    All other dimensions are rows. Rows with a NaN or infinity are counted and left out. For n
+    features, the statistic keeps n² + n + 2 numbers, its slots.
+
+    Returns:
+        A statistic whose result is a `Covariance`.
 
     Raises:
-        StructureError: at an update, the value has no dimension, is complex, or has another number
-            of features than the first one.
+        StructureError: at a start or an update, the value has no dimension, is complex, is a meta
+            tensor, or has another number of features than the first one.
+
+    Source: the formula that merges two parts is that of Chan, Golub and LeVeque, "Updating Formulae
+    and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
     return CovarianceStatistic()

@@ -21,7 +21,7 @@ LOOP = "passes of a loop"  # the kind of data that cannot be run again
 
 
 class Damage(NamedTuple):
-    """A file of a store that is damaged, gone, or not of the store.
+    """A file of a store that is damaged or gone, or does not belong to the store.
 
     Args:
         name: the name of the file.
@@ -57,16 +57,21 @@ class Repair(NamedTuple):
 
 
 def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
-    """Read all of a store, and list what is damaged, gone, or not of it.
+    """Read a whole store, and list its damaged and missing files.
 
         >>> from hookline.stores import verify
         >>> verify(tmp_path / "features")
         []
 
-    A store that is not finished is not damaged for that.
+    A store that is not finished does not count as damaged. `repair` removes damaged shards (files
+    with rows of the store).
 
     Args:
         where: the folder or URL.
+
+    Returns:
+        A `Damage` for each file that is damaged or gone, or does not belong to the store. It has
+        the `name` of the file, and `what` is wrong, in words.
 
     Raises:
         FolderError: it holds no store, or one of another version.
@@ -89,20 +94,23 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
         >>> print(repair(tmp_path / "features"))
         Nothing is damaged.
 
-    The same `hl.extract` then makes the shards that were removed. A manifest that is missing or
-    damaged is made from the shards' own descriptions if all are whole. Such a store can be read;
-    `hl.extract` does not go on with it, because the job is not known any more. A last shard that is
-    missing, too, cannot be noticed then.
+    A shard is a file with rows of the store. To make the removed shards again, start the same
+    `hl.extract`. The manifest is the list of the shards. If it is missing or damaged, and all
+    shards are whole, it is made from the descriptions in the shards. A store whose manifest was
+    made again can be read, but `hl.extract` cannot resume it, because its job is not known any
+    more. `repair` cannot notice then that the last shards are missing, too.
 
     Args:
         where: the folder or URL.
 
     Returns:
-        What was done; `print` says it.
+        What was done: print it. `removed` lists the damaged and missing shards. `manifest` is True
+            if the manifest was made again.
 
     Raises:
-        FolderError: it holds no store; its manifest and a shard are damaged, or a shard of a
-            recorded loop is, so that they cannot be made again. Nothing is changed then.
+        FolderError: the folder holds no store, or one of another version. Or what is damaged cannot
+            be made again: both the manifest and a shard, or a shard of `hl.record(..., to=folder)`.
+            Nothing is changed.
     """
     place = _place(where)
     # The lock would leave a file in a folder that holds something else.

@@ -33,16 +33,28 @@ class Column:
         >>> column[40:42].shape, column[[3, -1]].shape, column[5].shape
         (torch.Size([2, 3]), torch.Size([2, 3]), torch.Size([3]))
 
-    It is indexed as a NumPy array is: by a number, a slice, a list, an array or a tensor of
-    indices, or a mask of booleans, and further indices: `column[5:9, :3]`. What it returns is a
-    copy in a tensor of its own. `np.asarray(column)` and `column.numpy(index)` give arrays.
+    A column is indexed like a NumPy array: by a number, a slice, a mask of booleans, or a list,
+    array or tensor of indices. Further indices pick parts of the rows: `column[5:9, :3]`. Indexing
+    returns a tensor with its own copy. `np.asarray(column)` and `column.numpy(index)` give arrays.
 
-    Rows are items, or tokens where the site has a value for each token. Then `column.of_item(3)`
-    has the tokens of one item, and `column.padded([3, 5])` those of several, and a mask.
+    A row is an item, or a token if the site has a value for each token. Then `column.of_item(3)`
+    reads the tokens of one item. `column.padded([3, 5])` reads those of several items, with a mask.
 
     Args:
-        shards: the shards of the store.
+        shards: the shards (files) of the store.
         form: the form of the column.
+
+    Attributes:
+        name: the site, as the store writes it.
+        shape: the number of rows, and the shape of a row.
+        ndim: the number of dimensions.
+        dtype: the dtype of torch.
+        nbytes: the bytes of all rows.
+        is_ragged: whether rows are tokens, so that items have several.
+
+    Raises:
+        IndexError: by `column[index]`: a row is out of range.
+        FolderError: by `column[index]`: a shard is gone or damaged.
     """
 
     def __init__(self, shards: Shards, form: Form) -> None:
@@ -116,17 +128,20 @@ class Column:
         return self.tensor(self._read(index))
 
     def numpy(self, index: Any = slice(None)) -> NDArray[Any]:
-        """Return rows as a NumPy array of its own memory.
+        """Return rows as a NumPy array with its own copy of the values.
 
             >>> store["fc"].numpy([3, 4]).shape
             (2, 3)
 
         Args:
-            index: which rows, as in `column[index]`.
+            index: which rows, as in `column[index]`; all by default.
+
+        Returns:
+            The array, with the shape of `column[index]`.
 
         Raises:
             IndexError: a row is out of range.
-            StructureError: NumPy does not have the dtype.
+            StructureError: NumPy does not have the dtype, such as bfloat16.
             FolderError: a shard is gone or damaged.
         """
         if type(index) is int and index >= 0:  # as in column[index]
@@ -152,7 +167,7 @@ class Column:
 
     @property
     def lengths(self) -> Column:
-        """The number of tokens of each item, as a column.
+        """The number of tokens of each item, as a column of int64.
 
             >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
             >>> tokens = hl.extract(
@@ -162,7 +177,7 @@ class Column:
             tensor([2, 1])
 
         Raises:
-            StructureError: each item has one row.
+            StructureError: the rows of this column are items, not tokens.
         """
         self._check_ragged("lengths")
         return Column(self._shards, Form(LENGTH, "I64", (), False))
@@ -178,17 +193,20 @@ class Column:
             torch.Size([2, 4])
 
         Args:
-            item: the position of the item in the store.
+            item: the position of the item in the store; negative numbers count from the end.
+
+        Returns:
+            A tensor with its own copy of the rows.
 
         Raises:
             IndexError: there is no such item.
-            StructureError: each item has one row: `column[item]`.
+            StructureError: the rows of this column are items, not tokens; write `column[item]`.
             FolderError: a shard is gone or damaged.
         """
         return self.tensor(self._item(item))
 
     def of_items(self, items: Any) -> list[Tensor]:
-        """Return the rows of several items, a tensor each.
+        """Return a list of the rows of several items, a tensor `(tokens, ...)` for each item.
 
             >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
             >>> tokens = hl.extract(
@@ -198,11 +216,11 @@ class Column:
             [1, 2]
 
         Args:
-            items: which items: as in `column[index]`.
+            items: the positions of the items in the store: indices, a slice or a mask.
 
         Raises:
             IndexError: there is no such item.
-            StructureError: each item has one row: `column[items]`.
+            StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
         return [self.tensor(self._item(item)) for item in self._positions(items)]
@@ -219,15 +237,15 @@ class Column:
             (torch.Size([2, 2, 4]), [[True, False], [True, True]])
 
         Args:
-            items: which items: as in `column[index]`.
+            items: the positions of the items in the store: indices, a slice or a mask.
 
         Returns:
-            The values, of shape `(items, longest, ...)`, and a mask of shape `(items, longest)`
-            which is True where a token is.
+            The values, of shape `(items, longest, ...)`, where `longest` is the number of tokens of
+            the longest item. And a mask of shape `(items, longest)`, which is True at each token.
 
         Raises:
             IndexError: there is no such item.
-            StructureError: each item has one row: `column[items]`.
+            StructureError: the rows of this column are items, not tokens; write `column[items]`.
             FolderError: a shard is gone or damaged.
         """
         rows = [self._item(item, copied=False) for item in self._positions(items)]

@@ -24,7 +24,7 @@ _MOST_ROWS = 65_536  # of a piece: a shard of very small rows is mixed part by p
 
 @final
 class StoreDataset(Dataset[Any]):
-    """The rows of a store by index, for a DataLoader or by hand.
+    """A `torch.utils.data.Dataset` of the rows of a store; `store.dataset` makes it.
 
         >>> from torch.utils.data import DataLoader
         >>> rows = store.dataset("fc", "@item")
@@ -35,12 +35,16 @@ class StoreDataset(Dataset[Any]):
         torch.Size([64, 3])
         torch.Size([36, 3])
 
-    A DataLoader reads each batch at once. `store.shuffled` is faster than `shuffle=True`.
+    A DataLoader reads all rows of a batch in one call. `store.shuffled` is faster than
+    `shuffle=True`. An index is a number, a slice, or a list or array of numbers.
 
     Args:
-        shards: the shards of the store.
+        shards: the shards (files) of the store.
         columns: the columns to read.
         is_single: whether a row is a tensor; else it is a dict of tensors.
+
+    Raises:
+        IndexError: by `rows[index]`: a row is out of range.
     """
 
     def __init__(self, shards: Shards, columns: Sequence[Column], *, is_single: bool) -> None:
@@ -98,7 +102,7 @@ class _Piece(NamedTuple):
 
 @final
 class ShuffledRows(IterableDataset[Any]):
-    """Batches of a store's rows, in an order that is another one in each epoch.
+    """Batches of a store's rows, in a new random order in each epoch; `store.shuffled` makes it.
 
         >>> from torch.utils.data import DataLoader
         >>> rows = store.shuffled("fc", batch_size=64, seed=0)
@@ -109,12 +113,15 @@ class ShuffledRows(IterableDataset[Any]):
         >>> len(list(DataLoader(rows, batch_size=None, num_workers=0)))
         2
 
-    The order of the shards is random. The rows of `shards` of them are mixed: each of their rows
-    has the same chance to come next.
+    The shards (files of the store) come in a random order. The rows of several shards at a time are
+    mixed, as many as the argument `shards=` of `store.shuffled` says. The next row is drawn at
+    random from all rows that are left in these shards.
 
-    The workers of a DataLoader and the ranks of a distributed job share the rows: each row comes
-    once in all. An order follows from seed, epoch, and the number of ranks and workers. Each
-    iteration is a new epoch; `set_epoch` chooses one, on each rank alike.
+    The workers of a DataLoader and the ranks of a distributed job share the rows: in an epoch, each
+    row comes once, in one worker of one rank. `drop_last=True` leaves out a few rows. The order
+    depends only on the seed, the number of the epoch, and the numbers of ranks and workers. Each
+    iteration is a new epoch. `set_epoch` chooses the epoch; call it on each rank with the same
+    number.
 
     Args:
         store_shards: the shards of the store.
@@ -143,7 +150,7 @@ class ShuffledRows(IterableDataset[Any]):
         self._rank: tuple[int, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; those after it count on.
+        """Choose the epoch of the next iteration; the iterations after it have the next numbers.
 
             >>> rows = store.shuffled("@item")
             >>> first = torch.cat(list(rows))

@@ -38,13 +38,16 @@ def merge(
         >>> len(merge([tmp_path / "a", tmp_path / "b"], tmp_path / "both"))
         15
 
-    Stores of one job, of which each machine has done some shards, become the store that one machine
-    would have made, byte for byte. They need not be finished. Stores of other data, with the same
-    model, sites and options, are put one behind the other. `hl.Store.cat` reads such stores as one
-    without writing anything.
+    There are two cases. If several machines did parts of one `hl.extract` call, the stores are of
+    one job. They need not be finished, but together they must hold all shards (files). The new
+    store is, byte for byte, the one that a single machine would have made.
 
-    Files are hard links where the stores lie on the disk of the new one, and the job is the same;
-    else copies. The checksum of each column is verified.
+    If the stores are of different data, they must be finished, and have the same model, sites and
+    options. The rows of the new store are theirs, one store behind the other. `hl.Store.cat` reads
+    such stores as one without writing anything.
+
+    The shards of one job become hard links if they lie on the disk of the new store. All other
+    shards are copied. The checksum of each column is verified.
 
     Args:
         places: the folders or URLs, in the order of their rows.
@@ -55,7 +58,7 @@ def merge(
 
     Raises:
         FolderError: one is not a store, is damaged, or misses shards; `to` is not empty.
-        StructureError: they are not of the same model, sites and options.
+        StructureError: there is no store, or they differ in their model, sites or options.
     """
     sources = [place_of(one) if isinstance(one, str | os.PathLike) else one for one in places]
     target = place_of(to) if isinstance(to, str | os.PathLike) else to

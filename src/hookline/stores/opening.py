@@ -18,19 +18,20 @@ _HEAD_BYTES = 200  # the format is among the first keys
 def open_folder(
     folder: str | os.PathLike[str], *, verify: bool = False
 ) -> Recording | Store | Curves:
-    """Open what `run.save`, `hl.extract` or `hl.monitor(..., to=folder)` wrote.
+    """Open what `run.save`, `hl.extract`, or the argument `to=` of another verb wrote.
 
-        >>> import hookline as hl
         >>> model = nn.Linear(2, 3)
         >>> with hl.record(model) as run:
         ...     _ = model(torch.zeros(1, 2))
         >>> hl.open(run.save(tmp_path / "run"))["(root)"].shape
         torch.Size([1, 3])
-        >>> hl.open(tmp_path / "features")["fc"].shape
+        >>> _ = hl.extract(model, torch.zeros(100, 2), "(root)", tmp_path / "acts")
+        >>> hl.open(tmp_path / "acts")["(root)"].shape
         (100, 3)
 
-    The curves of a run may be opened while the training goes on: each look-up sees the steps that
-    were reported by then.
+    `run.save` writes a recording, `hl.extract` and `hl.record(..., to=)` write a store, and
+    `hl.monitor(..., to=folder)` writes curves. Curves may be opened while the training goes on:
+    each look-up sees the steps that were reported by then.
 
     Values are memory-mapped on look-up and keep their dtypes. The first look-up of a value verifies
     its checksum; in a store, the first read from a shard verifies that of the shard's column.
@@ -45,14 +46,15 @@ def open_folder(
     Args:
         folder: the folder that was written; of a store also a URL of fsspec, such as
             `s3://bucket/features`.
-        verify: verify the checksums of all values now. This reads the whole folder.
+        verify: True verifies the checksums of all values now, which reads the whole folder. It has
+            no effect on curves.
 
     Returns:
-        The `Recording`, with the same look-ups as the saved one, the `Store`, or the `Curves`.
+        A `Recording`, with the same look-ups as the saved one; a `Store`; or `Curves`.
 
     Raises:
-        FolderError: the folder holds neither, one of another version, a damaged one, or a store
-            that is not finished.
+        FolderError: the folder holds none of these, or one that is damaged, of another version of
+            the format, or (a store) not finished.
     """
     if is_run(folder):
         return open_run(folder)

@@ -47,19 +47,32 @@ class Store:
         >>> store["fc"][40:42].shape
         torch.Size([2, 3])
 
-    A site is written as in `hl.select`. `len(store)` is the number of items, and iteration yields
-    the sites. Values lie on disk, and are read when a column is indexed. The first read from a
-    shard verifies its checksum.
+    `hl.extract` and `hl.open` return stores. A site is written as in `hl.select`. `len(store)` is
+    the number of items, and iteration yields the sites. Values lie on disk, and are read when a
+    column is indexed. The rows are split over several files, the shards. The first read of a column
+    from a shard verifies a checksum.
 
-    `store.items` has the index of each item in its data set, since items may have been skipped;
-    `store.tokens` the ids of tokens, where rows are tokens.
+    `store.items` has the index of each item in its data set, since items may have been skipped. If
+    rows are tokens, `store.tokens` has their ids.
 
     Args:
         place: where the store is.
         manifest: its manifest.
 
+    Attributes:
+        sites: the sites, as the store writes them.
+        statistics: the `Moments` of each site, computed when the store was written.
+        skipped: the index of each item that has no row in the store, and the reason.
+        parts: the stores that `hl.Store.cat` joined; otherwise empty.
+        place: the folder or URL of the store.
+        n_items: the number of items.
+        n_rows: the number of tokens; the number of items where rows are items.
+        nbytes: the bytes of all files.
+
     Raises:
         FolderError: the store is not finished, or its manifest is damaged.
+        NotRecordedError: by `store[site]`: the store has no such site.
+        SelectionError: by `store[site]`: the site is malformed.
     """
 
     def __init__(self, place: Place, manifest: Mapping[str, Any]) -> None:
@@ -112,16 +125,18 @@ class Store:
 
     @property
     def items(self) -> Column:
-        """The index of each item in its data set, as a column.
+        """The index of each item in its data set, as a column of int64.
 
-        >>> store.items[[0, -1]]
-        tensor([ 0, 99])
+            >>> store.items[[0, -1]]
+            tensor([ 0, 99])
+
+        `store.skipped` lists the items of the data set that have no row.
         """
         return self._columns[ITEM]
 
     @property
     def tokens(self) -> Column:
-        """The id of each token, as a column.
+        """The id of each token, as a column; the rows must be tokens.
 
             >>> ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
             >>> tokens = hl.extract(
@@ -155,13 +170,16 @@ class Store:
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """Describe what was extracted: model, sites, options, data, sizes.
+        """A dict that describes how the store was made.
 
             >>> store.job["sites"], store.job["batch_size"]
             (['body', 'fc'], 32)
 
+        Its keys are `model`, `sites`, `options`, `data`, `batch_size`, `n_items`, `shard_batches`
+        and `columns`.
+
         Raises:
-            AmbiguousError: the store joins several, and each has its own.
+            AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].job`.
         """
         self._check_single("job")
         found: Mapping[str, Any] = self._manifest["job"]
@@ -174,8 +192,10 @@ class Store:
             >>> store.names is None
             True
 
+        `store.names[store.items[3]]` is the name of the item 3 of the store.
+
         Raises:
-            AmbiguousError: the store joins several, and each has its own.
+            AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].names`.
             FolderError: the names are damaged.
         """
         self._check_single("names")
@@ -210,21 +230,22 @@ class Store:
 
     @staticmethod
     def cat(stores: Sequence[Store]) -> Store:
-        """Concatenate stores of the same sites; no value is copied or read.
+        """Concatenate stores of the same sites into one; no value is copied or read.
 
             >>> both = hl.Store.cat([store, store])
             >>> len(both), both["fc"][[0, 100]].shape
             (200, torch.Size([2, 3]))
 
         Args:
-            stores: the stores, in the order of their rows.
+            stores: one or more stores, in the order of their rows.
 
         Returns:
-            A store with the rows of all. Its `parts` are the stores. `items` has the indices of
-            each store in its own data set.
+            A store with the rows of all. Its `parts` are the given stores. Its `items` has the
+            index of each item in the data set of the item's own store.
 
         Raises:
-            StructureError: they are not stores, or of different sites, shapes or dtypes.
+            StructureError: there is no store, one is not a store, or the stores differ in their
+                sites, shapes or dtypes.
         """
         stores = tuple(stores)
         if not stores:
@@ -249,7 +270,7 @@ class Store:
         return joined
 
     def dataset(self, *sites: str | Site) -> StoreDataset:
-        """Return the rows as a data set of torch, by index.
+        """Return the rows as a `torch.utils.data.Dataset`, which is read by index.
 
             >>> rows = store.dataset("fc")
             >>> len(rows), rows[3].shape
@@ -258,11 +279,15 @@ class Store:
             tensor(7)
 
         For one site a row is a tensor, for several a dict of tensors. Rows are tokens if one of the
-        sites has a value for each token; a site with one for each item repeats it.
+        sites has a value for each token. A site with a value for each item then repeats the value
+        for each token of the item.
 
         Args:
             *sites: the sites; all by default. `"@item"` is the index of an item in its data set,
                 `"@token"` the id of a token, `"@length"` the number of an item's tokens.
+
+        Returns:
+            The data set, for a `DataLoader` or to index.
 
         Raises:
             NotRecordedError: the store has no such site.
@@ -290,15 +315,20 @@ class Store:
 
         Args:
             *sites: the sites, as in `dataset`.
-            batch_size: the rows of a batch; None yields single rows.
+            batch_size: the number of rows in a batch; None yields single rows.
             seed: equal seeds give equal orders, epoch by epoch.
-            shards: the shards whose rows are mixed. More are more random, and need more memory
-                where values are downloaded.
-            drop_last: leave out a last batch that is shorter; then all ranks have equally many.
+            shards: the number of shards (files of the store) whose rows are mixed at a time. More
+                shards mix better and need more memory, which counts most if the store is at a URL.
+            drop_last: True leaves out rows so that all batches are full, and all ranks have the
+                same number of batches.
+
+        Returns:
+            An iterable of batches. A batch is a tensor for one site, and a dict of tensors for
+            several; their first dimension is the row.
 
         Raises:
             NotRecordedError: the store has no such site.
-            InputError: a number is not positive.
+            InputError: `batch_size` or `shards` is not a positive integer.
         """
         columns, is_single = self._columns_of(sites)
         how = Shuffle(batch_size, seed, shards, drop_last)
@@ -309,7 +339,7 @@ class Store:
         return list(found.values()), len(sites or self.sites) == 1
 
     def export(self, to: str | os.PathLike[str], format: Format, *sites: str | Site) -> Path:
-        """Write the values in another format, in bounded memory.
+        """Write the values in another format, without holding the whole store in memory.
 
             >>> import numpy as np
             >>> folder = store.export(tmp_path / "arrays", "npy")
@@ -324,15 +354,16 @@ class Store:
         | `"zarr"` | a folder | `zarr.open_group` | zarr |
         | `"lance"` | a folder | `lance.dataset` | pylance |
 
-        In parquet, datasets and Lance a row is an item: a column of tokens has a list of rows for
-        each. In npy and Zarr it has a row for each token, and `@length` the number of tokens of
-        each item. `@item` has the index of each item in its data set, and `@token` the token ids.
-        bfloat16 and float8 become float32, which holds the same numbers. Lance has `/` in names for
-        each dot; the names of .npy files are quoted as in URLs, and listed in `columns.json`.
+        In parquet, datasets and Lance a row is an item. If a site has a value for each token, its
+        column has a list of values for each item. In npy and Zarr such a column has a row for each
+        token, and `@length` has the number of tokens of each item. `@item` has the index of each
+        item in its data set, and `@token` the token ids. bfloat16 and float8 become float32, which
+        holds the same numbers. Lance has `/` in names for each dot. The names of .npy files are
+        quoted as in URLs, and listed in `columns.json`.
 
         Args:
             to: a new file or folder.
-            format: one of the above.
+            format: a format of the table.
             *sites: the sites; all by default.
 
         Returns:
@@ -340,8 +371,9 @@ class Store:
 
         Raises:
             InputError: there is no such format, or its package is not installed.
-            StructureError: the format does not have a dtype.
+            StructureError: the format cannot hold a column's dtype.
             FolderError: `to` exists or cannot be written; a shard is gone or damaged.
+            NotRecordedError: the store has no such site.
         """
         columns, _ = self._columns_of(sites)
         own = [self.items]
@@ -356,8 +388,10 @@ class Store:
 
             >>> store.verify()
 
+        `hookline.stores.verify(folder)` lists all damaged files instead of raising an error.
+
         Raises:
-            FolderError: a shard is gone or damaged.
+            FolderError: a shard (a file of the store) is gone or damaged.
         """
         for shard in range(len(self._shards)):
             for form in self._forms:
@@ -366,12 +400,12 @@ class Store:
                 self._shards.rows(shard, self.tokens._form)
 
     def release(self) -> None:
-        """Unmap the files.
+        """Unmap the files of the store from memory.
 
             >>> store.release()
 
-        A file that was read stays mapped and counts as memory of this process until it is released.
-        The next look-up maps it again.
+        A file that was read stays mapped until it is released, and counts as memory of this
+        process. The next look-up maps the file again.
         """
         self._shards.release()
 

@@ -46,7 +46,20 @@ class HookEntry:
 @final
 @dataclass(frozen=True)
 class Inventory:
-    """Every hook on a model, in registration order. Print it, iterate it, take its length."""
+    """Every hook on a model. Print it, iterate over it, or take its length.
+
+        >>> model = nn.Linear(2, 2)
+        >>> handle = model.register_forward_hook(lambda module, args, output: None)
+        >>> [(hook.path, hook.kind) for hook in hl.inventory(nn.Sequential(model))]
+        [('0', 'forward')]
+
+    Args:
+        entries: the process-wide hooks, then the hooks of each module, in registration order of the
+            modules. A hook has `path` (of its module or parameter), `kind` (such as "forward"),
+            `owner` ("hookline", "torch", a package, "python" or "yours"), `function` (its name)
+            and `where` (the file and line of its definition).
+        modules: the number of modules of the model.
+    """
 
     entries: tuple[HookEntry, ...]
     modules: int
@@ -68,14 +81,18 @@ def inventory(model: nn.Module) -> Inventory:
 
         >>> model = nn.Linear(2, 2)
         >>> handle = model.register_forward_hook(lambda module, args, output: None)
-        >>> [entry.kind for entry in inventory(model)]
+        >>> [hook.kind for hook in hl.inventory(model)]
         ['forward']
 
     Args:
         model: any module. It is neither run nor changed.
 
     Returns:
-        The hooks on its modules and parameters, and the process-wide hooks.
+        The hooks on its modules and parameters, and the process-wide hooks. Print them, or iterate
+        over them. Each has `path`, `kind`, `owner`, `function` and `where`.
+
+    Raises:
+        AttachError: `model` is not a module.
     """
     nodes = walk(model)
     return Inventory(tuple(_entries(nodes)), len(nodes))

@@ -77,11 +77,23 @@ class Row:
 class Summary:
     """The table that `hl.summary` makes. Print it, or read `rows` and the totals.
 
+        >>> table = hl.summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2))
+        >>> table.parameters, table.flops, table.dtypes
+        (9, 48, {'float32'})
+        >>> [(row.path, row.output) for row in table.rows]
+        [('', '[4, 3]'), ('0', '[4, 3]'), ('1', '[4, 3]')]
+
+    `flops` is the number of floating-point operations of the whole run; a multiply-add counts as
+    two. `dtypes` is the set of the dtypes of the modules' outputs.
+
     Args:
         model_type: the class of the model.
-        rows: every module in registration order, the root first.
+        rows: every module in registration order, the root first. A row has `path`, `depth`,
+            `module_type`, `aliases`, `own_parameters`, `parameters`, `trainable`, `calls`, `input`,
+            `output`, `dtype`, `output_bytes` and `flops`.
         ran: whether the model was run.
-        failure: if the forward raised, the module that raised, its inputs, and the error.
+        failure: if the forward raised, the module that raised, its inputs, and the error; else
+            None.
         parameters: the number of elements of all parameters. A shared parameter counts once.
         trainable: the number of these elements that require gradients.
         parameter_bytes: the bytes of all parameters.
@@ -161,19 +173,20 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     """Describe every module of a model: path, type, shapes, dtype, parameters, FLOPs, memory.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> table = summary(model, torch.zeros(4, 2))
+        >>> table = hl.summary(model, torch.zeros(4, 2))
         >>> table.rows[1].output, table.rows[1].parameters, table.flops
         ('[4, 3]', 9, 48)
 
     The model runs once, in eval mode and without gradients. Afterwards its mode, its buffers and
     torch's random state are as before. A model on the meta device runs on shapes alone, so a model
-    larger than memory can be described. torch's own counter counts the FLOPs.
+    larger than memory can be described. torch's own counter counts the FLOPs; a multiply-add counts
+    as two.
 
     Args:
         model: the model.
-        inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function that runs
-            the model. Give a dict that is one argument as `({...},)`. None describes the
-            parameters only.
+        inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
+            arguments that runs the model. Give a dict that is one argument as `({...},)`. None
+            describes the parameters only, and does not run the model.
 
     Returns:
         The table. If the forward raises, the table holds the modules that ran. Its `failure` then

@@ -64,16 +64,30 @@ class LineOptions:
     "options", "passes", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
-    """Taps attached together for a while: a context manager, or ended by `remove()`.
+    """Hooks that were attached together, and are removed together.
 
-    A line belongs to the thread or async task that makes it, from its first hook on.
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with hl.edit(model, "1", hl.edits.scale(0.0)) as line:
+        ...     _ = model(torch.ones(1, 2))
+        >>> line
+        hl.edit on Sequential: 1 site, 1 pass, 1 fired, 0 never; ended
+
+    `hl.edit` returns a `Line`. The line of `hl.attach` is a `RawLine`, which has more methods. The
+    hooks are removed at the end of the `with` block, or by `remove()`. At the end, a warning names
+    the selected sites that never fired.
 
     Args:
-        model: the model; tensors by name, of which only gradients can be seen; `hl.EVERYWHERE` for
-            the modules of any model that run in this context; or None.
-        name: the line's name in the report and the inventory.
-        every_thread: whether the line sees every thread and task.
-        lenient: whether everything was selected; see `LineOptions`.
+        model: the model. Or tensors by name, of which only gradients can be seen. Or
+            `hl.EVERYWHERE`, for all modules that run in this thread or async task. None is for
+            hooks on tensors alone.
+        name: the name of the function that made the line, for the report and the messages.
+        every_thread: True sees runs in every thread and async task. False sees only those in the
+            thread or task that made the line.
+        lenient: whether every module was selected, so that some may well never fire.
+
+    Raises:
+        AttachError: the line is entered a second time, after its end, or in another thread or task
+            than the one that made it.
     """
 
     def __init__(
@@ -324,7 +338,17 @@ class Line:
             self._warn()
 
     def remove(self) -> None:
-        """End the line and remove its hooks. Idempotent."""
+        """End the line and remove its hooks; a second call does nothing.
+
+            >>> model = nn.Linear(2, 2)
+            >>> line = hl.edit(model, "(root)", hl.edits.scale(2.0))
+            >>> _ = model(torch.ones(1, 2))
+            >>> line.remove()
+            >>> len(hl.inventory(model))
+            0
+
+        A `HooklineWarning` names the selected sites that never fired. Any thread may end the line.
+        """
         if self.passes.closed:
             return
         self._end()
@@ -349,7 +373,17 @@ class Line:
         return str(self.report()).partition("\n")[0]
 
     def report(self) -> Report:
-        """Report the sites that were attached, how often each fired, and why some never did."""
+        """Return a report: the line's sites, how often each fired, and why some never did.
+
+            >>> model = nn.Linear(2, 2)
+            >>> with hl.edit(model, "(root)", hl.edits.scale(2.0)) as line:
+            ...     _ = model(torch.ones(1, 2))
+            ...     print(line.report().passes, line.report().ended)
+            1 False
+
+        Returns:
+            The report as of now: print it, or read its attributes.
+        """
         return self._make_report(ended=False) if self._last is None else self._last
 
     def _make_report(self, *, ended: bool) -> Report:

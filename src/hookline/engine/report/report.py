@@ -23,18 +23,31 @@ _ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 class Report:
     """The report of a line. Print it, or read its attributes.
 
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with hl.record(model, nn.Linear) as run:
+        ...     _ = model(torch.zeros(1, 2))
+        >>> report = run.report()
+        >>> report.passes, report.n_fired, report.silent
+        (1, 1, ())
+
+    `n_fired` is the number of sites that fired. `silent` is a tuple of the sites that never fired.
+    `warning()` returns the text of the warning at the end of the line, or None.
+
     Args:
         name: the verb that made the line.
         model_type: the class of the model.
         passes: the number of passes that the line saw.
         other_contexts: how often the model ran in another thread or async task, unseen.
         ended: whether the line has ended.
-        fired: each site with the number of times that it fired.
+        fired: a pair for each site: the site, and the number of times that it fired.
         why: the reason for each site that never fired.
-        excused: silent sites that are not a fault: the value there requires no gradient.
-        outside_root: the number of passes of modules that ran outside a run of the model.
+        excused: the sites that never fired because the value there requires no gradient. The line
+            does not warn of them.
+        outside_root: the number of passes in which only modules inside the model were called, and
+            not the model itself.
         notes: further notes for the user.
-        removed: the indices in `fired` of taps that a handle removed before the line ended.
+        removed: the indices in `fired` of the hooks that their own handles removed before the line
+            ended.
     """
 
     name: str
@@ -51,7 +64,7 @@ class Report:
 
     @property
     def silent(self) -> tuple[Site, ...]:
-        """Return the sites that never fired, without those that a handle removed."""
+        """The sites that never fired, without those whose hooks a handle removed."""
         removed = frozenset(self.removed)
         return tuple(
             site
@@ -124,7 +137,7 @@ class Report:
 
     @property
     def n_fired(self) -> int:
-        """Return the number of sites that fired."""
+        """The number of sites that fired."""
         return sum(count > 0 for _, count in self.fired)
 
     def remarks(self) -> list[str]:

@@ -58,9 +58,17 @@ def _in_order(found: Iterable[Place]) -> list[Place]:
 class Selection:
     """The sites that a selector matches in one model, in registration order.
 
-    Selections of one model combine: `|` (either), `&` (both), `-` (the first without the second).
-    The other side may be any selector. Iterate over a selection for its sites, or use it as a
-    selector.
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> linears = hl.select(model, nn.Linear)
+        >>> [str(site) for site in linears - "0"]
+        ['2']
+
+    `hl.select` returns a selection. Selections of one model combine: `|` (either), `&` (both), `-`
+    (the first without the second). The other side may be any selector. Iterate over a selection for
+    its sites, or use it as a selector.
+
+    Raises:
+        SelectionError: by `|`, `&` and `-`: the other side is malformed, or matches nothing.
     """
 
     __slots__ = ("_sites", "_tree", "places")
@@ -72,7 +80,7 @@ class Selection:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Return the sites, in registration order."""
+        """The sites, in registration order."""
         return self._sites
 
     def __iter__(self) -> Iterator[Site]:
@@ -145,7 +153,7 @@ def select(
     """Find the sites that a selector matches in a model.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> [str(site) for site in select(model, nn.Linear)]
+        >>> [str(site) for site in hl.select(model, nn.Linear)]
         ['0']
 
     Args:
@@ -159,9 +167,14 @@ def select(
             selectors that name no port themselves. "grad" selects parameters: those that the
             selector matches by their own path, and all parameters of the modules that it matches.
 
+    Returns:
+        A selection: the sites, in registration order. Print it, iterate over it, combine it with
+        others by `|`, `&` and `-`, or use it as a selector.
+
     Raises:
-        SelectionError: the selector is malformed, or it (or one of a list) matches nothing; the
-            message shows close matches and the model's first paths.
+        SelectionError: the selector is malformed, a port is unknown, or nothing matches the
+            selector or one of a list. The message shows close matches and the model's first paths.
+        AttachError: `model` is not a module.
     """
     return select_in(module_tree(model), selector, check_ports(ports))
 

@@ -48,9 +48,9 @@ _LEAF_KEY = re.compile(
 class Site:
     """One place where a value flows: a module path, a port, and where needed a leaf and a call.
 
-        >>> str(Site("h.3", "output", (0,)))
+        >>> str(hl.Site("h.3", "output", (0,)))
         'h.3:output[0]'
-        >>> str(Site("", "input"))
+        >>> str(hl.Site("", "input"))
         '(root):input'
 
     Args:

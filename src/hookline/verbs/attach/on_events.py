@@ -40,8 +40,11 @@ class EventHooks(ModuleHooks):
             hook: the function. Its result is registered in place of the value; None changes
                 nothing.
 
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
+
         Raises:
-            AttachError: the kind is unknown, or the line has no model.
+            AttachError: the kind is unknown, `hook` is no function, or the line has no model.
             StructureError: (when it fires) the hook returned an object of another type.
         """
         check_callable("registered", hook)
@@ -75,10 +78,15 @@ class EventHooks(ModuleHooks):
         Args:
             optimizer: the optimizer. With `hl.EVERYWHERE`, None covers every optimizer in this
                 context.
-            hook: the function. It returns None, or the `(args, kwargs)` of the step.
+            hook: the function. `args` begins with the optimizer itself. The hook returns None, or
+                the `(args, kwargs)` of the step, where `args` begins with the optimizer, too.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
-            AttachError: it is not an optimizer, or holds none of the model's parameters.
+            AttachError: `optimizer` is not an optimizer, or holds none of the model's parameters.
+                Or `hook` is no function.
             StructureError: (at the step) the hook returned something else.
         """
         return self._optimizer("step_pre", optimizer, hook, returns.check_step)
@@ -86,13 +94,24 @@ class EventHooks(ModuleHooks):
     def step_post(self, optimizer: Optimizer | None, hook: Hook) -> HookHandle:
         """Call `hook(optimizer, args, kwargs)` after each step of an optimizer.
 
+            >>> model = nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with hl.attach(model) as line:
+            ...     _ = line.step_post(optimizer, lambda optimizer, args, kwargs: print("stepped"))
+            ...     optimizer.step()
+            stepped
+
         Args:
             optimizer: the optimizer. With `hl.EVERYWHERE`, None covers every optimizer in this
                 context.
-            hook: the function. It must return None.
+            hook: the function. `args` begins with the optimizer itself. The hook must return None.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
-            AttachError: it is not an optimizer, or holds none of the model's parameters.
+            AttachError: `optimizer` is not an optimizer, or holds none of the model's parameters.
+                Or `hook` is no function.
             StructureError: (at the step) the hook returned something other than None.
         """
         check = returns.check_nothing("line.step_post", "change the parameters")
@@ -102,11 +121,26 @@ class EventHooks(ModuleHooks):
         """Call a hook before a state dict is made.
 
         On a module the call is `hook(module, prefix, keep_vars)`, on an optimizer
-        `hook(optimizer)`.
+        `hook(optimizer)`. `prefix` is the path of the module with a dot at its end, such as "fc.".
+
+            >>> model = nn.Sequential(nn.Linear(2, 1))
+            >>> with hl.attach(model) as line:
+            ...     _ = line.state_dict_pre("0", lambda module, prefix, keep_vars: print(prefix))
+            ...     state = model.state_dict()
+            0.
 
         Args:
             where: which modules, as in `hl.select`; or an optimizer.
             hook: the function. It must return None.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            AttachError: `hook` is no function, the line has no model, or the optimizer holds none
+                of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
+            StructureError: (when it fires) the hook returned something other than None.
         """
         check = returns.check_nothing("line.state_dict_pre", "change the module")
         return self._state("state_dict_pre", "state_dict_pre", where, hook, check)
@@ -115,12 +149,30 @@ class EventHooks(ModuleHooks):
         """Call a hook after a state dict is made.
 
         On a module the call is `hook(module, state_dict, prefix, local_metadata)`, on an optimizer
-        `hook(optimizer, state_dict)`.
+        `hook(optimizer, state_dict)`. `prefix` begins the module's keys, such as "fc.".
+
+            >>> model = nn.Linear(2, 1)
+            >>> def without_bias(module, state_dict, prefix, local_metadata):
+            ...     del state_dict[prefix + "bias"]
+            >>> with hl.attach(model) as line:
+            ...     _ = line.state_dict("", without_bias)
+            ...     list(model.state_dict())
+            ['weight']
 
         Args:
             where: which modules, as in `hl.select`; or an optimizer.
             hook: the function. A module's hook changes the state dict in place and returns None.
                 An optimizer's hook may return another state dict.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            AttachError: `hook` is no function, the line has no model, or the optimizer holds none
+                of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
+            StructureError: (when it fires) a module's hook returned something other than None, or
+                an optimizer's hook something other than None or a dict.
         """
         check = returns.check_nothing("line.state_dict", "change the state_dict")
         return self._state("state_dict", "state_dict_post", where, hook, check)
@@ -131,10 +183,29 @@ class EventHooks(ModuleHooks):
         On a module the call is `hook(module, state_dict, prefix, local_metadata, strict,
         missing_keys, unexpected_keys, error_msgs)`, on an optimizer `hook(optimizer, state_dict)`.
 
+            >>> model = nn.Linear(2, 1)
+            >>> old = {"w": torch.zeros(1, 2), "bias": torch.zeros(1)}
+            >>> def rename(module, state_dict, prefix, *others):
+            ...     state_dict[prefix + "weight"] = state_dict.pop(prefix + "w")
+            >>> with hl.attach(model) as line:
+            ...     _ = line.load_state_dict_pre("", rename)
+            ...     model.load_state_dict(old)
+            <All keys matched successfully>
+
         Args:
             where: which modules, as in `hl.select`; or an optimizer.
             hook: the function. A module's hook changes the state dict in place and returns None.
                 An optimizer's hook may return another state dict.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            AttachError: `hook` is no function, the line has no model, or the optimizer holds none
+                of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
+            StructureError: (when it fires) a module's hook returned something other than None, or
+                an optimizer's hook something other than None or a dict.
         """
         check = returns.check_nothing("line.load_state_dict_pre", "change the state_dict")
         return self._state("load_state_dict_pre", "load_state_dict_pre", where, hook, check)
@@ -143,11 +214,26 @@ class EventHooks(ModuleHooks):
         """Call a hook after a state dict is loaded.
 
         On a module the call is `hook(module, incompatible_keys)`, on an optimizer
-        `hook(optimizer)`.
+        `hook(optimizer)`. `incompatible_keys` has the lists `missing_keys` and `unexpected_keys`.
+
+            >>> model = nn.Linear(2, 1)
+            >>> with hl.attach(model) as line:
+            ...     _ = line.load_state_dict("", lambda module, keys: print(keys.missing_keys))
+            ...     _ = model.load_state_dict({}, strict=False)
+            ['weight', 'bias']
 
         Args:
             where: which modules, as in `hl.select`; or an optimizer.
             hook: the function. It must return None, and may change `incompatible_keys` in place.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
+
+        Raises:
+            SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            AttachError: `hook` is no function, the line has no model, or the optimizer holds none
+                of the model's parameters. `hl.EVERYWHERE` takes an optimizer only.
+            StructureError: (when it fires) the hook returned something other than None.
         """
         check = returns.check_nothing("line.load_state_dict", "change incompatible_keys")
         return self._state("load_state_dict", "load_state_dict_post", where, hook, check)

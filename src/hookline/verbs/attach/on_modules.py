@@ -47,12 +47,17 @@ class ModuleHooks(EverywhereHooks):
             selector: which modules, as in `hl.select`, without a port or a leaf.
             hook: the function.
             with_kwargs: whether the hook also gets, and returns, the keyword arguments.
-            prepend: whether the hook runs before the hooks that the module already has.
+            prepend: whether the hook runs before the raw hooks, and torch's own, that the module
+                already has. Edits still run before it.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port or a leaf.
             StructureError: (when the model runs) the hook's result cannot be arguments.
-            AttachError: `with_kwargs` was given with `hl.EVERYWHERE`; torch does not offer this.
+            AttachError: `hook` is no function, or the line has no model. Or `with_kwargs` was given
+                with `hl.EVERYWHERE`; torch does not offer this.
         """
         if self.is_everywhere and with_kwargs:
             raise AttachError(
@@ -88,13 +93,19 @@ class ModuleHooks(EverywhereHooks):
             selector: which modules, as in `hl.select`, without a port or a leaf.
             hook: the function.
             with_kwargs: whether the hook also gets the keyword arguments.
-            prepend: whether the hook runs before the hooks that the module already has.
+            prepend: whether the hook runs before the raw hooks, and torch's own, that the module
+                already has. Edits still run before it.
             always_call: whether the hook also runs when the module raises; the output is then None.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port or a leaf.
-            StructureError: (when the model runs) the hook's result cannot be an output.
-            AttachError: `always_call` was given with `hl.EVERYWHERE`.
+            StructureError: (when the model runs) the output held tensors, and the hook's result
+                holds none.
+            AttachError: `hook` is no function, or the line has no model. Or `always_call` was given
+                with `hl.EVERYWHERE`.
         """
         if self.is_everywhere and always_call:
             raise AttachError(
@@ -127,10 +138,10 @@ class ModuleHooks(EverywhereHooks):
     def backward_pre(self, selector: Selector, hook: Hook, *, prepend: bool = False) -> HookHandle:
         """Call `hook(module, grad_output)` before the gradients enter each selected module.
 
-        `grad_output` is a tuple. Where the output is a dict, a dataclass or a `ModelOutput`, the
-        gradients have the structure of the output. If the hook returns None, the gradients stay
-        unchanged. Gradients of the same structure replace them; a lone gradient may be returned as
-        a tensor.
+        `grad_output` is a tuple of the gradients of the outputs, each of its output's shape. For an
+        output that is a dict, a dataclass or a `ModelOutput`, `grad_output` has its structure. If
+        the hook returns None, the gradients stay unchanged. Gradients of the same structure replace
+        them; a lone gradient may be returned as a tensor.
 
             >>> model = nn.Linear(2, 1)
             >>> with hl.attach(model) as line:
@@ -142,10 +153,15 @@ class ModuleHooks(EverywhereHooks):
         Args:
             selector: which modules, as in `hl.select`, without a port, a leaf or a call.
             hook: the function. It must not change a gradient in place.
-            prepend: whether the hook runs before the hooks that the module already has.
+            prepend: whether the hook runs before the raw hooks that the module already has.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port, a leaf or a call.
+            AttachError: `hook` is no function, or the line has no model. Or (when the model runs)
+                the module is in compiled code.
             StructureError: (in backward) the hook returned gradients of another structure, shape,
                 dtype or device, or changed a gradient in place.
         """
@@ -155,14 +171,15 @@ class ModuleHooks(EverywhereHooks):
         """Call `hook(module, grad_input, grad_output)` when each module's gradients are complete.
 
         `grad_input` is a tuple of the gradients of the positional arguments, then of the keyword
-        arguments. `grad_output` is a tuple of the gradients of the outputs. A gradient is None
-        where none is needed. The hook's result, unless None, replaces `grad_input`: the gradients
-        that flow on, through this module alone.
+        arguments: what flows back through this module, without other uses of the arguments.
+        `grad_output` is a tuple of the gradients of the outputs, or has the structure of an output
+        that is a dict, a dataclass or a `ModelOutput`. A gradient has its tensor's shape, and is
+        None for a tensor that requires none. The hook's result, unless None, replaces `grad_input`.
 
             >>> model = nn.ReLU()
             >>> x = torch.ones(1, 2, requires_grad=True)
             >>> with hl.attach(model) as line:
-            ...     _ = line.backward("", lambda *gradients: gradients[1][0] * 2)
+            ...     _ = line.backward("", lambda module, grad_input, grad_output: grad_input[0] * 2)
             ...     model(x).sum().backward()
             >>> x.grad
             tensor([[2., 2.]])
@@ -170,13 +187,17 @@ class ModuleHooks(EverywhereHooks):
         Args:
             selector: which modules, as in `hl.select`, without a port, a leaf or a call.
             hook: the function. It must not change a gradient in place.
-            prepend: whether the hook runs before the hooks that the module already has.
+            prepend: whether the hook runs before the raw hooks that the module already has.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port, a leaf or a call.
             StructureError: (in backward) the hook returned gradients of another structure, shape,
                 dtype or device, or changed a gradient in place.
-            AttachError: (when the model runs) the module changes one of several inputs in place.
+            AttachError: `hook` is no function, or the line has no model. Or (when the model runs)
+                the module changes one of several inputs in place, or is in compiled code.
         """
         return self._backward("backward", selector, hook, BackwardTap, prepend=prepend)
 
@@ -214,7 +235,8 @@ class ModuleHooks(EverywhereHooks):
         """Pack the tensors that autograd saves in the selected modules; unpack them in backward.
 
         Tensors that were packed while the line lasted are still unpacked after its end. Where one
-        selected module is inside another, the inner module's `pack` gets the tensors.
+        selected module is inside another, each tensor is packed once: that of the inner module by
+        the inner module's hooks.
 
             >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
             >>> with hl.attach(model) as line:
@@ -223,15 +245,22 @@ class ModuleHooks(EverywhereHooks):
             >>> y.sum().backward()
 
         Args:
-            selector: which modules; "" is the whole model.
+            selector: which modules, as in `hl.select`; "" is the whole model.
             pack: a function of each saved tensor; its result is kept in place of the tensor.
-            unpack: a function of that result, called in backward. It returns a tensor of the same
-                shape, dtype and device.
+            unpack: a function of what `pack` returned, called in backward. It returns a tensor of
+                the shape, dtype and device of the saved tensor.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
             SelectionError: the selector matches nothing, or names a port, a leaf or a call.
-            AttachError: the line has no model. For code outside of modules, use torch's context
-                manager `torch.autograd.graph.saved_tensors_hooks`.
+            AttachError: `pack` or `unpack` is no function, or the line has no model, as with
+                `hl.EVERYWHERE`. For code outside of modules, use torch's context manager
+                `torch.autograd.graph.saved_tensors_hooks`. Or (when the model runs) the module is
+                in compiled code.
+            StructureError: (in backward) `unpack` returned no tensor, or one of another shape,
+                dtype or device.
         """
         check_callable("saved", pack)
         check_callable("saved", unpack)

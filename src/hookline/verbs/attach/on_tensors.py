@@ -39,16 +39,20 @@ class TensorHooks(Line):
 
         Args:
             selector: which parameters, by their paths (`"fc*.bias"`) or by the modules that hold
-                them. Or a tensor, of the model or not.
-            hook: the function. Its result, unless None, replaces the gradient. It must not change
-                the gradient in place.
+                them; frozen ones are left out. Or a tensor, of the model or not.
+            hook: the function. It gets the gradient, of the tensor's shape. Its result, unless
+                None, replaces the gradient. It must not change the gradient in place.
             prepend: whether the hook runs before the hooks that the tensor already has.
+
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
 
         Raises:
             SelectionError: the selector matches no parameter.
-            AttachError: the parameter or tensor requires no gradient.
+            AttachError: the tensor, or each selected parameter, requires no gradient. Or `hook` is
+                no function, or with `hl.EVERYWHERE` the selector is not a tensor.
             StructureError: (in backward) the hook's result is not a gradient of the same shape,
-                dtype and device.
+                dtype and device, or the hook changed the gradient in place.
         """
         check_callable("grad", hook)
         with self.hooking("grad") as (registrations, handle):
@@ -80,9 +84,13 @@ class TensorHooks(Line):
             hook: the function. It must return None.
             prepend: whether the hook runs before the hooks that the tensor already has.
 
+        Returns:
+            A handle. `handle.remove()` removes the hooks of this call before the line ends.
+
         Raises:
             SelectionError: the selector matches no parameter.
-            AttachError: the tensor accumulates no gradient.
+            AttachError: the tensor, or each selected parameter, accumulates no gradient. Or `hook`
+                is no function, or with `hl.EVERYWHERE` the selector is not a tensor.
             StructureError: (in backward) the hook returned a value, which torch would ignore.
         """
         check_callable("accumulated", hook)

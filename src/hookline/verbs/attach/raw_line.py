@@ -51,8 +51,15 @@ _TORCH_NAMES = {
 class RawLine(EventHooks, TensorHooks):
     """A line of raw hooks, with a method for each kind; `hl.attach` makes it.
 
-    The hooks of one module run in this order: hooks of `hl.EVERYWHERE`, edits, other hooks as they
-    were added, recorders. A hook with `prepend` runs before the other hooks that are already there.
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with hl.attach(model) as line:
+        ...     _ = line.forward("1", lambda module, args, output: output + 1)
+        ...     bool((model(torch.zeros(1, 2)) >= 1).all())
+        True
+
+    The forward hooks of one module run in this order: hooks of `hl.EVERYWHERE`, edits, raw hooks
+    and torch's own in the order of registration, recorders (`hl.record`). A raw hook with `prepend`
+    runs before the raw hooks and torch's own that are already there, and after edits.
     """
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -71,7 +78,7 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
     """Attach raw hooks to a model, or everywhere, for as long as the line lasts.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> with attach(model) as line:
+        >>> with hl.attach(model) as line:
         ...     _ = line.forward("*", lambda module, args, output: print(type(module).__name__))
         ...     _ = model(torch.zeros(1, 2))
         Linear
@@ -79,8 +86,8 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
 
     Args:
         model: the model. Or `hl.EVERYWHERE`: every module of every model that runs in this context
-            (thread, async task), selected by type, module, predicate or None. Or None, for hooks
-            on given tensors and optimizers.
+            (thread, async task). A selector is then a module type, a module, a predicate or None.
+            Or None, for hooks on tensors and optimizers that you give to the methods.
         every_thread: True runs the hooks in every thread and async task. False runs them in the
             calling thread or task, and in code that runs in a copy of its context.
 

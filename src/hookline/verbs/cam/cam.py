@@ -45,7 +45,7 @@ def cam(
     """Map the places of each image that raise a class's score, on a scale from 0 to 1.
 
         >>> images, labels = load_demo_digits()
-        >>> found = hl.cam(loaded.model, images)
+        >>> found = hl.cam(load_model("demo:digits").model, images)
         >>> found.layers, found.targets, found.maps.shape
         (('block3',), (0, 1, 2, 3, 4, 5, 6, 7), torch.Size([8, 8, 8]))
 
@@ -54,10 +54,10 @@ def cam(
     torch's random state, are as before. Gradients need not be enabled, and parameters need not be
     trainable.
 
-    Each layer's map is cut at zero, scaled from 0 (its least value) to 1 (its largest), and
-    enlarged to the image. The maps of several layers are averaged and scaled again. So a 0 need
-    not mean that the place has no effect, and maps of two images are not on one scale. `raw` of
-    the result holds the numbers before they were cut and scaled.
+    In each layer's map, negative values become 0. The map is then scaled from 0 (its least value)
+    to 1 (its largest), and enlarged to the image. The maps of several layers are averaged and
+    scaled again. So a 0 need not mean that the place has no effect, and maps of two images are not
+    on one scale. `raw` of the result holds the numbers before all this.
 
     Args:
         model: a classifier of images, convolutional or a vision transformer.
@@ -65,35 +65,39 @@ def cam(
             width)`. Or the model's arguments as a tuple, or by name in a dict; the first such
             tensor is the images. Give a dict that is one argument as `({...},)`.
         layer: the layers whose outputs make the maps, as in `hl.select`; several are averaged. None
-            is the last layer that returns maps; `layers` of the result names it. In a transformer,
-            only the class token may count after the last attention. Then None is the last layer
-            through whose patches the score flows.
+            is the last layer that returns maps; `layers` of the result names it. A vision
+            transformer may compute the score from its class token alone. Then None is the last
+            layer at which the tokens of the patches get a gradient from the score.
         target: the number of a class; a number for each image; None for each image's highest
             class; or a function of the model's output that returns one number an image, or one
             number.
         method: "gradcam", "gradcam++", "layercam" or "hirescam"; "eigencam", which needs no
             gradient and no class; or "scorecam", which needs no gradient. "scorecam" runs the model
             once for each channel of the layer and each image. With 512 channels it takes some 60 to
-            100 times as long.
+            100 times as long as "gradcam".
         reshape: a function from a layer's output to its maps, shape `(batch, channels, height,
             width)`. hookline itself finds maps with channels last, and tokens of square patches
             after a class token and registers.
         batch_size: the number of masked images that scorecam runs at once.
 
     Returns:
-        The maps, with their layers, classes and scores. `overlay()` lays them over the images, and
-        `save(path)` writes the overlays.
+        The maps, shape `(batch, height, width)` of the images, float32 from 0 to 1, with their
+        layers, classes and scores. `overlay()` lays them over the images, and `save(path)` writes
+        the overlays.
 
     Raises:
         InputError: the inputs hold no images; the method or class is unknown; the target's function
-            does not return a score for each image; or the score has no gradient.
+            does not return a score for each image; the score has no gradient; or a score or map is
+            not finite.
         SelectionError: the selector matches nothing, or a layer that returns no maps.
         NotRecordedError: the layer did not run.
         AmbiguousError: the layer ran several times; name a call (`"relu#1"`).
         AttachError: `model` is not a model, or is scripted.
 
-    Source: the formulas in `hookline/verbs/cam/methods.py`; for the scaling and the averaging, the
-    package grad-cam (pytorch-grad-cam).
+    Source: Grad-CAM (Selvaraju et al., 2017), Grad-CAM++ (Chattopadhay et al., 2018), LayerCAM
+    (Jiang et al., 2021), HiResCAM (Draelos and Carin, 2020), Eigen-CAM (Muhammad and Yeasin, 2020)
+    and Score-CAM (Wang et al., 2020). The scaling and the averaging are those of the package
+    grad-cam (pytorch-grad-cam).
     """
     way = method_named(method)
     if not isinstance(model, nn.Module):

@@ -44,7 +44,7 @@ class ClassMaps:
     """Maps of the places in each image that raise the score of its class; made by `hl.cam`.
 
         >>> images, labels = load_demo_digits()
-        >>> found = hl.cam(loaded.model, images[:2])
+        >>> found = hl.cam(load_model("demo:digits").model, images[:2])
         >>> found
         ClassMaps of 2 images 8 x 8, by gradcam at block3: classes 0, 1
         >>> found.overlay()[0].shape
@@ -55,12 +55,13 @@ class ClassMaps:
             is scaled from 0, its least value, to 1, its largest. A constant map is 0 everywhere.
         layers: the layers of the maps, as written in `hl.select`.
         method: the name of the method.
-        targets: the class of each image; None where the target was a function, or no class.
-        scores: the score of each image, shape `(batch,)`. Shape () if the target's function
+        targets: the class of each image. None for each image if `target=` was a function, or if the
+            method uses no class.
+        scores: the score of each image, shape `(batch,)`. Shape () if the function in `target=`
             returned one score for all images; None if there was no score.
-        raw: by layer, the result of the formula before it was cut at zero, scaled and enlarged.
-            Shape `(batch, height, width)`, the height and width of the layer's maps.
-        images: the images as the model got them.
+        raw: a dict by layer of the maps before they were cut at zero, scaled and enlarged. Shape
+            `(batch, height, width)`, the height and width of the layer's maps.
+        images: the images as the model got them, shape `(batch, channels, height, width)`.
     """
 
     maps: Tensor
@@ -72,20 +73,25 @@ class ClassMaps:
     images: Tensor = field(repr=False)
 
     def overlay(self, image: Any = None, alpha: float = 0.5) -> list[Pixels]:
-        """Lay each map over its image. Black is 0, light yellow is 1.
+        """Lay each map over its image. A 0 in the map is black, a 1 is light yellow.
+
+            >>> images, labels = load_demo_digits()
+            >>> found = hl.cam(load_model("demo:digits").model, images)
+            >>> len(found.overlay()), found.overlay()[0].shape
+            (8, (8, 8, 3))
 
         The image is drawn in grey, so every colour belongs to the map.
 
         Args:
             image: the pictures to use: one, or a list or batch of them. A picture is pillow's, an
                 array `(height, width[, 3])` or a tensor `(1 or 3, height, width)`, of integers from
-                0 to 255 or of floats from 0 to 1. The maps are stretched to the picture, so it must
-                show exactly the part that the model got, at any size. None uses the model's input,
-                with each image scaled to its own range.
+                0 to 255 or of floats from 0 to 1. The maps are stretched to the picture. So the
+                picture may have any size, but must show exactly the part that the model got. None
+                uses the model's input, with each image scaled to its own range.
             alpha: the weight of the map, from 0 to 1; the image has the rest.
 
         Returns:
-            For each image an array of shape `(height, width, 3)`: red, green and blue, 0 to 255.
+            For each image a uint8 array of shape `(height, width, 3)`: red, green and blue.
 
         Raises:
             InputError: alpha is out of range, the pictures cannot be read, or their number is not
@@ -109,6 +115,10 @@ class ClassMaps:
 
     def save(self, path: str | os.PathLike[str], image: Any = None, alpha: float = 0.5) -> None:
         """Write the overlays as a picture, eight in a row, in the format of the file's ending.
+
+            >>> images, labels = load_demo_digits()
+            >>> found = hl.cam(load_model("demo:digits").model, images)
+            >>> found.save(tmp_path / "maps.png")
 
         Overlays less than 96 pixels high are enlarged by a whole factor. `overlay` returns all of
         them at their own size.

@@ -159,45 +159,53 @@ def check(
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> try:
-        ...     with check(model):
+        ...     with hl.check(model):
         ...         _ = model(torch.tensor([[1.0, float("nan")]]))
         ... except hl.NonFiniteError as error:
         ...     print(error.finding.kind, error.finding.path, error.finding.n_nan)
         input :input 1
 
-    While the model trains, the outputs of leaf modules and of the model are added up, and the sums
-    are read once at the end of each run of the model. If one is not finite, the run is repeated
-    once, operation by operation, with the same inputs and random numbers, and the error is raised
-    out of the model's call. `print(error.finding)` names the operation, the line of code, the
-    module, the inputs and the likely cause.
+    For each output of a leaf module, and of the model, the sum of its elements is computed. A NaN
+    or an infinity makes this sum non-finite. All sums are read once, at the end of each run of the
+    model. If a sum is not finite, the run is repeated once, operation by operation, with the same
+    inputs and random numbers. Then the model's call raises the error. `print(error.finding)` names
+    the operation, the line of code, the module, the inputs and the likely cause.
 
-    An infinity that is meant is no trouble: a mask of -inf, a buffer, memory that is not written
-    yet. What vanishes before the model returns is kept in `line.findings`, and not raised. A
-    gradient is judged when an optimizer steps with it, so that a step which a `GradScaler` or the
-    loop skips is no trouble; without an optimizer, at the end of the block.
+    An infinity that is meant raises no error: a mask of -inf, an infinity in a buffer, memory that
+    was never written. A NaN or an infinity that does not reach the model's output raises none
+    either, and is kept in `line.findings`.
+
+    A gradient raises the error when an optimizer is about to step with it. So a step that a
+    `GradScaler` or the loop skips raises none. If no optimizer steps, the end of the block raises
+    the error.
 
     Args:
         model: the model, as it is called.
-        also: what to warn of besides: "magnitude" (outputs that explode or vanish, by ten thousand
-            times since the first run), "dead" (units that were 0 in all of at least ten runs),
-            "constant" (outputs of one number), "shapes" (that changed since the first run, the
-            batch's size apart, and dtypes), "missing_grad" (parameters without a gradient when an
-            optimizer steps). Each costs more; what is in compiled code is not looked at.
-        keep: a folder. The module that made the value is kept there: its inputs, its parameters
-            and buffers and the random state, in a file that `hookline replay` shows and runs
-            again. At most ten files are written.
+        also: one or several of these, which warn and raise no error. Each takes more time. In
+            compiled code, only "missing_grad" works.
+
+            - "magnitude": outputs whose largest magnitude is more than 10,000 times, or less than
+              a 10,000th of, that in the first run
+            - "dead": channels or features that were 0 in all runs, if there were at least ten
+            - "constant": outputs whose elements are all equal
+            - "shapes": outputs whose dtype, or shape beyond the first dimension, differs from that
+              of the first run
+            - "missing_grad": parameters without a gradient when an optimizer steps
+        keep: a folder for the module that made the value: its inputs, parameters and buffers, and
+            the random state. `hookline replay FILE` shows such a file and runs the module again. At
+            most ten files are written.
         every_thread: True checks runs in every thread and async task. False checks those of the
             calling thread or task, and of code that runs in a copy of its context.
 
     Returns:
-        A line: a context manager, or ended by `remove()`. `line.findings` has all that was found,
-        also if the error was caught on its way.
+        A line. Use it in a `with` block, or end it with `line.remove()`. `line.findings` has the
+        first hundred findings, also those whose error was caught on its way.
 
     Raises:
         AttachError: `model` is not a model, or `also` names something unknown.
         FolderError: `keep` cannot be written.
-        NonFiniteError: a parameter or a buffer is poisoned already. Later, out of the model's call
-            or of the optimizer's step: a value is not finite.
+        NonFiniteError: a parameter is not finite, or a buffer holds a NaN. Later, the model's call,
+            the optimizer's step or the end of the block raises it: a value is not finite.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(

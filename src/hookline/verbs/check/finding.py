@@ -71,32 +71,46 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Name who made a value that is not finite, told apart from who passed it on.
+    """The origin of a NaN or an infinity: the module or tensor, and the operation that made it.
+
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> try:
+        ...     with hl.check(model):
+        ...         _ = model(torch.full((1, 2), float("nan")))
+        ... except hl.NonFiniteError as error:
+        ...     print(error.finding.kind, error.finding.path, error.finding.n_nan)
+        input :input 2
+
+    A `NonFiniteError` has its finding in `error.finding`. The line of `hl.check` lists all findings
+    in `line.findings`. `print(finding)` shows all that is known. `finding.site` is the site as
+    text, and `finding.message` the message of the error.
 
     Args:
-        kind: "forward", "backward", "parameter", "buffer", "input" or "loss": where the value was
-            made, or where it was already.
+        kind: where the value was made: "forward" or "backward" of a module, or "loss", the gradient
+            of the model's output. Or the tensor that held it: "parameter", "buffer", "input",
+            "gradient" (of a parameter) or "constant" (any other tensor).
         path: the path of the module that made it, or of the parameter, buffer or input that held
             it.
         module_type: the class of that module.
-        call: the number of the module's call within the pass; None where there is none.
+        call: the number of the module's call within the pass, from 0; None where there is none.
         step: the number of the pass, from 0 for each line; None before the first.
         n_nan: the number of NaNs.
         n_inf: the number of infinities.
-        n_total: the number of elements.
+        n_total: the number of elements of the tensor that was made or held.
         operation: the operation that made it, such as "aten.log.default", or that read it first;
             None if not known.
         function: the function that was called, such as "log"; in a backward the node of the graph,
             such as "LogBackward0"; None if not known.
         line: the nearest line of code outside torch; None if not known.
-        inputs: the inputs of the operation, or of the module where the operation is not known.
-        parameters: the parameters and buffers of the module.
+        inputs: the inputs of the operation, or of the module where the operation is not known. An
+            input has `name`, `shape`, `dtype` and `moments`, its statistics.
+        parameters: the parameters and buffers of the module, in the same form.
         suspect: the parameter, buffer or input that is the likely cause; None without one.
         passed_on: the sites that passed the value on, in the order in which they ran.
-        vanished: whether the value was gone before the pass ended.
+        vanished: whether the value was gone before the pass ended, so that nothing was raised.
         rank: the rank that made it, in a distributed job.
-        notes: what else there is to say.
-        file: the file that keeps the inputs, for `hookline replay`; None if none was asked for.
+        notes: further remarks, as text.
+        file: the file that keeps the inputs, for `hookline replay`; None if no file was written.
     """
 
     kind: str

@@ -224,7 +224,7 @@ def clip(
 
         >>> model = nn.Linear(2, 1)
         >>> loss = model(torch.full((1, 2), 100.0)).sum()
-        >>> with clip(model, norm=1.0) as line:
+        >>> with hl.clip(model, norm=1.0) as line:
         ...     loss.backward()
         >>> float(model.weight.grad.norm())
         1.0
@@ -246,29 +246,34 @@ def clip(
     Args:
         model: the model.
         selector: which parameters, by their paths or by the modules that hold them. With module
-            ports, which modules. None is all.
-        norm: the largest norm of each gradient. A gradient above it is scaled down.
-        value: the largest absolute value of an element. An element above it is cut.
-        total_norm: the largest norm over all selected parameters together.
-            A bound of `float("inf")` measures and clips nothing.
-        norm_type: the p of the norm; `float("inf")` is the largest absolute element.
+            ports, which modules. None selects all.
+        norm: the largest norm of each gradient. A larger gradient is scaled down to this norm. Give
+            exactly one of the three bounds `norm`, `value` and `total_norm`. A bound of
+            `float("inf")` measures, and clips nothing.
+        value: the largest absolute value of an element. A larger element becomes plus or minus this
+            value.
+        total_norm: the largest norm over the gradients of all selected parameters together, as one
+            vector. If it is larger, one factor scales all of them down.
+        norm_type: the p of the p-norm; `float("inf")` is the largest absolute element.
         ports: "grad" (of parameters), "grad_output" or "grad_input", for selectors that name no
             port.
         every_thread: True clips in every thread and async task. False clips in the calling thread
             or task, and in code that runs in a copy of its context.
         **others: none are allowed. For one of torch's names (`max_norm`, `clip_value`), the error
-            says what it is called here.
+            says which argument to give here.
 
     Returns:
-        A line: a context manager, or ended by `remove()`. `line.report()` says how often and how
-        much it clipped. Gradients that are not finite are counted, and a warning at the end names
-        their sites.
+        A line. Use it in a `with` block, or end it with `line.remove()`. `line.report()` says how
+        often and how much it clipped. Gradients that are not finite are counted, and a warning at
+        the end names their sites.
 
     Raises:
         AttachError: not exactly one of the three bounds is given, or the bound is not a number >=
-            0. Or `total_norm` is given with module ports, or all selected parameters are frozen.
+            0. Or `total_norm` is given with module ports, a selected site is no gradient, or all
+            selected parameters are frozen.
         SelectionError: the selector matches nothing, or a port is unknown.
         RanksError: parameters are sharded, and another rank does not clip at the same sites.
+        TypeError: another argument is given.
     """
     if others:
         raise TypeError(_misnamed(next(iter(others))))

@@ -59,13 +59,24 @@ class Note:
 class Diagnosis:
     """The result of `hl.doctor`. Print it, or read `sites`, `notes`, `failure` and `ok`.
 
+        >>> found = hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.zeros(1, 2), "*")
+        >>> found.ok, found["0"].verdict
+        (True, 'fires')
+
+    `ok` is True if the run raised no error and every selected site fires. `found["0"]` is the
+    verdict on the site `0`.
+
     Args:
         model_type: the class of the model.
         ran: what was run: "nothing", "forward", "forward and backward".
-        sites: a finding for each selected site, in registration order.
-        notes: facts about the model and the regime, each with a remedy.
-        failure: if the run raised, the module that raised, its inputs, and a remedy.
-        environment: versions and modes, by name.
+        sites: the verdict on each selected site, in registration order. It has `site`, `calls`,
+            `verdict` ("fires", "fires 3 x", "never" or "unknown"), `why` and `remedy`.
+        notes: facts about the model and about how it runs. Each has `about`, `what` and `remedy`.
+        failure: if the run raised, the module that raised, its inputs, and a remedy; else None.
+        environment: the versions and modes, by name, such as the version of torch.
+
+    Raises:
+        KeyError: by `found[site]`: the site was not selected.
     """
 
     model_type: str

@@ -41,15 +41,16 @@ def doctor(
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> model[0].requires_grad_(False)
         Linear(in_features=2, out_features=3, bias=True)
-        >>> found = doctor(model, torch.zeros(4, 2), "*", ports=("output", "grad_output"))
+        >>> found = hl.doctor(model, torch.zeros(4, 2), "*", ports=("output", "grad_output"))
         >>> found["0"].verdict, found["0:grad_output"].verdict
         ('fires', 'never')
         >>> found["0:grad_output"].remedy[:39]
         'give an input with x.requires_grad_(), '
 
-    The model runs in its present mode, gradient mode and autocast, and with its compiled code. It
-    runs forward twice, once by itself and once hooked. It runs more often if a site stays silent.
-    With gradient ports, backward runs, too.
+    A site fires if its hook is called. The model runs in its present mode, gradient mode and
+    autocast, and with its compiled code. It runs forward twice, once without hooks and once with a
+    hook at each site. It runs more often if a hook is not called. With gradient ports, backward
+    runs, too.
 
     Afterwards, modes, buffers, every `.grad`, random states, and attributes that the forward sets
     on its modules are as before. Changes elsewhere (a list that grows, a file) stay.
@@ -65,7 +66,8 @@ def doctor(
             selectors that name no port.
 
     Returns:
-        A diagnosis. Print it, or read `.sites`, `.notes`, `.failure` and `.ok`.
+        A diagnosis. Print it, or read `.sites`, `.notes`, `.failure` and `.ok`. `found[site]` is
+        the finding for one site, with `verdict`, `why` and `remedy`.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.

@@ -41,7 +41,7 @@ def edit(
     """Change the values at the selected sites, while the block lasts.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> with edit(model, "1", lambda t: t + 1):
+        >>> with hl.edit(model, "1", lambda t: t + 1):
         ...     bool((model(torch.zeros(1, 2)) >= 1).all())
         True
 
@@ -50,36 +50,39 @@ def edit(
     `backward()` inside the block, because gradients are no longer changed after it.
 
         >>> weight = model[0].weight
-        >>> with edit(model, "0:grad_output", lambda g: g * 0):
+        >>> with hl.edit(model, "0:grad_output", lambda g: g * 0):
         ...     model(torch.ones(1, 2)).sum().backward()
         >>> weight.grad.abs().sum()
         tensor(0.)
 
     Edits run in the order in which they were made, before the other hooks of a module. So recorders
     and hooks of libraries see the value that the next module gets. Only two kinds of hooks run
-    before an edit: process-wide hooks, and hooks registered with `prepend=True` after the edit.
+    before an edit: process-wide hooks, and hooks that torch's own functions register with
+    `prepend=True` after the edit.
 
     Args:
         model: the model. Or tensors by name, `{"b": b}`, whose gradients are changed.
         selector: which sites, as in `hl.select`. Select a leaf (`"h.*:output[0]"`) to change one
             part of a nested value.
-        change: a function of the value. Its result replaces the value; None leaves the value
-            unchanged. A function that returned None every time is warned of at the end.
-            It must return a new value. If it writes to the given value (`t.zero_()`), an error is
-            raised and the write is undone. Write `t * 0`, or `t.clone().zero_()`.
-            `hl.edits` holds common functions: scale, add, replace, noise, clamp.
+        change: a function of the value. Its result replaces the value, and has the same structure,
+            shapes, dtypes and devices. None leaves the value unchanged. If the function returned
+            None at every call, a warning says so at the end. The result must be a new value: write
+            `t * 0` or `t.clone().zero_()`, not `t.zero_()`. A write to the given value raises an
+            error and is undone. `hl.edits` makes common functions: scale, add, replace, noise,
+            clamp.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
             parameters), for selectors that name no port.
         every_thread: True changes values in every thread and async task. False changes them in the
             calling thread or task, and in code that runs in a copy of its context.
 
     Returns:
-        A line: a context manager, or ended by `remove()`. `line.report()` says how often each
-        site fired.
+        A line. Use it in a `with` block, or end it with `line.remove()`. `line.report()` says how
+        often each site fired.
 
     Raises:
-        AttachError: `change` cannot be called with the value alone.
-        SelectionError: the selector matches nothing.
+        AttachError: `change` cannot be called with the value alone, or the model cannot be hooked.
+        SelectionError: the selector matches nothing, or a port is unknown.
+        SiteError: (when the model runs) a value lacks the selected leaf.
         StructureError: (when the model runs) `change` returned a value of another structure, shape,
             dtype or device, or wrote in place to the value or gradient. To return another
             structure, use a raw hook (`hl.attach`, `line.forward`).

@@ -27,13 +27,23 @@ def __dir__() -> list[str]:
 
 
 def scale(factor: float | Tensor) -> Edit:
-    """Multiply the value by a factor; 0 sets the value to zero.
+    """Multiply the value by a factor; 0 sets finite values to zero.
 
-        >>> scale(2.0)(torch.ones(2)).tolist()
+        >>> hl.edits.scale(2.0)(torch.ones(2)).tolist()
         [2.0, 2.0]
 
     Args:
-        factor: a number, or a tensor that broadcasts to the value's shape.
+        factor: a number, or a tensor that broadcasts to the value's shape. As 0 times inf or NaN is
+            NaN, use `replace(0)` to set every value to zero.
+
+    Returns:
+        A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
+        and device.
+
+    Raises:
+        AttachError: `factor` is neither a number nor a tensor.
+        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
+            `factor`, or `factor` does not broadcast to its shape.
     """
     given = _Given(factor, "scale")
     return _edit("scale", lambda value: given.like(value) * value)
@@ -42,11 +52,20 @@ def scale(factor: float | Tensor) -> Edit:
 def add(offset: float | Tensor) -> Edit:
     """Add an offset, such as a steering vector or a bias.
 
-        >>> add(torch.tensor([0.0, 1.0]))(torch.zeros(2)).tolist()
+        >>> hl.edits.add(torch.tensor([0.0, 1.0]))(torch.zeros(2)).tolist()
         [0.0, 1.0]
 
     Args:
         offset: a number, or a tensor that broadcasts to the value's shape.
+
+    Returns:
+        A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
+        and device.
+
+    Raises:
+        AttachError: `offset` is neither a number nor a tensor.
+        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
+            `offset`, or `offset` does not broadcast to its shape.
     """
     given = _Given(offset, "add")
     return _edit("add", lambda value: given.like(value) + value)
@@ -55,11 +74,20 @@ def add(offset: float | Tensor) -> Edit:
 def replace(new: float | Tensor) -> Edit:
     """Replace the value, by an activation of another run or by a constant.
 
-        >>> replace(3.0)(torch.zeros(2)).tolist()
+        >>> hl.edits.replace(3.0)(torch.zeros(2)).tolist()
         [3.0, 3.0]
 
     Args:
         new: a number, or a tensor that broadcasts to the value's shape.
+
+    Returns:
+        A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
+        and device.
+
+    Raises:
+        AttachError: `new` is neither a number nor a tensor.
+        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
+            `new`, or `new` does not broadcast to its shape.
     """
     given = _Given(new, "replace")
 
@@ -72,15 +100,25 @@ def replace(new: float | Tensor) -> Edit:
 
 
 def noise(std: float, *, seed: int | None = None) -> Edit:
-    """Add Gaussian noise from a generator of its own; torch's generator stays unchanged.
+    """Add Gaussian noise of mean 0 from a generator of its own; torch's generator stays unchanged.
 
-        >>> change = noise(0.1, seed=0)
+        >>> change = hl.edits.noise(0.1, seed=0)
         >>> bool((change(torch.zeros(4)) != 0).all())
         True
 
     Args:
-        std: the standard deviation, in units of the value.
-        seed: the seed that makes the draws repeatable. None draws other noise each time.
+        std: the standard deviation, in units of the value: a number, or a tensor of one element.
+        seed: the seed of the generator. Each call of the function draws new noise, and each
+            function of one seed draws the same sequence. None seeds each function differently.
+
+    Returns:
+        A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
+        and device.
+
+    Raises:
+        AttachError: `std` is neither a number nor a tensor.
+        StructureError: (when the function is called) the value is no tensor, or its dtype cannot
+            hold `std`.
     """
     generators: dict[torch.device, torch.Generator] = {}
     given = _Given(std, "noise")
@@ -105,15 +143,20 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
 def clamp(min: float | None = None, max: float | None = None) -> Edit:
     """Limit the value to the range between two bounds, as `torch.clamp` does.
 
-        >>> clamp(min=0)(torch.tensor([-1.0, 1.0])).tolist()
+        >>> hl.edits.clamp(min=0)(torch.tensor([-1.0, 1.0])).tolist()
         [0.0, 1.0]
 
     Args:
-        min: the lower bound, or None.
-        max: the upper bound, or None.
+        min: the lower bound, a number that the value's dtype can hold; None for no lower bound.
+        max: the upper bound, in the same way.
+
+    Returns:
+        A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
+        and device.
 
     Raises:
         AttachError: both bounds are None.
+        StructureError: (when the function is called) the value is no tensor.
     """
     if min is None and max is None:
         raise AttachError(

@@ -46,38 +46,60 @@ def extract(
         >>> store["1"][40:42].shape
         torch.Size([2, 3])
 
-    If a job was killed, the same call continues it and keeps the whole shards. The same call gives
-    the same bits, however often it was interrupted, because batches are cut by the index of the
-    items. This holds on the same type of processor, with the same versions and number of threads. A
-    folder that holds the store of another model, selector, option or data set is refused.
+    The rows are written to several files, the shards. If a job was killed, the same call continues
+    it, and keeps the shards that are complete. The same call gives the same bits, however often it
+    was interrupted, because batches are cut by the index of the items. This holds on the same type
+    of processor, with the same versions and number of threads. A folder that holds the store of
+    another model, selector, option or data set is refused.
 
-    The model runs in eval mode, without gradients, and no further than the last selected site; only
-    the first batch runs to its end, so that a module which runs several times is noticed. Random
-    numbers are seeded by the number of the batch, and the generators get their states back. So does
-    the mode of each module. Values are written while the model runs.
+    The model runs in eval mode, without gradients, and no further than the last selected site. Only
+    the first batch runs to the end of the model, so that a module which runs several times is
+    noticed. Before each batch, torch's, NumPy's and Python's generators are seeded with its number.
+    Afterwards the generators have their old states, and each module its old mode. Values are
+    written while the model runs.
 
-    In a process group of several ranks (`torchrun`), it is a collective: each rank makes its share
-    of the shards, and rank 0 writes the manifest. An error on one rank is an error on all. The
-    weights may be replicated, or sharded by `fully_shard` or tensor parallelism.
+    In a process group of several ranks (`torchrun`), the call is a collective. Each rank makes its
+    share of the shards, and rank 0 writes the manifest, the list of shards. An error on one rank is
+    an error on all. The weights may be replicated, or sharded by `fully_shard` or tensor
+    parallelism.
 
     Args:
         model: the model.
-        data: one of: a `Dataset`; a `DataLoader` that does not shuffle; an array or tensor (or a
-            dict or tuple of these) whose rows are items; an iterable of batches; or the path of a
-            folder of images, of a data set of Hugging Face, or of a `.npy`, `.npz`, `.txt`,
-            `.jsonl` or `.parquet` file.
+        data: one of these.
+
+            - a `Dataset`, a list or any other sequence, whose elements are items
+            - a `DataLoader` that does not shuffle
+            - an array or tensor, or a dict or tuple of these, whose rows are items
+            - an iterator, or another iterable that is no sequence, which gives batches
+            - a data set of Hugging Face
+            - the path of a folder of images, of a saved data set of Hugging Face, or of a `.npy`,
+              `.npz`, `.txt`, `.jsonl` or `.parquet` file
         selector: the sites, as in `hl.select`: outputs and inputs, and leaves of these.
         to: the folder, or a URL of fsspec such as `s3://bucket/features`.
         batch_size: the number of items in a batch; None takes the loader's, or 32.
         resume: False refuses a folder that holds a store.
-        engine: "ray" makes the shards on a Ray cluster, in as many actors as it has room for: the
-            one that `ray.init(...)` has connected this process to, else that of the environment
-            variable `RAY_ADDRESS`, else one that is started here and ended afterwards. There is no
-            argument for the address of a cluster: give it to `ray.init` or in `RAY_ADDRESS`. None
-            makes the shards in this process, or on the ranks of its process group.
-        **options: `keep`, `dtype`, `mask`, `inputs`, `workers`, `on_error`, `preprocess`,
-            `tokenize`, `eval`, `shard_bytes`, `progress`, as in
-            `hookline.verbs.extract.options.Extracting`.
+        engine: None makes the shards in this process, or on the ranks of its process group. "ray"
+            makes them on a Ray cluster, in as many actors as the cluster has room for. This is the
+            cluster that `ray.init(...)` has connected this process to, or else that of the
+            environment variable `RAY_ADDRESS`. Without either, a cluster is started here, and ended
+            afterwards.
+        keep: a function of each value; its result is stored. None, the default, stores the value.
+        dtype: the dtype of floating tensors as stored; None, the default, keeps theirs.
+        mask: for a row for each token, without padding: the key of the mask in a batch that is a
+            dict. Or a function of the batch that returns a mask of shape `(items, tokens)`, or the
+            number of tokens of each item, shape `(items,)`. The default is "attention_mask" in a
+            batch that has this key. Otherwise, and with None, rows are items.
+        inputs: a function of a batch that returns what the model takes; None, the default, takes
+            the whole batch.
+        workers: the number of processes that load data; 0, the default, loads it in this one.
+        on_error: "raise", the default, stops at an item that cannot be loaded. "skip" leaves it
+            out, and lists it in `store.skipped`.
+        preprocess: for images: a function that makes a tensor of a picture.
+        tokenize: for texts: a tokenizer of transformers, or a function that takes a list of strings
+            and returns the batch.
+        eval: True, the default, runs the model in eval mode. False leaves each module in its mode.
+        shard_bytes: about the size of a shard in bytes; 32 MiB by default.
+        progress: False shows no progress bar. By default, a terminal shows one.
 
     Returns:
         The store. `store[site]` is read like an array. `store.items` has the index of each row's
@@ -87,7 +109,10 @@ def extract(
         SelectionError: the selector matches nothing, or a gradient.
         NotRecordedError: the model did not reach one of the sites.
         AmbiguousError: a module ran several times in a batch.
-        InputError: the data is empty, of an unknown kind, or in an order that changes.
+        InputError: `model` is not a module, or an option is invalid. Or the data is empty, of an
+            unknown kind, or in an order that changes.
+        AttachError: `keep` or `dtype` is invalid, or the model cannot be hooked.
+        TypeError: there is no such option.
         StructureError: a value has no row for each item or token, or its rows have another shape
             than before.
         FolderError: the folder holds other files or a store of another job, another process writes

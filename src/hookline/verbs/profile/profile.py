@@ -50,10 +50,37 @@ from hookline.verbs.summary import Summary, describe_modules
 @final
 @hides("start")
 class Profile(VerbLine[Line]):
-    """A line that measures each module, and what it has measured.
+    """The line of `hl.profile`, with the time, FLOPs and memory of each module.
 
-    It is a context manager, or ended by `remove()`. Its numbers can be read at any time; they are
-    final when it has ended.
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with hl.profile(model) as prof:
+        ...     model(torch.ones(4, 2)).sum().backward()
+        >>> [(row.path, row.calls, row.flops.forward) for row in prof.rows]
+        [('', 1, 48), ('0', 1, 48), ('1', 1, 0)]
+        >>> prof["0"].time.forward > 0
+        True
+
+    The hooks are removed at the end of the `with` block, or by `remove()`. The numbers can be read
+    at any time, and are final when the line has ended. `prof["0"]` is the row of the module `0`.
+
+    A row has `path`, `depth`, `calls`, `parameters`, `time` and `self_time` (seconds), `flops` and
+    `self_flops`, `activation_bytes` and `self_activation_bytes` (kept for backward), and
+    `peak_bytes`. The names with `self` leave the modules inside out. Times and FLOPs have the parts
+    `forward`, `backward`, `recompute` and `all`, the sum of the three.
+
+    Attributes:
+        rows: the rows of all modules, in registration order, the root first.
+        total: the costs of the whole block: `time`, `optimizer`, `collectives`, `outside`,
+            `overhead` and `seconds` (all in seconds), `flops`, `activation_bytes`, `peak_bytes`,
+            `parameters` and `passes`.
+        table: the sums over all passes so far, with `rows`, `total`, `top` and `fold`.
+        per_pass: a table with the mean over all passes after the first.
+        first: a table with the numbers of the first pass.
+        failure: the module that was running when an exception ended the block, and the exception;
+            None without one.
+
+    Raises:
+        SelectionError: by `prof[path]`: the model has no module of this path.
     """
 
     def __init__(self, line: Line, model: nn.Module, *, flops: bool) -> None:
@@ -149,7 +176,7 @@ class Profile(VerbLine[Line]):
 
     @property
     def failure(self) -> str | None:
-        """The module that was running when an exception ended the block; None without one."""
+        """The module that was running when an exception ended the block, and the exception."""
         return self._failure
 
     @property
@@ -161,15 +188,19 @@ class Profile(VerbLine[Line]):
     def per_pass(self) -> ProfileTable:
         """The numbers of one pass: the mean over all passes after the first.
 
-        The first pass often does more, as it allocates memory or compiles code: it is `first`.
-        Where it is the only one, the numbers are its own.
+        The first pass often takes longer, because it allocates memory or compiles code. `first` has
+        its numbers. If there is one pass only, the numbers are those of this pass. FLOPs, and the
+        times outside modules, are means over all passes, the first included.
         """
         n_passes = len(self._ledger.passes)
         return self._table((1,), n_passes - 1) if n_passes > 1 else self._table((0, 1), 1)
 
     @property
     def first(self) -> ProfileTable:
-        """The numbers of the first pass."""
+        """The times and calls of the first pass.
+
+        FLOPs, and the times outside modules, are means over all passes.
+        """
         return self._table((0,), 1)
 
     def __getitem__(self, path: str) -> Row:
@@ -181,21 +212,59 @@ class Profile(VerbLine[Line]):
         return self.table[path]
 
     def top(self, n: int = 10, by: str = "self") -> ProfileTable:
-        """Return the modules that cost most, as a table; see `ProfileTable.top`."""
+        """Return the modules that cost most, the largest first, as a table.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.profile(model) as prof:
+            ...     _ = model(torch.ones(4, 2))
+            >>> [row.path for row in prof.top(1, by="flops").rows]
+            ['0']
+
+        Args:
+            n: the number of modules.
+            by: the cost that is compared. Without the modules inside: "self" (seconds of all
+                phases), "forward", "backward" or "recompute" (seconds of one phase), "flops", or
+                "activations" (bytes). With the modules inside: "time" (seconds) or "peak" (bytes).
+
+        Returns:
+            A table with these rows. Its `total` is still that of the whole block.
+
+        Raises:
+            InputError: `by` is none of these, or `n` is not a positive integer.
+        """
         return self.table.top(n, by)
 
     def fold(self, depth: int) -> ProfileTable:
-        """Return the table without the modules below a depth; see `ProfileTable.fold`."""
+        """Return the table without the modules below a depth; the rows above hold their costs.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.profile(model) as prof:
+            ...     _ = model(torch.ones(4, 2))
+            >>> [row.path for row in prof.fold(0).rows]
+            ['']
+
+        Args:
+            depth: the greatest depth that is kept. The root has depth 0, its children depth 1.
+
+        Returns:
+            A table with the rows that are left.
+        """
         return self.table.fold(depth)
 
     def trace(self, path: str | Path) -> Path:
         """Write all calls as a Chrome trace: a JSON file that opens in Perfetto.
 
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.profile(model) as prof:
+            ...     _ = model(torch.ones(4, 2))
+            >>> prof.trace(tmp_path / "trace.json").name
+            'trace.json'
+
         Args:
             path: the file to write.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
             FolderError: the file cannot be written.
@@ -204,13 +273,19 @@ class Profile(VerbLine[Line]):
         return write_trace(Path(path), self._ledger.lanes, self._described.model_type)
 
     def flame(self, path: str | Path) -> Path:
-        """Write a flame view: one HTML file, which loads nothing.
+        """Write a flame graph as one HTML file, which needs no network.
+
+            >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+            >>> with hl.profile(model) as prof:
+            ...     _ = model(torch.ones(4, 2))
+            >>> prof.flame(tmp_path / "flame.html").name
+            'flame.html'
 
         Args:
             path: the file to write.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
             FolderError: the file cannot be written.
@@ -298,7 +373,7 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
     """Measure time, FLOPs and memory of each module, forward and backward.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> with profile(model) as prof:
+        >>> with hl.profile(model) as prof:
         ...     model(torch.ones(4, 2)).sum().backward()
         >>> prof["0"].calls, prof["0"].flops.forward, prof["0"].flops.backward
         (1, 48, 48)
@@ -307,20 +382,23 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
         >>> prof.total.seconds > prof.total.time.forward + prof.total.time.backward
         True
 
-    `print(prof)` shows a table. A module's time in forward is that of its calls. Its time in
-    backward is that of the operations of autograd that its calls have made. Both exist with the
-    modules inside (`time`) and without them (`self_time`). Forwards that checkpointing runs again
-    are counted apart, as recomputation. What belongs to no module, such as the loss, is `outside`
-    in the total. So the parts add up to the whole.
+    `print(prof)` shows a table. `prof[path]` is the row of a module, and `prof.total` the sums over
+    the model. Times are in seconds, and memory is in bytes. A multiply-add counts as two FLOPs.
+
+    A module's forward time is that of its calls. Its backward time is that of the autograd
+    operations that its calls have recorded. `time` includes the modules inside, and `self_time`
+    does not. Forwards that checkpointing runs again are counted apart, as `recompute`. Time that
+    belongs to no module is in `prof.total`: `optimizer`, `collectives`, and `outside`, such as the
+    loss. All parts add up to `prof.total.seconds`.
 
     Times are wall time on a CPU, and times of the device's stream, by events, on an accelerator.
-    They are without hookline's own work, which the total states as `overhead`. What remains of
-    hooks in them is torch's loop over the hooks, about 2 us a call; times that it could change by
-    more than a tenth are marked `~`.
+    They leave out hookline's own work, which is `prof.total.overhead`. They include torch's loop
+    over the hooks, about 2 us a call. A time that this loop could change by more than a tenth is
+    marked `~`.
 
     FLOPs are counted when they are first read, on a copy of the model that has shapes and no
-    numbers, once for each shape of the inputs. The model's Python code runs again for that. In
-    compiled code they are those of the eager operations.
+    numbers, once for each shape of the inputs. The model's Python code runs again for that. FLOPs
+    of compiled code are those of the eager operations.
 
     Args:
         model: the model.
@@ -329,7 +407,8 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
             or task, and code that runs in a copy of its context.
 
     Returns:
-        A line: a context manager, or ended by `remove()`. It also holds the numbers.
+        A line that also holds the numbers. Use it in a `with` block, or end it with
+        `prof.remove()`.
 
     Raises:
         AttachError: `model` is not a model.

@@ -95,13 +95,13 @@ class ProfileTable:
         )
 
     def top(self, n: int = 10, by: str = "self") -> ProfileTable:
-        """Return the modules that cost most, as a table.
+        """Return the modules that cost most, the largest first, as a table.
 
         Args:
-            n: how many.
-            by: what is compared: "self" (the seconds of a module without the modules inside),
-                "time" (with them), "forward", "backward", "recompute", "flops", "activations" or
-                "peak".
+            n: the number of modules.
+            by: the cost that is compared. Without the modules inside: "self" (seconds of all
+                phases), "forward", "backward" or "recompute" (seconds of one phase), "flops", or
+                "activations" (bytes). With the modules inside: "time" (seconds) or "peak" (bytes).
 
         Raises:
             InputError: `by` is none of these, or `n` is not a positive integer.
@@ -117,10 +117,10 @@ class ProfileTable:
         return replace(self, rows=rows, is_sorted=True)
 
     def fold(self, depth: int) -> ProfileTable:
-        """Return the table without the modules below a depth; their costs are in the rows above.
+        """Return the table without the modules below a depth; the rows above hold their costs.
 
         Args:
-            depth: the greatest depth that is kept. The root has depth 0.
+            depth: the greatest depth that is kept. The root has depth 0, its children depth 1.
         """
         return replace(self, rows=[row for row in self.rows if row.depth <= depth])
 

@@ -29,7 +29,7 @@ def features(
     """Run a model until every selected site has its value, and return the values.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-        >>> feats = features(model, torch.zeros(4, 2), ["1", "0"])
+        >>> feats = hl.features(model, torch.zeros(4, 2), ["1", "0"])
         >>> feats["1"].shape
         torch.Size([4, 3])
 
@@ -40,7 +40,7 @@ def features(
     A `DataLoader`, or an iterator of batches, is run batch by batch, each batch in its own pass:
 
         >>> batches = torch.zeros(9, 2).split(4)
-        >>> features(model, iter(batches), "1").cat("1").shape
+        >>> hl.features(model, iter(batches), "1").cat("1").shape
         torch.Size([9, 3])
 
     The order of the listed sites does not matter. For a module that runs several times, the first
@@ -56,7 +56,7 @@ def features(
             one argument as `({...},)`.
         selector: which sites, as in `hl.select`.
         eval: False leaves each module in its own mode.
-        **options: keep, device, dtype, detach, copy, as in `hl.record`.
+        **options: `keep`, `device`, `dtype`, `detach` and `copy`, as in `hl.record`.
 
     Returns:
         A recording with a value for every selected site. Of batches it has one pass each; join
@@ -67,6 +67,8 @@ def features(
         NotRecordedError: the model ran to its end without reaching one of the sites.
         InputError: a loader gives no batch, or gives lists, which may hold labels too. Or the
             inputs are a data set, which has no batches.
+        AttachError: the model cannot be hooked, or an option is invalid.
+        TypeError: there is no such option.
     """
     prefix = Prefix(model, selector, "features", options)
     mode = in_eval_mode(prefix.modules) if eval else nullcontext()

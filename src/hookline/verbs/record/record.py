@@ -107,38 +107,39 @@ def record(
     """Record the values at the selected sites, while the block lasts.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> with record(model, nn.Linear) as run:
+        >>> with hl.record(model, nn.Linear) as run:
         ...     _ = model(torch.zeros(4, 2))
         >>> run["0"].shape
         torch.Size([4, 3])
 
     The model computes the same numbers as without recording, to the last bit. Values are recorded
     after edits. If an in-place operation (`ReLU(inplace=True)`, `+=`) changes a recorded tensor
-    later, looking the value up raises an error. Record a copy with `copy=True` to keep such values.
+    later, looking the value up raises `OverwrittenError`. Record a copy with `copy=True` to keep
+    such values.
 
-    Torch does not report every change of a tensor. Collectives, fused optimizers and kernels that
-    update buffers change tensors without a new version. So hookline copies a tensor where such a
-    change is possible:
+    hookline notices changes by torch's version counter (`tensor._version`). Collectives, fused
+    optimizers and kernels that update buffers change tensors and leave the counter as it is. So
+    hookline copies a tensor where such a change is possible:
 
     - tensors that share memory with a parameter or buffer, DTensors and inference tensors
     - all tensors, in a process group of several ranks or where weights are sharded
 
-    hookline cannot notice writes that bypass torch: through `.data`, NumPy, DLPack,
-    `untyped_storage()`, or by a kernel that hides them. It cannot notice `swap_tensors` on a
-    recorded tensor either. Give `copy=True` where your code does that.
+    hookline cannot notice writes that bypass torch: through `.data`, NumPy, DLPack or
+    `untyped_storage()`, or by a custom kernel that does not declare what it writes. It cannot
+    notice `swap_tensors` on a recorded tensor either. Give `copy=True` where your code does that.
 
-    A recorded gradient belongs to the value as it was at the site. It is recorded after edits of
-    values and of gradients, and is None where the value needs no gradient. Call `backward()`
-    inside the block.
+    A recorded gradient is the gradient with respect to the value as it was at the site: after
+    edits, and before later in-place operations. It is recorded after edits of gradients, and is
+    None where the value requires no gradient. Call `backward()` inside the block.
 
-        >>> with record(model, nn.ReLU, ports=("output", "grad_output")) as run:
+        >>> with hl.record(model, nn.ReLU, ports=("output", "grad_output")) as run:
         ...     model(torch.zeros(4, 2)).sum().backward()
         >>> run["1:grad_output"].shape
         torch.Size([4, 3])
 
     For more than memory holds, `to=` writes each pass to a store when the next one begins:
 
-        >>> with record(model, nn.Linear, to=tmp_path / "acts"):
+        >>> with hl.record(model, nn.Linear, to=tmp_path / "acts"):
         ...     for _ in range(3):
         ...         _ = model(torch.zeros(4, 2))
         >>> hl.open(tmp_path / "acts")["0"].shape
@@ -152,18 +153,22 @@ def record(
             parameters), for selectors that name no port. An input is the tensor if the module got
             one tensor alone, else a dict of the arguments by name. A gradient has the structure
             of its value.
-        to: a new folder, or a URL of fsspec, for a store that grows pass by pass: a row for each
-            item of each pass. None keeps all passes in memory.
+        to: a new folder, or a URL of fsspec (`s3://bucket/acts`), for a store that grows pass by
+            pass: a row for each item of each pass. None keeps all passes in memory.
         every_thread: True records in every thread and async task. False records in the calling
             thread or task, and in code that runs in a copy of its context.
         keep: a function of the value; its result is kept, as in `lambda t: t[:, -1]`. It is called
-            with the whole value, or with each tensor of a gradient as that arrives. It runs without
-            autocast. It computes sums, means, norms and powers of 16-bit floats in float32, and
-            these results stay float32.
-        device: the device on which tensors are kept.
-        dtype: the dtype in which floating tensors are kept. Other tensors keep theirs.
-        detach: False keeps the autograd graph, and with it the memory of the whole pass.
+            with the whole value. At a gradient port, it is called with each tensor of the gradient
+            when that tensor arrives. It runs without autocast. In it, sums, means, norms and powers
+            of 16-bit floats are computed in float32, and stay float32. None, the default, keeps
+            the value itself.
+        device: the device on which tensors are kept. None, the default, leaves them where they are.
+        dtype: the dtype in which floating tensors are kept. Other tensors keep theirs. None, the
+            default, converts nothing.
+        detach: True, the default, detaches tensors from the autograd graph. False keeps the graph,
+            and with it the memory of the whole pass.
         copy: True copies every tensor, False none. None copies where torch cannot report changes.
+            The default is None, and True with `to=`.
 
     Returns:
         A line. `with ... as run` gives its `Recording`. Without `with`, read `line.recording` and
@@ -171,10 +176,15 @@ def record(
         the block.
 
     Raises:
-        SelectionError: the selector matches nothing, or a port is unknown.
-        AttachError: the model cannot be hooked, or a dtype or device is invalid.
+        SelectionError: the selector is malformed or matches nothing, or a port is unknown.
+        AttachError: the model cannot be hooked, or an option is invalid. Or `to=` is given with
+            tensors by name or with `every_thread=True`.
+        TypeError: there is no such option.
+        FolderError: `to` holds files, or cannot be written.
         SiteError: (when the model runs) a value lacks the selected leaf, or with `copy=True` a
             tensor is in an object that cannot be copied.
+        StructureError: (when the model runs) `keep` takes one tensor, and the value holds several.
+            With `to=`, a value has no row for each item, or rows of another shape than before.
     """
     names = ports_for(model, ports)
     if to is not None:

@@ -194,23 +194,26 @@ def watch(
     """Print each module as it runs: depth, path, type, shapes, dtype, mean, std, time.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        >>> with watch(model, file=io.StringIO()):
+        >>> printed = io.StringIO()
+        >>> with hl.watch(model, file=printed):
         ...     _ = model(torch.zeros(4, 2))
+        >>> print(printed.getvalue().partition("  mean")[0].strip())
+        0   Linear             [4, 2] -> [4, 3] float32
 
     A module is printed after it has run, so a container comes after its submodules. The indentation
     is the depth of the call. In backward, the gradient of each module's output is printed when it
-    arrives, marked `<`, so the last module comes first. If a module raises, the last line names the
-    module and its inputs.
+    arrives, marked `<`, so the last module comes first. If a module raises, the last printed text
+    names the module and its inputs.
 
     Statistics are those of the first floating tensor, in float64 on the CPU and in float32
     elsewhere. For a nested tensor they are over all its parts. Under `vmap`, shapes are those of
     one example, and statistics are over all examples.
 
-    The time is that of the module without hookline. It leaves out hookline's hooks, statistics and
-    printing, also those of other lines and of inner modules. It includes edits and hooks of other
-    code. Hooks push the model's data out of the caches, which adds up to 0.03 ms a call. A time
-    that this could change by more than a tenth is marked `~`. On an accelerator, the time is that
-    of launching the work, and the line says so.
+    The time, in ms, is that of the module without hookline. It leaves out hookline's hooks,
+    statistics and printing, also those of other lines and of inner modules. It includes edits and
+    hooks of other code. Hooks push the model's data out of the caches, which adds up to 0.03 ms a
+    call. A time that this could change by more than a tenth is marked `~`. On an accelerator, the
+    time is that of launching the work, and `to launch` is printed after it.
 
     Modules in compiled code are printed after that code has run, in registration order, without
     inputs and times. Modules that contain compiled code are printed without a time.
@@ -225,10 +228,11 @@ def watch(
             calling thread or task, and of code that runs in a copy of its context.
 
     Returns:
-        A line: a context manager, or ended by `remove()`.
+        A line. Use it in a `with` block, or end it with `line.remove()`.
 
     Raises:
         SelectionError: the selector matches nothing, or a port is unknown.
+        AttachError: `model` is not a model, or cannot be hooked.
     """
     line = Line(model, name="watch", every_thread=every_thread)
     line.options.lenient = selector is None

@@ -72,14 +72,16 @@ def channels(
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
         site: the site, as in a look-up: `"layer1"`, `"h.3:output[0]"`, `"block#2"`.
-        n: the most channels to draw; None draws all of them.
+        n: the most channels to draw; None draws all of them. It does not limit indices in `order`.
         order: "index"; or "mean", "std" or "max" for the largest first; or the channels' indices.
         sample: the index of the sample in the batch.
         layout: one letter for each dimension: N sample, C channel, T or L position in a sequence,
-            D, H, W. The default is NC, NTC, NCHW or NCDHW by the number of dimensions, and NCL for
-            Conv1d and similar modules. Swin's maps are "NHWC". The title names the layout.
-        shared: True uses one scale of colours for all channels, without the outermost half percent.
-            False uses one scale for each channel.
+            D depth, H height, W width. The default is C, NC, NTC, NCHW or NCDHW by the number of
+            dimensions, and NCL for Conv1d and similar modules. Swin's maps are "NHWC". The title
+            names the layout.
+        shared: True uses one scale of colours for all channels. With more than 1000 values, this
+            scale leaves out the outermost half percent at each end. False uses one scale for each
+            channel.
 
     Returns:
         The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.

@@ -51,18 +51,18 @@ def compare(
         ...     _ = model(x)
         >>> figure = hl.plots.compare(after, before)
 
-    Without a site, the figure has one row for each site in both recordings. It shows the L2 norm of
-    the difference over the norm of the second value, and 1 - cosine between the two. The largest
-    differences are on top. The title names the first site in firing order that differs.
+    Without a site, the figure has a row for each site that both recordings have. A row shows the L2
+    norm of the difference over the norm of the second value, and 1 - cosine between the two values.
+    The largest differences are on top. The title names the first site in firing order that differs.
 
-    With a site, the figure shows its channels in the first recording, in the second, and their
-    difference, the largest differences first.
+    With a site, the figure has three parts: the channels in the first recording, those in the
+    second, and their differences. The channels with the largest differences come first.
 
     Args:
         a: a recording, or one of its passes: `run.passes[1]`.
         b: the recording or pass to compare with.
         site: the site, as in a look-up; None compares all sites.
-        n: the most sites (60) or channels (16) to draw.
+        n: the most sites or channels to draw; None draws up to 60 sites, or 16 channels.
         order: "difference" for the largest first; or "index" for the order of firing or of
             channels.
         sample: for one site, the index of the sample in the batch.
@@ -73,7 +73,8 @@ def compare(
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up.
-        InputError: there is nothing to compare, or the shapes differ.
+        InputError: there is nothing to compare; the shapes of the site differ; `order` or `n` is
+            invalid; or without a site, a recording has several passes.
         HooklineError: matplotlib is not installed.
     """
     if order not in ("difference", "index"):

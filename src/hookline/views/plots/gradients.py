@@ -27,7 +27,7 @@ _MOST_WORDS = 96  # with more rows, the words would overlap
 
 
 def gradients(recording: Recording) -> Figure:
-    """Draw the gradients of a recording: each site's norm, its ratio to the weight, its zeros.
+    """Draw the gradients of a recording: the norm at each site, and the share of zeros.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -35,9 +35,10 @@ def gradients(recording: Recording) -> Figure:
         ...     model(torch.ones(4, 2)).sum().backward()
         >>> figure = hl.plots.gradients(run)
 
-    The numbers are those of `run.gradients()`, means over passes. Dead and exploding sites are
-    marked. Norms and ratios are on a logarithmic axis. Numbers that are zero or not finite are at
-    its edge.
+    The numbers are those of `run.gradients()`, means over passes. For parameters, the figure also
+    has the ratio of the gradient's norm to the parameter's norm. Dead and exploding sites are
+    marked. Norms and ratios are on logarithmic axes. Numbers that are zero or not finite are at the
+    edge of the axis.
 
     Args:
         recording: a recording with gradients: ports "grad", "grad_output" or "grad_input".
@@ -47,7 +48,8 @@ def gradients(recording: Recording) -> Figure:
 
     Raises:
         NotRecordedError: no gradient port was recorded.
-        InputError: the argument is not a recording, or is a single pass of one.
+        InputError: the argument is not a recording, is a single pass of one, or holds several
+            ranks.
         HooklineError: matplotlib is not installed.
     """
     check_source(recording)

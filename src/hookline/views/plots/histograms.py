@@ -35,7 +35,7 @@ def histograms(
     n: int = 48,
     log: bool = True,
 ) -> Figure:
-    """Draw a histogram of each layer's values, in firing order.
+    """Draw a histogram of each site's values, in firing order.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -44,8 +44,8 @@ def histograms(
         >>> figure = hl.plots.histograms(run, ["0", "1"])
 
     Every element is counted, in chunks, so a tensor of any size can be drawn. NaN and infinity are
-    left out; the title counts them. Each histogram has its own axis, from the smallest value to
-    the largest. A vertical line marks zero.
+    left out; the text above the histogram counts them. Each histogram has its own axis, from the
+    smallest value to the largest. A vertical line marks zero.
 
     Args:
         recording: a recording of one pass, or a pass: `run.passes[1]`.
@@ -59,7 +59,8 @@ def histograms(
 
     Raises:
         NotRecordedError, AmbiguousError, OverwrittenError: as in a look-up of the named sites.
-        InputError: there is nothing to draw, there are several passes, or bins or n is invalid.
+        InputError: there is nothing to draw, there are several passes, or `bins` or `n` is not a
+            positive integer in range.
         HooklineError: matplotlib is not installed.
     """
     check_count("bins", bins, _MOST_BINS)

@@ -43,7 +43,7 @@ def images(
         recording: a recording, or one of its passes: `run.passes[1]`.
         site: a site whose values are images; by default the model's input.
         n: the most samples to draw.
-        layout: "NCHW" or "NHWC"; by default the one whose channel dimension has 1 or 3 elements.
+        layout: "NCHW" or "NHWC"; by default NCHW if dimension 1 has 1 or 3 elements, else NHWC.
 
     Returns:
         The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.

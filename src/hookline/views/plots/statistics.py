@@ -67,7 +67,7 @@ def statistics(
     *,
     what: Sequence[str] = ("mean", "std", "min", "max", "zeros"),
 ) -> Figure:
-    """Draw statistics over the depth of a model, or over the passes if there are several.
+    """Draw the statistics of each site: over the depth of a model, or over several passes.
 
         >>> import hookline as hl
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -75,10 +75,10 @@ def statistics(
         ...     _ = model(torch.rand(16, 8))
         >>> figure = hl.plots.statistics(run, what=("mean", "std"))
 
-    One pass gives one row a site, in firing order. Several passes (the steps of a training run)
-    give one curve a site, or one row of colours a site if there are more than 6. If every value is
-    a single number, as with `keep=lambda t: t.mean()`, these numbers are drawn once. NaN and
-    infinity are left out, and their sites are marked.
+    One pass gives a row for each site, in firing order. Several passes (the steps of a training)
+    give a curve for each site, or with more than 6 sites a row of colours for each. If every value
+    is a single number, as with `keep=lambda t: t.mean()`, the figure has this number instead of
+    its statistics. NaN and infinity are left out; the figure says where they are.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.

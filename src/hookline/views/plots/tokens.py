@@ -59,20 +59,21 @@ def tokens(
         ...     _ = model(torch.tensor([[3, 1, 4]]))
         >>> figure = hl.plots.tokens(run, "(root)", texts=["the", "cat", "sat"])
 
-    All cells share one scale of colours, without the outermost half percent of values: in most
-    transformers a few features are a hundred times larger than the others. The positions of maps
-    (vision transformers) are also rows. More than 512 tokens or 800 features are averaged down by
-    area.
+    All cells share one scale of colours. With more than 1000 cells, the scale leaves out the
+    outermost half percent at each end: in most transformers a few features are a hundred times
+    larger than the others. The positions of maps (vision transformers) are also rows. More
+    than 512 tokens or 800 features are averaged down by area.
 
     Args:
         recording: a recording, or one of its passes: `run.passes[1]`.
         site: the site, as in a look-up: `"h.3:output[0]"`.
         texts: the labels of the rows, one for each token.
-        n: the most features to draw; None draws all of them.
+        n: the most features to draw; None draws all of them. It does not limit indices in `order`.
         order: "index"; or "mean", "std" or "max" for the largest first; or the features' indices.
         sample: the index of the sample in the batch.
-        layout: one letter for each dimension. The default is TC, NTC or NCHW by the number of
-            dimensions, and NCL for Conv1d and similar modules. Swin's maps are "NHWC".
+        layout: one letter for each dimension, as in `channels`. The default is TC, NTC or NCHW by
+            the number of dimensions, and NCL for Conv1d and similar modules. Swin's maps are
+            "NHWC".
 
     Returns:
         The figure. A notebook shows it as the last line of a cell; `.savefig(path)` writes it.
