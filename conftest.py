@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 import hookline as hl
@@ -25,6 +26,13 @@ collect_ignore_glob = [
     "tests/mutants.py",
     "tests/reached_lines.py",
 ]
+
+
+# No deadline for an example: a busy machine is no fault of the code.
+settings.register_profile(
+    "unhurried", settings.get_profile(settings.get_current_profile_name()), deadline=None
+)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)

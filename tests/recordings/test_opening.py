@@ -238,6 +238,38 @@ def test_a_site_that_no_rank_has_is_an_error_with_what_is_there(tmp_path):
         run["nothing"]
 
 
+@pytest.mark.parametrize("ask", ["reduced", "full"])
+def test_values_of_ranks_that_differ_are_refused(tmp_path, ask):
+    model, runs = nn.Linear(4, 2), []
+    for keep in (None, lambda value: (value, value), lambda value: value[0]):
+        with hl.record(model, keep=keep) as run:
+            model(torch.ones(3, 4))
+        runs.append(run)
+    rows = hl.record(model)
+    with rows as run:
+        model(torch.ones(2, 4))
+    for number, other in enumerate(runs[1:]):
+        opened = hl.open(folder_of_ranks(tmp_path / f"{number}", [runs[0], other]))
+        with pytest.raises(hl.RanksError, match=r"are not of one kind: .*rank 0.*rank 1"):
+            getattr(opened, ask)("(root)", **({"dim": 0} if ask == "full" else {}))
+    opened = hl.open(folder_of_ranks(tmp_path / "rows", [runs[0], run]))
+    if ask == "full":
+        assert opened.full("(root)", dim=0).shape == (5, 2)
+        return
+    with pytest.raises(hl.RanksError, match=r"one shape, got .*Tensor\[3, 2\].*Tensor\[2, 2\]"):
+        opened.reduced("(root)")
+
+
+def test_released_ranks_are_read_again(tmp_path):
+    opened = hl.open(folder_of_ranks(tmp_path / "run", [recorded(), recorded()]))
+    site = next(iter(opened))
+    opened.ranks[1][site].zero_()
+    with pytest.raises(hl.OverwrittenError):
+        opened.ranks[1][site]
+    opened.release()
+    assert opened.ranks[1][site].any()
+
+
 def test_ranks_of_two_savings_are_never_mixed(tmp_path):
     one = folder_of_ranks(tmp_path / "one", [recorded(), recorded()])
     two = folder_of_ranks(tmp_path / "two", [recorded(5.0), recorded(5.0)])

@@ -81,6 +81,8 @@ def test_all_ranks_save_one_folder_that_any_process_opens(rank, folder):
     assert_close(opened.reduced("blocks.3", op="max"), torch.maximum(*parts))
     assert_close(run.reduced("blocks.3", op="max"), torch.maximum(*parts))
     assert_close(opened.reduced("blocks.3"), run.reduced("blocks.3"))
+    with pytest.raises(hl.RanksError, match="got a DTensor, whose shards"):
+        opened.reduced("blocks.1.weight:grad")
     for ask, remedy in (
         (lambda: opened["blocks.1"], "run.ranks[0]['blocks.1']"),
         (lambda: opened.passes, "run.ranks[0].passes"),

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import local_part
+from hookline.engine import is_dtensor, local_part
 from hookline.engine.pytree import describe, tree
 
 # The dtypes of the safetensors format; complex128 is stored as pairs of float64.
@@ -27,6 +27,9 @@ STORABLE = frozenset({
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.complex128,
 })
 # fmt: on
+
+# Marks a tensor that was one rank's shard of a DTensor.
+SHARD = "shard"
 
 # The most fields of a named tuple: Python takes minutes to create a class with very many.
 MOST_FIELDS = 1000
@@ -164,6 +167,8 @@ def _no_tensor(tensor: Any) -> Any:
 
 
 def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[str], None]) -> Any:
+    # Decoded, a shard is a plain tensor; ranks must not reduce shards as if they were the whole.
+    of_shard = {SHARD: True} if is_dtensor(value) else {}
     value = local_part(value)
     if not _is_storable(value):
         return _lost(f"{describe.in_full(value)}, {value.layout}", lost)
@@ -171,8 +176,8 @@ def _encode_tensor(value: Tensor, put: Callable[[Tensor], str], lost: Callable[[
     if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype is torch.complex128:
-        return {"complex": put(torch.view_as_real(tensor))}
-    return {"tensor": put(tensor)}
+        return {"complex": put(torch.view_as_real(tensor)), **of_shard}
+    return {"tensor": put(tensor), **of_shard}
 
 
 def _is_storable(tensor: Tensor) -> bool:
@@ -189,6 +194,13 @@ def _is_storable(tensor: Tensor) -> bool:
     except RuntimeError:  # a wrapper around other tensors
         return False
     return True
+
+
+def holds_shard(data: Any) -> bool:
+    """Return whether an encoded value has a tensor that was one rank's shard of a DTensor."""
+    if isinstance(data, list):
+        return any(map(holds_shard, data))
+    return isinstance(data, dict) and (SHARD in data or any(map(holds_shard, data.values())))
 
 
 def decode(data: Any, get: Callable[[str], Tensor]) -> Any:

@@ -358,9 +358,10 @@ class Log:
             )
         site, last = self.sites[asked.number], max(entry.call or 0 for entry in found)
         where = f"in pass {passes[0].number}" if len(passes) == 1 else "at most in a pass"
+        calls = f"its calls are #0 to #{last}" if last else "its only call is #0"
         return (
-            f"{site} ran {_times(last + 1)} {where}, so its calls are #0 to #{last}, got"
-            f" #{asked.call}.\nThe last one is {f'{site}#{last}'!r}."
+            f"{site} ran {_times(last + 1)} {where}, so {calls}, got #{asked.call}."
+            f"\nThe last one is {f'{site}#{last}'!r}."
         )
 
     def _no_pass(self, asked: Lookup, among: Pass | None) -> str:

@@ -14,6 +14,7 @@ from hookline.errors import StructureError
 from hookline.recordings.index import Key, Lookup
 from hookline.recordings.log import Log, Read
 from hookline.recordings.ranks import Collective, combined, full, joined, reduced
+from hookline.recordings.stored_values import Stored
 
 _N_LEAVES_SHOWN = 3
 
@@ -38,6 +39,14 @@ class Lookups(Mapping[str, Any]):
 
     def _resolve(self, key: Key) -> Lookup:
         return self._log.index.find(key)
+
+    def _holds_shard(self, key: Key) -> bool:
+        """Return whether an opened value of a site was one rank's shard of a DTensor."""
+        return any(
+            isinstance(entry.value, Stored) and entry.value.holds_shard()
+            for _, entries in self._log.find(self._resolve(key))
+            for entry in entries
+        )
 
     def _of_ranks(self) -> tuple[Lookups, ...]:
         """Return the recordings of all ranks if they were opened together, else ()."""
@@ -175,9 +184,9 @@ class Lookups(Mapping[str, Any]):
                 value of another shape; the value is a DTensor; or there is no process group.
             ValueError: op is not one of the four.
         """
+        question = f"{self._name}.reduced({str(key)!r}, op={op!r})"
         if ranks := self._of_ranks():
-            return combined([one[key] for one in ranks], op)
-        ask = Collective(
-            f"{self._name}.reduced({str(key)!r}, op={op!r})", self._log.sites, group, timeout
-        )
+            is_sharded = any(one._holds_shard(key) for one in ranks)
+            return combined([one[key] for one in ranks], op, question, is_sharded=is_sharded)
+        ask = Collective(question, self._log.sites, group, timeout)
         return reduced(ask, lambda: self._only(key, self._log.whole), op)

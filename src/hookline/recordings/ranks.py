@@ -73,16 +73,7 @@ class Collective:
         if any(one["error"] for one in everyone):
             raise RanksError(self._refusal(ranks, everyone)) from error
         parts = [one["parts"] for one in everyone]
-        kinds = [
-            [(part["kind"], part["dtype"], len(part["shape"])) for part in one] for one in parts
-        ]
-        if any(kind != kinds[0] for kind in kinds):
-            texts = [", ".join(map(_text, one)) or "no tensor" for one in parts]
-            raise RanksError(
-                f"{self.question}: the ranks' values are not of one kind:"
-                f" {say_by_rank(ranks, texts)}.\nRecord the same sites with the same options on"
-                " every rank."
-            )
+        _check_kinds(self.question, ranks, parts)
         return value, parts
 
     def _refusal(self, ranks: list[int], everyone: list[dict[str, Any]]) -> str:
@@ -139,21 +130,7 @@ def reduced(ask: Collective, find: Callable[[], Any], op: str) -> Any:
     """Reduce a value over ranks, element by element. A collective."""
     check_op(op)
     value, parts = ask.check_ranks_match(find)
-    for one in zip(*parts, strict=True):
-        shapes = [_text(part) for part in one]
-        if one[0]["kind"] == "dtensor":
-            raise RanksError(
-                f"{ask.question} reduces a value that every rank has, got a DTensor, whose shards"
-                " are different parts.\nGather it with run.full(...) and reduce the result, or"
-                " reduce each shard when recording: keep=lambda t: t.norm()."
-            )
-        if len(set(shapes)) > 1:
-            raise RanksError(
-                f"{ask.question}: the ranks' values must have one shape, got"
-                f" {say_by_rank(ranks_of(ask.group, ask.question), shapes)}."
-                "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
-                " run.full(..., dim=0)."
-            )
+    _check_shapes(ask.question, ranks_of(ask.group, ask.question), parts)
     if isinstance(value, int | float):
         return _reduce(ask, torch.tensor(value, dtype=_number_dtype(value)), op).item()
     return tree.map_tensors(lambda tensor: _reduce(ask, tensor, op), value)
@@ -175,20 +152,72 @@ def _reduce(ask: Collective, tensor: Tensor, op: str) -> Tensor:
 
 def joined(values: Sequence[Any], dim: int | None, question: str) -> Any:
     """Join the values of all ranks of an opened recording, as `full` does."""
-    kinds = [[_describe(part) for part in _parts(value)] for value in values]
-    _check_dim(Collective(question, (), None, 0.0), kinds, dim)
+    parts = [[_describe(part) for part in _parts(value)] for value in values]
+    _check_kinds(question, list(range(len(values))), parts)
+    _check_dim(Collective(question, (), None, 0.0), parts, dim)
     columns = iter(list(zip(*[_parts(value) for value in values], strict=True)))
     return tree.map_tensors(lambda _: torch.cat(next(columns), dim or 0), values[0])
 
 
-def combined(values: Sequence[Any], op: str) -> Any:
-    """Reduce the values of all ranks of an opened recording, as `reduced` does."""
+def combined(values: Sequence[Any], op: str, question: str, *, is_sharded: bool) -> Any:
+    """Reduce the values of all ranks of an opened recording, as `reduced` does.
+
+    Args:
+        values: the value of each rank.
+        op: the reduction.
+        question: the look-up as code, for messages.
+        is_sharded: whether the values were shards of DTensors.
+    """
     check_op(op)
+    parts = [[_describe(part) for part in _parts(value)] for value in values]
+    if is_sharded:
+        parts = [[{**part, "kind": "dtensor"} for part in one] for one in parts]
+    ranks = list(range(len(values)))
+    _check_kinds(question, ranks, parts)
+    _check_shapes(question, ranks, parts)
     if isinstance(values[0], int | float):
         dtype = _number_dtype(values[0])
         return _combine([torch.tensor(value, dtype=dtype) for value in values], op).item()
     columns = iter(list(zip(*[_parts(value) for value in values], strict=True)))
     return tree.map_tensors(lambda _: _combine(next(columns), op), values[0])
+
+
+def _check_kinds(question: str, ranks: list[int], parts: Sequence[list[dict[str, Any]]]) -> None:
+    """Refuse values that are not of one structure, dtype and number of dimensions.
+
+    Raises:
+        RanksError: they are not.
+    """
+    kinds = [[(part["kind"], part["dtype"], len(part["shape"])) for part in one] for one in parts]
+    if any(kind != kinds[0] for kind in kinds):
+        texts = [", ".join(map(_text, one)) or "no tensor" for one in parts]
+        raise RanksError(
+            f"{question}: the ranks' values are not of one kind: {say_by_rank(ranks, texts)}."
+            "\nRecord the same sites with the same options on every rank."
+        )
+
+
+def _check_shapes(question: str, ranks: list[int], parts: Sequence[list[dict[str, Any]]]) -> None:
+    """Refuse to reduce shards of DTensors, and tensors of several shapes.
+
+    Raises:
+        RanksError: the values are such.
+    """
+    for one in zip(*parts, strict=True):
+        shapes = [_text(part) for part in one]
+        if one[0]["kind"] == "dtensor":
+            raise RanksError(
+                f"{question} reduces a value that every rank has, got a DTensor, whose shards"
+                " are different parts.\nGather it with run.full(...) and reduce the result, or"
+                " reduce each shard when recording: keep=lambda t: t.norm()."
+            )
+        if len(set(shapes)) > 1:
+            raise RanksError(
+                f"{question}: the ranks' values must have one shape, got"
+                f" {say_by_rank(ranks, shapes)}."
+                "\nReduce when recording, keep=lambda t: t.float().mean(), or join them:"
+                " run.full(..., dim=0)."
+            )
 
 
 def check_op(op: str) -> None:

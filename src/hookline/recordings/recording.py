@@ -408,9 +408,10 @@ class Recording(Lookups):
             >>> opened.release()
 
         A file that was read stays mapped until it is closed, and counts as memory of this process.
-        The next look-up opens the file again. Values that are still referenced stay valid. For a
-        recording of several ranks, call `release()` of each recording in `ranks`.
+        The next look-up opens the file again. Values that are still referenced stay valid.
         """
+        for one in self.ranks:
+            one.release()
         for current in self._log.passes:
             for entry in current.log:
                 if isinstance(entry[1], Stored):

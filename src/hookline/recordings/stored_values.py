@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
-from hookline.recordings.encoding import decode
+from hookline.recordings.encoding import decode, holds_shard
 from hookline.recordings.manifest import DAMAGE, REMEDY
 from hookline.recordings.tensor_file import TensorFile
 
@@ -124,6 +124,10 @@ class Stored:
             FolderError: the folder is gone or damaged.
         """
         self._decode(self._files.verified)
+
+    def holds_shard(self) -> bool:
+        """Return whether a tensor of the value was one rank's shard of a DTensor."""
+        return holds_shard(self._data)
 
     def release(self) -> None:
         """Close the folder's files."""

@@ -153,6 +153,8 @@ class Finding:
             what = f"gradients in the backward of {self.site}"
         elif self.kind == "forward":
             what = f"the output of {self.site}"
+        elif self.kind == "gradient":
+            what = f"the gradient of {self.site}"
         elif self.kind == "constant":
             what = "a tensor besides parameters, buffers and inputs"
         else:
