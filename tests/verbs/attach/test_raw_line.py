@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
+import re
 import weakref
 
 import pytest
@@ -267,10 +269,51 @@ def test_a_line_keeps_no_model_alive_after_its_end(image):
 
 
 def test_only_models_can_be_hooked():
-    with pytest.raises(hl.AttachError, match="needs a model"):
+    with pytest.raises(
+        hl.AttachError, match=r"must be given a model .* or tensors by name, got int"
+    ):
         hl.attach(3)
+    with pytest.raises(hl.AttachError, match=r"got dict\(a=3\)\.\nGive .*tensors: {'a': a}"):
+        hl.attach({"a": 3})
     with pytest.raises(hl.AttachError, match="must be a function, got int"):
         hl.attach(nn.Linear(1, 1)).forward("", 3)
+
+
+def test_hooks_on_tensors_are_selected_by_their_names():
+    a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    seen = []
+    with hl.attach({"a": a, "b": b}) as line:
+        line.grad("a", lambda grad: grad * 10)
+        line.accumulated("b", lambda tensor: seen.append(tensor.grad.tolist()))
+        (a.sum() + b.sum()).backward()
+    assert a.grad.tolist() == [10.0, 10.0]
+    assert seen == [[1.0, 1.0, 1.0]]
+    assert re.findall(r"^  (\S+) +1 x", str(line.report()), re.M) == ["a:grad", "b:grad"]
+
+
+NAMED = {"a": torch.ones(2, requires_grad=True)}
+NEED_A_MODEL = {
+    "clip": lambda model: hl.clip(model, value=1.0),
+    "features": lambda model: hl.features(model, torch.ones(2), "a"),
+    "watch": hl.watch,
+}
+
+
+@pytest.mark.parametrize("verb", NEED_A_MODEL)
+def test_verbs_that_need_a_model_refuse_tensors_by_name(verb):
+    says = rf"hl\.{verb} must be given a model \(an nn.Module\), got tensors by name\.\n.*record"
+    with pytest.raises(hl.AttachError, match=says):
+        NEED_A_MODEL[verb](NAMED)
+    with pytest.raises(hl.AttachError, match=r"got int\.\nGive the model itself\.$"):
+        NEED_A_MODEL[verb](3)
+
+
+@pytest.mark.parametrize("verb", ["attach", "edit", "record"])
+def test_verbs_that_take_tensors_by_name_say_so(verb):
+    function = getattr(hl, verb)
+    annotation = inspect.signature(function).parameters["model"].annotation
+    assert "Mapping[str, Tensor]" in annotation
+    assert "Or tensors by name" in function.__doc__
 
 
 def test_raw_hooks_do_not_take_parts_of_values(net):

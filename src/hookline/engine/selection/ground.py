@@ -7,6 +7,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.module_tree import ModuleTree, module_tree, tree_of_tensors
 from hookline.errors import AttachError
 
@@ -23,17 +24,20 @@ EVERYWHERE = Everywhere()
 
 Ground = nn.Module | Mapping[str, Tensor]
 
+# The verbs that a tensor's gradient alone is enough for.
+_TAKE_TENSORS = ("attach", "edit", "record")
+
 
 def tree_of(ground: Any, name: str) -> ModuleTree:
     """Return the module tree of the object that a line is attached to.
 
     Args:
-        ground: a model; tensors by name; `EVERYWHERE`, whose modules are not known beforehand; for
-            `attach`, also None.
+        ground: a model; `EVERYWHERE`, whose modules are not known beforehand; for `attach`, `edit`
+            and `record`, tensors by name; for `attach`, also None.
         name: the name of the verb.
 
     Raises:
-        AttachError: `ground` is none of these.
+        AttachError: `ground` is none of these, or the verb takes no tensors by name.
     """
     if isinstance(ground, nn.Module):
         return module_tree(ground)
@@ -41,9 +45,17 @@ def tree_of(ground: Any, name: str) -> ModuleTree:
         return ModuleTree("everywhere", [], [])
     if ground is None and name == "attach":
         return ModuleTree("tensors", [], [])
+    takes_tensors = name in _TAKE_TENSORS
     if isinstance(ground, Mapping) and all(isinstance(t, Tensor) for t in ground.values()):
-        return tree_of_tensors(ground)
-    raise AttachError(
-        f"{name} needs a model (an nn.Module), or tensors by name, got {type(ground).__name__}."
-        "\nGive the model itself; for tensors: hl.attach({'a': a})."
-    )
+        if takes_tensors:
+            return tree_of_tensors(ground)
+        raise AttachError(
+            f"hl.{name} must be given a model (an nn.Module), got tensors by name."
+            "\nGive the model itself; for the gradients of tensors, use hl.record, hl.edit or"
+            " hl.attach."
+        )
+    wanted, advice = "a model (an nn.Module)", "Give the model itself"
+    if takes_tensors:
+        wanted, advice = f"{wanted} or tensors by name", f"{advice}, or tensors: {{'a': a}}"
+    got = in_words(ground) if isinstance(ground, Mapping) else type(ground).__name__
+    raise AttachError(f"hl.{name} must be given {wanted}, got {got}.\n{advice}.")

@@ -47,8 +47,8 @@ class ModuleHooks(EverywhereHooks):
             selector: which modules, as in `hl.select`, without a port or a leaf.
             hook: the function.
             with_kwargs: whether the hook also gets, and returns, the keyword arguments.
-            prepend: whether the hook runs before the raw hooks, and torch's own, that the module
-                already has. Edits still run before it.
+            prepend: whether the hook runs before torch's own hooks and the earlier hooks of
+                `hl.attach` on the module. Edits and hooks of `hl.EVERYWHERE` still run before it.
 
         Returns:
             A handle. `handle.remove()` removes the hooks of this call before the line ends.
@@ -93,8 +93,8 @@ class ModuleHooks(EverywhereHooks):
             selector: which modules, as in `hl.select`, without a port or a leaf.
             hook: the function.
             with_kwargs: whether the hook also gets the keyword arguments.
-            prepend: whether the hook runs before the raw hooks, and torch's own, that the module
-                already has. Edits still run before it.
+            prepend: whether the hook runs before torch's own hooks and the earlier hooks of
+                `hl.attach` on the module. Edits and hooks of `hl.EVERYWHERE` still run before it.
             always_call: whether the hook also runs when the module raises; the output is then None.
 
         Returns:

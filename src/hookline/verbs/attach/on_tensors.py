@@ -42,7 +42,8 @@ class TensorHooks(Line):
                 them; frozen ones are left out. Or a tensor, of the model or not.
             hook: the function. It gets the gradient, of the tensor's shape. Its result, unless
                 None, replaces the gradient. It must not change the gradient in place.
-            prepend: whether the hook runs before the hooks that the tensor already has.
+            prepend: whether the hook runs before torch's own hooks and the earlier hooks of
+                `hl.attach` on the tensor. Edits still run before it.
 
         Returns:
             A handle. `handle.remove()` removes the hooks of this call before the line ends.

@@ -10,9 +10,10 @@ The signatures are torch's. hookline adds four things to torch's hooks:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.engine.selection.ground import Everywhere
 from hookline.verbs.attach.on_events import EventHooks
@@ -59,7 +60,7 @@ class RawLine(EventHooks, TensorHooks):
 
     The forward hooks of one module run in this order: hooks of `hl.EVERYWHERE`, edits, raw hooks
     and torch's own in the order of registration, recorders (`hl.record`). A raw hook with `prepend`
-    runs before the raw hooks and torch's own that are already there, and after edits.
+    runs before torch's own hooks and earlier ones of `hl.attach`, but after edits.
     """
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -74,7 +75,11 @@ class RawLine(EventHooks, TensorHooks):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = False) -> RawLine:
+def attach(
+    model: nn.Module | Mapping[str, Tensor] | Everywhere | None = None,
+    *,
+    every_thread: bool = False,
+) -> RawLine:
     """Attach raw hooks to a model, or everywhere, for as long as the line lasts.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -84,10 +89,21 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
         Linear
         ReLU
 
+    With tensors by name, `line.grad` and `line.accumulated` select them by these names, and the
+    report shows the names:
+
+        >>> a = torch.ones(2, requires_grad=True)
+        >>> with hl.attach({"a": a}) as line:
+        ...     _ = line.grad("a", lambda grad: grad * 10)
+        ...     a.sum().backward()
+        >>> a.grad
+        tensor([10., 10.])
+
     Args:
-        model: the model. Or `hl.EVERYWHERE`: every module of every model that runs in this context
-            (thread, async task). A selector is then a module type, a module, a predicate or None.
-            Or None, for hooks on tensors and optimizers that you give to the methods.
+        model: the model. Or tensors by name, `{"a": a}`, for hooks on their gradients. Or
+            `hl.EVERYWHERE`: every module of every model that runs in this context (thread, async
+            task). A selector is then a module type, a module, a predicate or None. Or None, for
+            hooks on tensors and optimizers that you give to the methods.
         every_thread: True runs the hooks in every thread and async task. False runs them in the
             calling thread or task, and in code that runs in a copy of its context.
 
@@ -98,6 +114,6 @@ def attach(model: nn.Module | Everywhere | None = None, *, every_thread: bool = 
         `remove()` removes the hooks of that call. The end of the line removes all hooks.
 
     Raises:
-        AttachError: `model` is not a model, or torch calls no hooks on it.
+        AttachError: `model` is none of these, or torch calls no hooks on it.
     """
     return RawLine(model, every_thread=every_thread)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine import (
     Bound,
     GradientCallback,
-    Ground,
     Line,
     Order,
     Pass,
@@ -31,7 +30,7 @@ from hookline.verbs.edit import edits
 
 
 def edit(
-    model: Ground,
+    model: nn.Module | Mapping[str, Tensor],
     selector: Selector,
     change: Callable[[Any], Any],
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, NoReturn, Unpack, final, overload
 
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class RecordLine(VerbLine[Line]):
 
 @overload
 def record(
-    model: Ground,
+    model: nn.Module | Mapping[str, Tensor],
     selector: Selector = None,
     *,
     ports: str | Sequence[str] = "output",
@@ -87,7 +87,7 @@ def record(
 ) -> RecordLine: ...
 @overload
 def record(
-    model: Ground,
+    model: nn.Module | Mapping[str, Tensor],
     selector: Selector = None,
     *,
     ports: str | Sequence[str] = "output",
@@ -96,7 +96,7 @@ def record(
     **options: Unpack[Keep],
 ) -> StoreLine: ...
 def record(
-    model: Ground,
+    model: nn.Module | Mapping[str, Tensor],
     selector: Selector = None,
     *,
     ports: str | Sequence[str] = "output",
