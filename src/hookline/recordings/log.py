@@ -26,6 +26,7 @@ from hookline.engine import (
     is_wrapped,
     local_shards,
     plain,
+    tensor_holder,
 )
 from hookline.engine.pytree import leaves, tree
 from hookline.errors import AmbiguousError, NotRecordedError, OverwrittenError, SiteError
@@ -282,7 +283,8 @@ class Log:
         for part, was in parts:
             why = self._why_changed(part, was)
             if why:
-                raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{_COPY}")
+                advice = _COPY if tensor_holder(part) is None else _TAKE_OUT
+                raise OverwrittenError(f"{self.sites[entry.site]} {why}.\n{advice}")
         return value if type(value) is Tensor and not is_wrapped(value) else self.plain(value)
 
     def _why_changed(self, value: Any, was: Any) -> str | None:
@@ -414,3 +416,5 @@ def note_copied(note: Callable[[Any], None], entry: tuple[Any, ...]) -> None:
 
 
 _COPY = "Record a copy: hl.record(..., copy=True)."
+# For objects such as iterators, which copy=True refuses.
+_TAKE_OUT = "Record with keep=, a function that takes the tensors out and copies them."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 
 import pytest
@@ -184,10 +185,28 @@ def test_a_step_hook_that_returns_something_else_is_refused(net):
         line.step_pre(optimizer, lambda *_: 3)
         with pytest.raises(hl.StructureError, match=r"must return \(args, kwargs\), got"):
             optimizer.step()
+    for args in ((), ("closure",), [optimizer]):
+        with hl.attach(net) as line:
+            line.step_pre(optimizer, lambda _o, _args, kwargs, args=args: (args, kwargs))
+            with pytest.raises(hl.StructureError, match=r"must return .*args"):
+                optimizer.step()
     with hl.attach(net) as line:
         line.step_post(optimizer, lambda *_: 3)
         with pytest.raises(hl.StructureError, match="would be ignored"):
             optimizer.step()
+
+
+STATE_DICTS = ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
+
+
+@pytest.mark.parametrize("kind", STATE_DICTS)
+def test_hooks_on_an_optimizers_state_bear_the_methods_name(net, kind):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with hl.attach(net) as line:
+        handle = getattr(line, kind)(optimizer, lambda *_: None)
+        assert str(handle) == f"HookHandle({kind}, 1 site, on)"
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert re.search(rf"^  SGD:{kind} +1 x ", str(line.report()), re.M)
 
 
 def test_the_state_dicts_of_modules_are_changed_in_place(net):

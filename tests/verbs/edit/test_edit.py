@@ -299,11 +299,14 @@ def test_ready_made_edits_ask_for_a_leaf_of_a_nested_value(holder):
 def test_ready_made_edits_do_not_round_silently():
     model = nn.Sequential(nn.Identity())
     for change in (hl.edits.scale(torch.tensor(0.5)), hl.edits.add(0.5), hl.edits.replace(0.7),
-                   hl.edits.noise(1.0)):  # fmt: skip
+                   hl.edits.noise(1.0), hl.edits.clamp(0.5), hl.edits.clamp(max=0.5),
+                   hl.edits.clamp(torch.tensor(0.5), 9)):  # fmt: skip
         with hl.edit(model, "0", change), pytest.raises(hl.StructureError, match="cannot hold"):
             model(torch.tensor([4, 6]))
     with hl.edit(model, "0", hl.edits.scale(2)):
         assert model(torch.tensor([4, 6])).tolist() == [8, 12]
+    with hl.edit(model, "0", hl.edits.clamp(max=5)):
+        assert model(torch.tensor([4, 6])).tolist() == [4, 5]
     with hl.edit(model, "0", hl.edits.add(1j)):
         with pytest.raises(hl.StructureError, match="cannot hold complex"):
             model(torch.tensor([4.0, 6.0]))
@@ -522,10 +525,36 @@ def test_any_function_of_one_value_is_an_edit(looped, change):
 
 
 @pytest.mark.parametrize("make", [hl.edits.scale, hl.edits.add, hl.edits.replace, hl.edits.noise])
-@pytest.mark.parametrize("given", ["a", None, object()])
+@pytest.mark.parametrize("given", ["a", None, object(), [1.0, 2.0]])
 def test_an_edit_is_given_a_number_or_a_tensor(make, given):
     with pytest.raises(hl.AttachError, match=rf"hl.edits.{make.__name__} must be given a number"):
         make(given)
+
+
+@pytest.mark.parametrize("bounds", [{"min": "a"}, {"min": 0, "max": [1.0]}])
+def test_clamp_is_given_numbers_or_tensors(bounds):
+    with pytest.raises(hl.AttachError, match=r"hl.edits.clamp must be given a number or a tensor"):
+        hl.edits.clamp(**bounds)
+
+
+@pytest.mark.parametrize("std", [torch.ones(2), 1j, torch.tensor(1j)])
+def test_noise_is_given_one_real_number(std):
+    with pytest.raises(hl.AttachError, match=r"a real number or a tensor of one element, got"):
+        hl.edits.noise(std)
+
+
+def test_clamp_takes_a_tensor_beside_a_number():
+    change = hl.edits.clamp(torch.tensor([0.0, 2.0]), 3)
+    assert change(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 2.0]
+    assert change(torch.tensor([5.0, 5.0])).tolist() == [3.0, 3.0]
+    with pytest.raises(hl.StructureError, match=r"hl.edits.clamp must broadcast"):
+        change(torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_numbers_clamp_a_quantized_value():
+    value = torch.quantize_per_tensor(torch.tensor([-1.0, 1.0]), 0.5, 0, torch.qint8)
+    assert hl.edits.clamp(0.5)(value).dequantize().tolist() == [0.5, 1.0]
 
 
 def test_clamp_is_given_a_bound():

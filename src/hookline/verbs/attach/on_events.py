@@ -238,7 +238,9 @@ class EventHooks(ModuleHooks):
         check = returns.check_nothing("line.load_state_dict", "change incompatible_keys")
         return self._state("load_state_dict", "load_state_dict_post", where, hook, check)
 
-    def _optimizer(self, kind: str, optimizer: Any, hook: Hook, check: Hook) -> HookHandle:
+    def _optimizer(
+        self, kind: str, optimizer: Any, hook: Hook, check: Hook, torch_kind: str | None = None
+    ) -> HookHandle:
         check_callable(kind, hook)
         if optimizer is None and self.is_everywhere:
             tap = EventTap(
@@ -254,7 +256,7 @@ class EventHooks(ModuleHooks):
         name = type(optimizer).__name__
         tap = EventTap(Site(name, kind, module_type="Optimizer"), self.passes, hook, check)
         with self.hooking(kind) as (registrations, handle):
-            registrations.register_on_optimizer(optimizer, kind, tap.fire)
+            registrations.register_on_optimizer(optimizer, torch_kind or kind, tap.fire)
             self.keep(tap)
             return handle
 
@@ -275,7 +277,7 @@ class EventHooks(ModuleHooks):
         if isinstance(where, Optimizer):
             may_replace = torch_kind in ("state_dict_post", "load_state_dict_pre")
             check = returns.check_optimizer_state if may_replace else check
-            return self._optimizer(torch_kind, where, hook, check)
+            return self._optimizer(kind, where, hook, check, torch_kind)
         check_callable(kind, hook)
         if self.is_everywhere:
             raise AttachError(

@@ -118,12 +118,20 @@ def check_step(result: Any, values: tuple[Any, ...]) -> Any:
     """Check the arguments that a hook before an optimizer's step returns.
 
     Raises:
-        StructureError: they are not a tuple and a dict.
+        StructureError: they are not a tuple that begins with the optimizer, and a dict.
     """
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not (is_pair and isinstance(result[0], tuple) and isinstance(result[1], dict)):
         raise StructureError(
             f"line.step_pre must return (args, kwargs), got {_show(result)}.\nReturn a tuple"
             " and a dict for the step, or None to leave its arguments as they are."
+        )
+    optimizer, args = values[0], result[0]
+    if not args or args[0] is not optimizer:
+        raise StructureError(
+            "line.step_pre must return args that begin with the optimizer, got"
+            f" {describe.in_words(args)}."
+            "\nReturn ((optimizer, *others), kwargs), or None to leave the arguments as they are."
         )
     return result
 

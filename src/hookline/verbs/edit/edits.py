@@ -116,13 +116,20 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
         and device.
 
     Raises:
-        AttachError: `std` is neither a number nor a tensor.
+        AttachError: `std` is neither a real number nor a tensor of one element.
         StructureError: (when the function is called) the value is no tensor, or its dtype cannot
             hold `std`.
     """
     generators: dict[torch.device, torch.Generator] = {}
     given = _Given(std, "noise")
-    std = float(std)
+    try:
+        std = float(std)
+    except (TypeError, ValueError, RuntimeError):  # complex, or several elements
+        raise AttachError(
+            "hl.edits.noise must be given a real number or a tensor of one element, got"
+            f" {describe.in_full(std) if isinstance(std, Tensor) else repr(std)}."
+            "\nGive one number: hl.edits.noise(0.1)."
+        ) from None
 
     def change(tensor: Tensor) -> Tensor:
         given.like(tensor)
@@ -140,14 +147,15 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
     return _edit("noise", change)
 
 
-def clamp(min: float | None = None, max: float | None = None) -> Edit:
+def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) -> Edit:
     """Limit the value to the range between two bounds, as `torch.clamp` does.
 
         >>> hl.edits.clamp(min=0)(torch.tensor([-1.0, 1.0])).tolist()
         [0.0, 1.0]
 
     Args:
-        min: the lower bound, a number that the value's dtype can hold; None for no lower bound.
+        min: the lower bound: a number, or a tensor that broadcasts to the value's shape. None for
+            no lower bound.
         max: the upper bound, in the same way.
 
     Returns:
@@ -155,14 +163,34 @@ def clamp(min: float | None = None, max: float | None = None) -> Edit:
         and device.
 
     Raises:
-        AttachError: both bounds are None.
-        StructureError: (when the function is called) the value is no tensor.
+        AttachError: both bounds are None, or one is neither a number nor a tensor.
+        StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
+            a bound, or a bound does not broadcast to its shape.
     """
     if min is None and max is None:
         raise AttachError(
             "hl.edits.clamp must be given a bound, got none.\nGive a bound: hl.edits.clamp(min=0)."
         )
-    return _edit("clamp", lambda value: value.clamp(min, max))
+    given = [None if bound is None else _Given(bound, "clamp") for bound in (min, max)]
+
+    def change(value: Tensor) -> Tensor:
+        # Numbers bound a quantized value by what it stands for, whatever its dtype.
+        is_quantized = not is_dynamo_compiling() and value.is_quantized
+        if not isinstance(min, Tensor) and not isinstance(max, Tensor):
+            for bound in given:
+                if bound is not None and not is_quantized:
+                    bound.check(value)
+            return torch.clamp(value, min, max)
+        # torch.clamp takes two numbers or two tensors.
+        low, high = (
+            None
+            if bound is None
+            else torch.as_tensor(bound.like(value), dtype=value.dtype, device=value.device)
+            for bound in given
+        )
+        return torch.clamp(value, low, high)
+
+    return _edit("clamp", change)
 
 
 def _edit(name: str, change: Edit) -> Edit:
@@ -236,6 +264,8 @@ class _Given:
         dtype = {float: torch.float64, complex: torch.complex128}.get(type(given))
         try:
             self._tensor = torch.as_tensor(given, dtype=dtype, device="cpu")
+            if self._tensor.dim():
+                raise TypeError  # a list or an array, which torch does not combine with a tensor
         except (TypeError, ValueError, RuntimeError):
             raise AttachError(
                 f"hl.edits.{name} must be given a number or a tensor, got"
@@ -247,11 +277,8 @@ class _Given:
     def like(self, value: Tensor) -> float | Tensor:
         """Return the number or tensor on the value's device and in the value's dtype.
 
-        In another dtype, the result would not have the value's dtype.
-
         Raises:
-            StructureError: the value's dtype cannot hold the number or tensor, or the tensor's
-                shape does not broadcast to the value's.
+            StructureError: the value is quantized, or `check` refuses it.
         """
         if not is_dynamo_compiling() and value.is_quantized:
             raise StructureError(
@@ -260,21 +287,32 @@ class _Given:
                 " a function that returns"
                 " torch.quantize_per_tensor(new, t.q_scale(), t.q_zero_point(), t.dtype)."
             )
+        self.check(value)
+        if self._is_tensor:
+            return self._tensor.to(value.device, value.dtype)
+        return self._tensor if is_dynamo_compiling() else self._number
+
+    def check(self, value: Tensor) -> None:
+        """Refuse a value with which the number or tensor would give another dtype or shape.
+
+        Raises:
+            StructureError: the value's dtype cannot hold the number or tensor, or the tensor's
+                shape does not broadcast to the value's.
+        """
         if _breadth(self._kind) > _breadth(value.dtype):
             raise StructureError(
                 f"the value here is {describe.in_full(value)}, which cannot hold"
                 f" {_short(self._kind)}."
                 f"\nGive a number or tensor that {_short(value.dtype)} can hold."
             )
-        if self._is_tensor:
-            if not is_dynamo_compiling() and not _broadcasts(self._tensor, value):
-                raise StructureError(
-                    f"the tensor given to hl.edits.{self._name} must broadcast to the value's shape"
-                    f" {describe.shape(value)}, got {describe.shape(self._tensor)}."
-                    "\nGive a number, or a tensor of the value's shape or with sizes of 1."
-                )
-            return self._tensor.to(value.device, value.dtype)
-        return self._tensor if is_dynamo_compiling() else self._number
+        if not self._is_tensor or is_dynamo_compiling():
+            return
+        if not _broadcasts(self._tensor, value):
+            raise StructureError(
+                f"the tensor given to hl.edits.{self._name} must broadcast to the value's shape"
+                f" {describe.shape(value)}, got {describe.shape(self._tensor)}."
+                "\nGive a number, or a tensor of the value's shape or with sizes of 1."
+            )
 
 
 def _broadcasts(given: Tensor, value: Tensor) -> bool:
