@@ -8,12 +8,14 @@ import inspect
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 import torch
 from torch import nn
 
 import hookline as hl
+import hookline.models
 from small_stores import write_store
 
 # fmt: off
@@ -241,6 +243,17 @@ def test_names_are_imported_from_where_type_checkers_look():
     errors = {name for name in hl.__all__ if name.endswith(("Error", "Warning"))}
     assert known | errors == set(hl.__all__)
     assert known == hl._OF_NAME.keys()
+
+
+@pytest.mark.parametrize("name", hookline.models.__all__)
+def test_the_examples_of_models_by_name_are_run(pytestconfig, name):
+    file = inspect.getsourcefile(getattr(hookline.models, name))
+    (ignored,) = [
+        plugin.collect_ignore_glob
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if hasattr(plugin, "collect_ignore_glob")
+    ]
+    assert not any(fnmatch(file, str(pytestconfig.rootpath / glob)) for glob in ignored)
 
 
 @pytest.mark.processes

@@ -33,7 +33,8 @@ class CheckLine(VerbLine[Line]):
     """A line that checks: a context manager, or ended by `remove()`.
 
     Attributes:
-        findings: everything that was found, also what was not raised because it vanished.
+        findings: the first 100 findings, also those that were not raised because the NaN or
+            infinity vanished.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class CheckLine(VerbLine[Line]):
             if swallowed:
                 warn(
                     f"hl.check: {swallowed[0].message.splitlines()[0]}"
-                    "\nThe error was caught on its way; line.findings has all that was found."
+                    "\nThe error was caught on its way; line.findings has the first 100 findings."
                 )
 
 

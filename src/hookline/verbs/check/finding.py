@@ -81,9 +81,9 @@ class Finding:
         ...     print(error.finding.kind, error.finding.path, error.finding.n_nan)
         input :input 2
 
-    A `NonFiniteError` has its finding in `error.finding`. The line of `hl.check` lists all findings
-    in `line.findings`. `print(finding)` shows all that is known. `finding.site` is the site as
-    text, and `finding.message` the message of the error.
+    A `NonFiniteError` has its finding in `error.finding`. The line of `hl.check` lists the first
+    100 findings in `line.findings`. `print(finding)` shows all that is known. `finding.site` is the
+    site as text, and `finding.message` the message of the error.
 
     Args:
         kind: where the value was made: "forward" or "backward" of a module, or "loss", the gradient
