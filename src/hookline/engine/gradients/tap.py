@@ -114,6 +114,8 @@ class GradientCallback:
     keeps_graph = False
     # Whether it is fine if no gradient ever arrives.
     optional = False
+    # Whether to warn at once of a gradient that cannot be told from others.
+    warns = True
     # `inside` changes a gradient inside compiled code. `before_inside` is called outside the graph
     # with the gradient before the change.
     inside: Callable[[Tensor], Any] | None = None
@@ -486,7 +488,7 @@ class GradientTap(Tap):
         self.lost = why or _LOST
         if self.on.changes:
             raise AttachError(f"{self.site} cannot be changed: {self.lost}.")
-        if not self.n_lost:
+        if self.on.warns and not self.n_lost:
             warn(f"{self.site} has no gradient: {self.lost}.")
         self.n_lost += 1
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hookline.engine import Site, path_text
+from hookline.engine.gradients.tap import NO_BACKWARD
 from hookline.engine.report.why_silent import RAISED, UNKNOWN, Why, never_called, own_call
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.verbs.doctor.diagnosis import Finding
@@ -304,8 +305,8 @@ def _not_in_the_loss(site: Site, node: Any, facts: Facts) -> Why | None:
     run, seen = facts.run, _seen(site, facts)
     if run is None or not run.backward or seen is None or not seen.needs_grad:
         return None
-    own = run.why.get(site, "")
-    if "view" in own:  # the line's own reason and remedy: a write to a view lost the gradient
+    own = run.why.get(site, NO_BACKWARD)
+    if own != NO_BACKWARD:  # the line's own reason and remedy: the gradient was lost on its way
         what, _, remedy = own.partition("; ")
         return Why(what, remedy)
     return Why(

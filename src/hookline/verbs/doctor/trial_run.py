@@ -95,6 +95,8 @@ class Seen:
 class _Nothing(GradientCallback):
     """A callback that does nothing with a gradient, because the tap counts the gradients."""
 
+    warns = False
+
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Do nothing."""
 
