@@ -557,3 +557,19 @@ def raw_line(model, path):
     with hl.attach(model) as line:
         line.backward(path, lambda module, grad_input, grad_output: None)
         yield line
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("path", ["", "1"])
+def test_backward_hooks_see_a_gradient_before_edits_of_the_input(path, is_leaf):
+    order, inner = [], nn.Linear(2, 2)
+    model = nn.Sequential(nn.Identity(), inner) if path else inner
+    x = torch.ones(1, 2, requires_grad=True)
+    edit = hl.edit(model, f"{path}:grad_input", lambda g: order.append("edit") or g * 2)
+    with edit, hl.attach(model) as line:
+        for name in ("hook", "prepended"):
+            note = lambda *_, name=name: order.append(name)  # noqa: E731
+            line.backward(path, note, prepend=name == "prepended")
+        model(x if is_leaf else x * 1).sum().backward()
+    assert order == ["prepended", "hook", "edit"]
+    torch.testing.assert_close(x.grad, 2 * inner.weight.detach().sum(0, keepdim=True))

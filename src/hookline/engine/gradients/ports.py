@@ -125,7 +125,7 @@ class BorderTap(Tap):
     __slots__ = ()
 
     def __init__(self, passes: Passes) -> None:
-        super().__init__(Site("", "grad_input"), passes, no_callback, Order.JOIN)
+        super().__init__(Site("", "grad_input"), passes, no_callback, Order.BORDER)
 
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

@@ -175,7 +175,7 @@ class Line:
             if self.root is not None and any(site.port == "grad_input" for site in sites):
                 border = BorderTap(self.passes)
                 self._registrations.register(
-                    self.root, "forward_pre", border.fire, Order.JOIN, with_kwargs=True
+                    self.root, "forward_pre", border.fire, Order.BORDER, with_kwargs=True
                 )
                 self._registrations.register(
                     self.root, "forward", border.leave, Order.GRAD_RECORD, always_call=True

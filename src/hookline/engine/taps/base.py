@@ -46,14 +46,15 @@ class Order(IntEnum):
     BEGIN = -1
     EDIT = 0
     HOOK = 1
-    JOIN = 2
-    GRAD_EDIT = 3
-    GRAD_HOOK = 4
-    GRAD_READ = 5
-    GRAD_RECORD = 6
-    RECORD = 7
-    CLOSE = 8  # closes what a call opened, before the root's pass ends
-    END = 9
+    BORDER = 2  # aliases the root's inputs, before a hook takes the aliases of a call
+    JOIN = 3
+    GRAD_EDIT = 4
+    GRAD_HOOK = 5
+    GRAD_READ = 6
+    GRAD_RECORD = 7
+    RECORD = 8
+    CLOSE = 9  # closes what a call opened, before the root's pass ends
+    END = 10
 
 
 GRADIENT_ORDERS = {
