@@ -120,8 +120,6 @@ class CallGradients:
 
     def subscribe(self, rank: Order, hook: OneHook | AllHook, index: int | None = None) -> None:
         """Add a hook on one of the gradients, or (without an index) on all of them at once."""
-        if self._is_of_inputs and rank is Order.GRAD_HOOK:
-            rank = Order.HOOK  # it gets what flowed through the module, before an edit of the input
         at = len(self._hooks)
         while at and self._hooks[at - 1][0] > rank:
             at -= 1

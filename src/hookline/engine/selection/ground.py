@@ -45,17 +45,15 @@ def tree_of(ground: Any, name: str) -> ModuleTree:
         return ModuleTree("everywhere", [], [])
     if ground is None and name == "attach":
         return ModuleTree("tensors", [], [])
-    takes_tensors = name in _TAKE_TENSORS
-    if isinstance(ground, Mapping) and all(isinstance(t, Tensor) for t in ground.values()):
-        if takes_tensors:
-            return tree_of_tensors(ground)
-        raise AttachError(
-            f"hl.{name} must be given a model (an nn.Module), got tensors by name."
-            "\nGive the model itself; for the gradients of tensors, use hl.record, hl.edit or"
-            " hl.attach."
-        )
+    takes_tensors, is_mapping = name in _TAKE_TENSORS, isinstance(ground, Mapping)
+    are_tensors = is_mapping and all(isinstance(one, Tensor) for one in ground.values())
+    if are_tensors and takes_tensors:
+        return tree_of_tensors(ground)
     wanted, advice = "a model (an nn.Module)", "Give the model itself"
     if takes_tensors:
         wanted, advice = f"{wanted} or tensors by name", f"{advice}, or tensors: {{'a': a}}"
-    got = in_words(ground) if isinstance(ground, Mapping) else type(ground).__name__
+    elif are_tensors:
+        advice += "; for the gradients of tensors, use hl.record, hl.edit or hl.attach"
+    of_other = in_words(ground) if is_mapping else type(ground).__name__
+    got = "tensors by name" if are_tensors else of_other
     raise AttachError(f"hl.{name} must be given {wanted}, got {got}.\n{advice}.")

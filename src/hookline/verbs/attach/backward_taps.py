@@ -265,7 +265,8 @@ class BackwardTap(_RawBackwardTap):
             new = self._answer(call, dict(enumerate(grads)))
             return None if new is None else _numbered(call.inputs, new, grads)
 
-        entered.subscribe(self._rank(Order.GRAD_HOOK), hook)
+        # It gets what flowed through the module, before an edit (GRAD_EDIT) of the input.
+        entered.subscribe(self._rank(Order.HOOK), hook)
         return args, kwargs
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -216,10 +216,9 @@ class BackwardChecks:
         made = outcome.take_backward()
         # Gradients that an optimizer could have stepped with, or that were clipped or dropped, were
         # skipped on purpose.
-        is_skipped = self._has_stepped or not (
-            made is None or self._found_with.are_same(self._weights)
-        )
-        finding = None if is_skipped else made or self._written_meanwhile()
+        if self._has_stepped or not (made is None or self._found_with.are_same(self._weights)):
+            return
+        finding = made or self._written_meanwhile()
         if finding is None or finding in outcome.all:
             return
         outcome.add(finding)

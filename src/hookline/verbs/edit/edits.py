@@ -171,26 +171,27 @@ def clamp(min: float | Tensor | None = None, max: float | Tensor | None = None) 
         raise AttachError(
             "hl.edits.clamp must be given a bound, got none.\nGive a bound: hl.edits.clamp(min=0)."
         )
-    given = [None if bound is None else _Given(bound, "clamp") for bound in (min, max)]
+    low, high = (None if bound is None else _Given(bound, "clamp") for bound in (min, max))
 
-    def change(value: Tensor) -> Tensor:
-        # Numbers bound a quantized value by what it stands for, whatever its dtype.
-        is_quantized = not is_dynamo_compiling() and value.is_quantized
-        if not isinstance(min, Tensor) and not isinstance(max, Tensor):
-            for bound in given:
-                if bound is not None and not is_quantized:
+    def by_numbers(value: Tensor) -> Tensor:
+        # They bound a quantized value by what it stands for, whatever its dtype.
+        if is_dynamo_compiling() or not value.is_quantized:
+            for bound in (low, high):
+                if bound is not None:
                     bound.check(value)
-            return torch.clamp(value, min, max)
-        # torch.clamp takes two numbers or two tensors.
-        low, high = (
-            None
-            if bound is None
-            else torch.as_tensor(bound.like(value), dtype=value.dtype, device=value.device)
-            for bound in given
-        )
-        return torch.clamp(value, low, high)
+        return torch.clamp(value, min, max)  # type: ignore[arg-type]  # no tensor is among them
 
-    return _edit("clamp", change)
+    def by_tensors(value: Tensor) -> Tensor:
+        def like(bound: _Given | None) -> Tensor | None:
+            if bound is None:
+                return None
+            return torch.as_tensor(bound.like(value), dtype=value.dtype, device=value.device)
+
+        return torch.clamp(value, like(low), like(high))
+
+    # torch.clamp takes two numbers or two tensors.
+    takes_tensors = isinstance(min, Tensor) or isinstance(max, Tensor)
+    return _edit("clamp", by_tensors if takes_tensors else by_numbers)
 
 
 def _edit(name: str, change: Edit) -> Edit:

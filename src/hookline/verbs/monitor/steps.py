@@ -19,6 +19,7 @@ from hookline.engine import Pass
 from hookline.errors import HooklineWarning, warn
 from hookline.util.locks import fork_safe_lock
 from hookline.verbs.monitor.loss_scale import Scaling
+from hookline.verbs.monitor.optimizer_pairs import OptimizerPairs
 from hookline.verbs.monitor.originals import Originals
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
@@ -107,12 +108,7 @@ class Steps:
         self._not_held: list[weakref.ref[Tensor]] | None = None
         self._has_stepped = False
         self._stepped: set[int] = set()  # the ids of the parameters stepped in this step
-        # For each optimizer, those that stepped directly before or after it, without a run of the
-        # model in between.
-        self._together: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
-        self._together = weakref.WeakKeyDictionary()
-        self._last: weakref.ref[Optimizer] | None = None  # the optimizer that stepped last
-        self._has_run = False  # whether the root has run with gradients since then
+        self._pairs = OptimizerPairs()
         self._goes_on = False  # whether this step began with the rest of the last one's optimizers
         # The slots of this step up to its last optimizer's step.
         self._aside: dict[str, list[Tensor]] = {}
@@ -170,7 +166,7 @@ class Steps:
     def root_begins(self, current: Pass, frame: FrameType) -> None:
         """Note whether the root runs with gradients: then all values of the pass are training's."""
         if torch.is_grad_enabled():
-            self._has_run = True
+            self._pairs.model_runs()
             self._slots.of_training.add(current)
 
     def _end_pass(self) -> None:
@@ -208,7 +204,8 @@ class Steps:
             self._tell_by_optimizer()
         elif not self._stepped.isdisjoint(self._held_by(optimizer)) or self._is_later(optimizer):
             self._end_open_step()
-        self._note_together(optimizer)
+        if self._pairs.follows(optimizer) and not self._has_stepped:
+            self._goes_on = True
         if self._slots.is_on:
             self._scaling.look(self.number)
             self._measured.before(optimizer, has_grads=not _has_closure(args, kwargs))
@@ -221,8 +218,8 @@ class Steps:
             self._slots.put(self._aside)
             self._aside = {}
         self._stepped |= self._held_by(optimizer)
-        self._has_stepped, self._has_run = True, False
-        self._last = weakref.ref(optimizer)
+        self._has_stepped = True
+        self._pairs.stepped(optimizer)
         if self._has_ended():
             self._end_step()
             return
@@ -232,17 +229,8 @@ class Steps:
 
     def _is_later(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer steps after a later run than those of the open step did."""
-        others = self._together.get(optimizer, ()) if self._has_run else ()
-        return any(not self._stepped.isdisjoint(self._held_by(one)) for one in others)
-
-    def _note_together(self, optimizer: Optimizer) -> None:
-        """Note two optimizers that step after one run of the model."""
-        last = None if self._last is None or self._has_run else self._last()
-        if last is None or last is optimizer:
-            return
-        for one, other in ((last, optimizer), (optimizer, last)):
-            self._together.setdefault(one, weakref.WeakSet()).add(other)
-        self._goes_on = self._goes_on or not self._has_stepped
+        partners = self._pairs.before_run(optimizer)
+        return any(not self._stepped.isdisjoint(self._held_by(one)) for one in partners)
 
     def _has_ended(self) -> bool:
         """Tell whether every parameter was stepped that will be stepped in this step."""
