@@ -22,14 +22,15 @@ class Scaled(nn.Module):
         return x * self.factor
 
 
-def said(model, also, *factors, part=1, x=X):
+def said(model, also, *factors, part=1, x=X, run=None):
     """The warnings of runs in which a part scales by these factors."""
+    run = run or model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with torch.no_grad(), hl.check(model, also=also) as line:
             for factor in factors:
                 model[part].factor = factor
-                model(x)
+                run(x)
     assert line.findings == []
     return [str(one.message) for one in caught]
 
@@ -82,6 +83,33 @@ def test_shapes_and_dtypes_that_change(model):
     with torch.no_grad(), hl.check(model, also="shapes"):
         model(X)
         model(X[:2])  # the last batch may be smaller
+
+
+def test_compiled_code_warns_of_the_same_in_the_same_words(fresh_dynamo):
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight[3], model[0].bias[3] = 0.0, -1.0
+    also = ("magnitude", "dead", "constant", "shapes")
+    # Tensors, since dynamo compiles anew for each number.
+    one, large, none = (torch.full((1,), number) for number in (1.0, 1e5, 0.0))
+    factors = (one, large, *[one] * 9, none, one.double())
+    eager = said(model, also, *factors)
+    assert len(eager) > 5
+    assert {text.split()[6] for text in eager} >= {"explodes:", "vanishes:", "is", "has"}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert said(model, also, *factors, run=compiled) == eager
+
+
+def test_a_look_at_outputs_leaves_compiled_code_whole(fresh_dynamo):
+    from torch._dynamo.utils import counters
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.check(model, also=("magnitude", "dead", "constant", "shapes")):
+        for _ in range(3):
+            run(X)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["recompile"]
 
 
 def test_gradients_that_are_missing():

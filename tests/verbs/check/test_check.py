@@ -646,6 +646,28 @@ def test_compiled_code_has_no_breaks_and_compiles_once(fresh_dynamo):
     assert not counters["recompile"]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x: x.bfloat16(),
+        lambda x: x.double(),
+        lambda x: torch.complex(x, x),
+        lambda x: (x, x.half()),
+        lambda x: {"a": x, "b": x > 0},
+        lambda x: [x[:0], x],
+    ],
+    ids=["bfloat16", "float64", "complex", "tuple", "dict", "empty"],
+)
+def test_outputs_of_every_kind_in_compiled_code(kind, fresh_dynamo):
+    model = nn.Sequential(nn.Identity(), Function(kind))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hl.check(model) as line:
+        run(X)
+    assert line.findings == []
+    with pytest.raises(hl.NonFiniteError), hl.check(model):
+        run(X / 0)
+
+
 def test_infinities_that_are_meant_in_compiled_code(fresh_dynamo, n_replays):
     def top(x):
         return x.masked_fill(x < x.amax(-1, keepdim=True), -math.inf)

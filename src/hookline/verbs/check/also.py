@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -39,6 +39,66 @@ def choices(also: str | Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+class Look(NamedTuple):
+    """What one output shows.
+
+    Attributes:
+        kinds: the dtype of each tensor, and its shape without the first dimension.
+        alive: for each unit, whether any of its numbers was not 0; None if not looked for.
+        extremes: the least and the greatest number, to be read at the end of the run; None if not
+            looked for.
+    """
+
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...]
+    alive: Tensor | None
+    extremes: Tensor | None
+
+
+@final
+class Looking:
+    """Look at outputs; compiled code does it in the graph.
+
+    Args:
+        wanted: what is looked for.
+    """
+
+    __slots__ = ("_at_alive", "_at_extremes", "_at_kinds")
+
+    def __init__(self, wanted: frozenset[str]) -> None:
+        self._at_kinds = "shapes" in wanted
+        self._at_alive = "dead" in wanted
+        self._at_extremes = bool(wanted & {"magnitude", "constant"})
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether anything is looked for in outputs."""
+        return self._at_kinds or self._at_alive or self._at_extremes
+
+    def look(self, value: Any) -> Look:
+        """Look at an output."""
+        tensors = [one for _, one in tree.tensors(value)]
+        # The first dimension is the batch's: the last batch may be smaller.
+        kinds = tuple((one.dtype, one.shape[1:]) for one in tensors) if self._at_kinds else ()
+        found = [flat(one) for one in tensors if is_measurable(one) and one.numel()]
+        if not found or found[0].is_complex():
+            return Look(kinds, None, None)
+        first = found[0]
+        return Look(
+            kinds,
+            _units_alive(first) if self._at_alive and first.dim() > 1 else None,
+            torch.stack(torch.aminmax(first)).double()
+            if self._at_extremes and first.numel() > 1
+            else None,
+        )
+
+
+def _units_alive(value: Tensor) -> Tensor:
+    """Tell which units are not 0: channels of pictures, else items of the last dimension."""
+    unit = 1 if value.dim() in (4, 5) else value.dim() - 1
+    rest = [k for k in range(value.dim()) if k != unit]
+    return (value != 0).sum(rest) > 0
+
+
 @final
 class Habits:
     """Remember the output of one module in the runs so far.
@@ -48,7 +108,7 @@ class Habits:
         wanted: what is looked for.
     """
 
-    __slots__ = ("_alive", "_first", "_n_runs", "_shapes", "_told", "_wanted", "site")
+    __slots__ = ("_alive", "_first", "_kinds", "_n_runs", "_told", "_wanted", "site")
 
     def __init__(self, site: Site, wanted: frozenset[str]) -> None:
         self.site = site
@@ -56,44 +116,21 @@ class Habits:
         self._first: float | None = None
         self._alive: Tensor | None = None
         self._n_runs = 0
-        self._shapes: str | None = None
+        self._kinds: tuple[tuple[torch.dtype, torch.Size], ...] | None = None
         self._told: set[str] = set()
 
-    def look(self, value: Any) -> Tensor | None:
-        """Look at an output.
-
-        Returns:
-            The least and the greatest number, to be read at the end of the run; None without one.
-        """
+    def note(self, look: Look) -> None:
+        """Compare a look at an output with the first one."""
         if "shapes" in self._wanted:
-            self._compare_shapes(value)
-        found = [flat(one) for _, one in tree.tensors(value) if is_measurable(one) and one.numel()]
-        if not found or found[0].is_complex():
-            return None
-        if "dead" in self._wanted and found[0].dim() > 1:
-            self._note_alive(found[0])
-        if not self._wanted & {"magnitude", "constant"} or found[0].numel() < 2:
-            return None
-        return torch.stack(torch.aminmax(found[0])).double()
-
-    def _compare_shapes(self, value: Any) -> None:
-        # The first dimension is the batch's: the last batch may be smaller.
-        now = ", ".join(
-            f"{str(one.dtype).removeprefix('torch.')}[:{''.join(f', {n}' for n in one.shape[1:])}]"
-            for _, one in tree.tensors(value)
-        )
-        if self._shapes is not None and now != self._shapes:
-            self._say("shapes", f"has changed from {self._shapes} to {now} since the first run")
-        self._shapes = self._shapes or now
-
-    def _note_alive(self, value: Tensor) -> None:
-        """Note which units were not 0: channels of pictures, else items of the last dimension."""
-        unit = 1 if value.dim() in (4, 5) else value.dim() - 1
-        rest = [k for k in range(value.dim()) if k != unit]
-        alive = (value != 0).sum(rest) > 0
-        same = self._alive is not None and self._alive.shape == alive.shape
-        self._alive = self._alive | alive if same and self._alive is not None else alive
-        self._n_runs = self._n_runs + 1 if same else 1
+            before, self._kinds = self._kinds, self._kinds or look.kinds
+            if before is not None and before != look.kinds:
+                was, now = _in_words(before), _in_words(look.kinds)
+                self._say("shapes", f"has changed from {was} to {now} since the first run")
+        if look.alive is not None:
+            alive, before_alive = look.alive, self._alive
+            same = before_alive is not None and before_alive.shape == alive.shape
+            self._alive = before_alive | alive if same and before_alive is not None else alive
+            self._n_runs = self._n_runs + 1 if same else 1
 
     def judge(self, least: float, greatest: float) -> None:
         """Judge the extremes of a run's output."""
@@ -122,6 +159,13 @@ class Habits:
         if what not in self._told:
             self._told.add(what)
             warn(f"hl.check: the output of {self.site} ({self.site.module_type}) {text}.")
+
+
+def _in_words(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
+    return ", ".join(
+        f"{str(dtype).removeprefix('torch.')}[:{''.join(f', {n}' for n in rest)}]"
+        for dtype, rest in kinds
+    )
 
 
 def judge_all(habits: Sequence[Habits], seen: list[tuple[int, Tensor]]) -> None:

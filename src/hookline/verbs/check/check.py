@@ -182,8 +182,7 @@ def check(
 
     Args:
         model: the model, as it is called.
-        also: one or several of these, which warn and raise no error. Each takes more time. In
-            compiled code, only "missing_grad" works.
+        also: one or several of these, which warn and raise no error. Each takes more time.
 
             - "magnitude": outputs whose largest magnitude is more than 10,000 times, or less than
               a 10,000th of, that in the first run

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import UninitializedTensorMixin
 
 from hookline.engine import has_numbers, innermost, is_wrapped, local_part
 from hookline.engine.pytree import tree
@@ -82,8 +83,11 @@ def transformed(measure: Measure, value: Any) -> Tensor | None:
 def is_measurable(tensor: Tensor) -> bool:
     """Tell whether a tensor holds numbers that may be infinite."""
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    is_there = has_numbers(tensor) and not is_lazy(tensor)
-    return is_number and is_there and not tensor.is_quantized and not is_wrapped(tensor)
+    # torch's own is_lazy cannot be part of a compiled graph.
+    is_there = has_numbers(tensor) and not isinstance(tensor, UninitializedTensorMixin)
+    if not is_number or not is_there or tensor.is_quantized:
+        return False
+    return is_dynamo_compiling() or not is_wrapped(tensor)  # no graph holds a wrapped tensor
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from hookline.engine import (
 )
 from hookline.engine.selection.module_tree import ModuleNode, walk
 from hookline.engine.torch_private.modules import is_leaf
-from hookline.verbs.check.also import Habits, judge_all
+from hookline.verbs.check.also import Habits, Look, Looking, judge_all
 from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import (
     Measure,
@@ -42,7 +42,6 @@ from hookline.verbs.check.run import RUN, ChangingBuffers, Run
 
 # The key in `Pass.opened` of the extremes of a pass's outputs, where these are looked at by choice.
 _SEEN = object()
-_BY_OUTPUT = frozenset({"magnitude", "dead", "constant", "shapes"})
 # The most sums that wait where the model itself is never called, only parts of it.
 _MOST_SUMS = 10_000
 
@@ -81,6 +80,7 @@ class ForwardChecks:
         self._outcome = outcome
         self._also = also
         self._outputs: list[_Output] = []
+        self._looking = Looking(also)
         self._habits: list[Habits] = []
         self._changing = ChangingBuffers()
         self._n_runs = 0
@@ -124,18 +124,30 @@ class ForwardChecks:
                 current.log.append((number, number_of if is_plain else without_infinity(number_of)))
 
         # A container's output is a part's, seen already.
-        if not self._also & _BY_OUTPUT or not is_single:
+        if not self._looking.is_on or not is_single:
             return SplitCallback(see, total, after)
-        place, habits = len(self._habits), Habits(site, self._also)
+        place, habits, looking = len(self._habits), Habits(site, self._also), self._looking
         self._habits.append(habits)
 
-        def look(current: Pass, value: Any) -> None:
-            see(current, value)
-            extremes = None if current.is_transformed else habits.look(value)
-            if extremes is not None:
-                current.opened[_SEEN].append((place, extremes))
+        def note(current: Pass, look: Look) -> None:
+            habits.note(look)
+            if look.extremes is not None:
+                current.opened[_SEEN].append((place, look.extremes))
 
-        return SplitCallback(look, total, after)
+        def see_and_look(current: Pass, value: Any) -> None:
+            see(current, value)
+            if not current.is_transformed:
+                note(current, looking.look(value))
+
+        def after_both(current: Pass, found: tuple[Tensor | None, Look]) -> None:
+            after(current, found[0])
+            if not current.is_transformed:
+                note(current, found[1])
+
+        return SplitCallback(see_and_look, self._total_and_look, after_both)
+
+    def _total_and_look(self, value: Any) -> tuple[Tensor | None, Look]:
+        return total(value), self._looking.look(value)
 
     def begin_pass(self, current: Pass) -> None:
         """Make the run of a pass, and judge it when the pass ends."""
