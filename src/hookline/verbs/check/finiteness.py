@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn import UninitializedBuffer, UninitializedParameter
 
 from hookline.engine import has_numbers, innermost, is_wrapped, local_part
 from hookline.engine.pytree import tree
@@ -21,6 +21,8 @@ from hookline.statistics import Moments
 
 # Sums of these overflow, or lose their digits, unless they are added up in float32.
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+# torch's own is_lazy cannot be part of a compiled graph.
+_LAZY = (UninitializedBuffer, UninitializedParameter)
 
 Measure = Callable[[Any], Tensor | None]
 
@@ -83,8 +85,7 @@ def transformed(measure: Measure, value: Any) -> Tensor | None:
 def is_measurable(tensor: Tensor) -> bool:
     """Tell whether a tensor holds numbers that may be infinite."""
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    # torch's own is_lazy cannot be part of a compiled graph.
-    is_there = has_numbers(tensor) and not isinstance(tensor, UninitializedTensorMixin)
+    is_there = has_numbers(tensor) and not isinstance(tensor, _LAZY)
     if not is_number or not is_there or tensor.is_quantized:
         return False
     return is_dynamo_compiling() or not is_wrapped(tensor)  # no graph holds a wrapped tensor
