@@ -142,7 +142,7 @@ def test_records_come_from_the_first_run_each_once(way):
 @pytest.mark.cell(
     "activation checkpointing", "gradients",
     note="if several checkpointed regions with `use_reentrant=True` share a parameter, a hook on"
-    " the parameter's gradient gets one part of the gradient for each region",
+    " the parameter's gradient is called once for each region, with that region's part",
 )  # fmt: skip
 def test_gradients_are_those_without_checkpointing_each_once(way):
     options = {"ports": ("grad_output", "grad_input"), "selector": "**"}

@@ -327,7 +327,8 @@ def test_nested_values_are_those_of_torchs_hooks(layout, path):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="works only for nested tensors in the jagged layout",
+    note="edits and clips of gradients, and `line.backward`, work only for nested tensors in the"
+    " jagged layout",
 )
 @pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
 def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
@@ -348,7 +349,8 @@ def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="works only for nested tensors in the jagged layout",
+    note="edits and clips of gradients, and `line.backward`, work only for nested tensors in the"
+    " jagged layout",
 )
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
@@ -373,7 +375,10 @@ def with_holes():
 
 
 @pytest.mark.cell(
-    "nested tensors", "clip", note="works only for nested tensors in the jagged layout"
+    "nested tensors",
+    "clip",
+    note="edits and clips of gradients, and `line.backward`, work only for nested tensors in the"
+    " jagged layout",
 )
 @pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
 @pytest.mark.parametrize(

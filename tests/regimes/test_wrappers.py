@@ -124,8 +124,8 @@ def test_tracing_is_refused_as_hooks_would_become_code(model, x):
 
 @pytest.mark.cell(
     "a feature extractor made by `torch.fx`", "record",
-    note="the extractor calls only the leaf modules of the original model, so of the hooks on the"
-    " original model only those on leaf modules are called; a warning says so",
+    note="the extractor calls only the leaf modules of the original model, so hooks on its other"
+    " modules are not called; a warning says so",
 )  # fmt: skip
 def test_a_traced_copy_calls_innermost_modules_and_reports_which(model, x):
     traced = torch.fx.symbolic_trace(model)
