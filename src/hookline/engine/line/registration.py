@@ -73,12 +73,12 @@ class Registrations(Attachment):
         """Register a hook on a module, ordered by rank among the module's hooks.
 
         Raises:
-            AttachError: torch would accept the hook and never call it.
+            AttachError: the module is a ScriptModule.
         """
         if isinstance(module, torch.jit.ScriptModule):
             raise AttachError(
-                f"{type(module).__name__} is a ScriptModule: torch takes hooks on it and never"
-                " calls them.\nAttach to the Python model, before torch.jit.script or .trace."
+                f"{type(module).__name__} is a ScriptModule: torch refuses hooks on its modules, or"
+                " never calls them.\nAttach to the Python model, before torch.jit.script or .trace."
             )
         dicts = hook_dicts(module, kind, with_kwargs=with_kwargs, always_call=always_call)
         hooks = dicts[0]

@@ -81,7 +81,7 @@ def never_called(node: ModuleNode) -> Why | None:
     """Say why no hook on a module is ever called, whatever its inputs; None if hooks are called."""
     if is_scripted(node.module):
         return Why(
-            "a ScriptModule: torch takes hooks on it and never calls them",
+            "a ScriptModule: torch refuses hooks on its modules, or never calls them",
             "hook the Python model, before torch.jit.script or torch.jit.trace",
         )
     parent = None if node.parent is None else node.parent.module

@@ -132,7 +132,7 @@ def unwrapping(module: nn.Module) -> list[nn.Module]:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Tell whether a module is scripted: torch accepts hooks on it and never calls them."""
+    """Tell whether a module is a ScriptModule, whose hooks torch refuses or never calls."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
