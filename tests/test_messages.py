@@ -86,12 +86,19 @@ def test_a_hooks_own_error_names_its_site(net, image):
 
 @pytest.mark.parametrize("model", [None, 3, "net", b"", [], object(), torch.nn.Linear, print])
 @pytest.mark.parametrize(
-    "verb", ["record", "watch", "select", "inventory", "doctor", "cam", "summary"]
+    ("verb", "arguments"),
+    [
+        *[(verb, ()) for verb in ("select", "inventory", "profile", "check", "monitor", "watch")],
+        *[(verb, (torch.ones(2),)) for verb in ("summary", "doctor", "cam")],
+        ("record", ()),
+        ("features", (torch.ones(2), "*")),
+        ("extract", ([torch.ones(2)], "*", "never")),
+    ],
 )
-def test_what_is_not_a_model_is_refused_in_two_lines(verb, model, image):
-    given = {"doctor": (image,), "cam": (image,)}.get(verb, ())
-    message = said(lambda: getattr(hl, verb)(model, *given))
-    assert f"got {type(model).__name__}.\nGive the model itself" in message
+def test_what_is_not_a_model_is_refused_in_two_lines(verb, arguments, model):
+    text = said(lambda: getattr(hl, verb)(model, *arguments))
+    assert text.startswith(f"hl.{verb} must be given a model (an nn.Module)")
+    assert f", got {type(model).__name__}.\nGive the model itself" in text
 
 
 @pytest.mark.parametrize("ports", [None, 3, 1.5, "outptu", b"output", [], ("output", 3), print])

@@ -45,7 +45,7 @@ def test_a_recording_is_a_table_of_its_sites(net, image):
         ["site", "type", "values", "first value"],
         ["stem", "Conv2d", "2", "[2, 4, 8, 8] float32"],
         ["layer1.0.bn", "BatchNorm2d", "2",
-         "overwritten in place after it was recorded; copy=True keeps it"],
+         "overwritten in place after it was recorded; a look-up says how to keep it"],
         ["fc", "Linear", "2", "[2, 5] float32"],
     ]  # fmt: skip
     assert "Recording of SmallNet: 3 sites, 2 passes, 6 values" in shown.text

@@ -520,7 +520,7 @@ def _first_value(one: PassRecord, call: int, site: Site) -> str:
         runs = one.backwards if site.is_gradient else []
         value: Any = next((run for run in runs if (site, call) in run.fired()), one)[key]
     except OverwrittenError:
-        return "overwritten in place after it was recorded; copy=True keeps it"
+        return "overwritten in place after it was recorded; a look-up says how to keep it"
     except FolderError as error:
         return str(error).splitlines()[0]
     first = next(tree.tensors(value), None)

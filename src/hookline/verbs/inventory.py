@@ -15,7 +15,7 @@ from torch import nn
 
 from hookline.display.terminal import Part, Table, Words, text_of
 from hookline.display.text import plural
-from hookline.engine.selection.module_tree import walk
+from hookline.engine.selection.module_tree import require_model, walk
 from hookline.engine.selection.site import path_text
 from hookline.engine.taps.base import RootTap, Tap, is_inert
 from hookline.engine.torch_private.hooks import HOOK_DICTS, global_hooks, hook_dict, tensor_hooks
@@ -94,6 +94,7 @@ def inventory(model: nn.Module) -> Inventory:
     Raises:
         AttachError: `model` is not a module.
     """
+    require_model(model, "hl.inventory(model)")
     nodes = walk(model)
     return Inventory(tuple(_entries(nodes)), len(nodes))
 

@@ -15,8 +15,9 @@ from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.units import count, size
 from hookline.engine import Line, Order, Pass, Site
 from hookline.engine.pytree import describe, tree
+from hookline.engine.selection.module_tree import require_model
 from hookline.engine.torch_private.graph.operations import attention_formulas
-from hookline.errors import AttachError, HooklineError
+from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects
 
@@ -196,11 +197,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         AttachError: `model` is not a model.
         InputError: the model has lazy parameters, which a run would create for good.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"model must be an nn.Module, got {type(model).__name__}."
-            "\nGive the model itself: hl.summary(model, x)."
-        )
+    require_model(model, "hl.summary(model, x)")
     line = Line(model, name="summary")
     line.options.quiet = line.options.lenient = True
     table, rows = describe_modules(line, model)

@@ -347,7 +347,7 @@ def test_beside_a_profiler_the_reason_is_what_a_line_can_tell():
 def test_a_selector_without_match_and_a_wrong_model_raise(net):
     with pytest.raises(hl.SelectionError, match="matches no module"):
         hl.doctor(net, None, "fcc")
-    with pytest.raises(hl.AttachError, match=r"model must be an nn[.]Module"):
+    with pytest.raises(hl.AttachError, match=r"hl[.]doctor must be given a model"):
         hl.doctor(torch.ones(2))
     with pytest.raises(KeyError, match="stem must be a selected site"):
         hl.doctor(net, None, "fc")["stem"]

@@ -593,7 +593,7 @@ def test_no_pass_is_said():
 
 @pytest.mark.parametrize("given", [lambda x: x, None, "model"])
 def test_what_is_not_a_model_is_refused(given):
-    with pytest.raises(hl.AttachError, match=r"model must be an nn\.Module, got "):
+    with pytest.raises(hl.AttachError, match=r"hl.profile must be given a model .*, got "):
         hl.profile(given)
 
 

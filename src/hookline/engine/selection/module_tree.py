@@ -107,12 +107,26 @@ def tree_of_tensors(named: Mapping[str, Tensor]) -> ModuleTree:
     return ModuleTree("tensors", [], list(nodes.values()))
 
 
+def require_model(model: object, call: str) -> None:
+    """Raise an error unless this object is a model.
+
+    Args:
+        model: the object.
+        call: the call as a user would type it: "hl.summary(model, x)".
+
+    Raises:
+        AttachError: the object is not an `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        verb = call.partition("(")[0]
+        raise AttachError(
+            f"{verb} must be given a model (an nn.Module), got {type(model).__name__}."
+            f"\nGive the model itself, not a function that calls it: {call}."
+        )
+
+
 def walk(model: nn.Module, met: _Met | None = None) -> list[ModuleNode]:
     """Return every module of a model, in registration order, the root first."""
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"a model must be an nn.Module, got {type(model).__name__}.\nGive the model itself."
-        )
     nodes: dict[int, ModuleNode] = {}  # by id: a module may define == and lose its hash
     _visit(model, "", None, nodes, set(), _Met() if met is None else met)
     return list(nodes.values())

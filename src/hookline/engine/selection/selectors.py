@@ -20,7 +20,13 @@ from hookline.display.html import MOST_ROWS, table
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
 from hookline.engine.selection.globs import glob
-from hookline.engine.selection.module_tree import ModuleNode, ModuleTree, ParameterNode, module_tree
+from hookline.engine.selection.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    ParameterNode,
+    module_tree,
+    require_model,
+)
 from hookline.engine.selection.site import PORTS, ROOT, Site, SiteText, parse
 from hookline.engine.selection.suggestions import Asked, explain_no_match
 from hookline.engine.torch_private.modules import has_forward, is_holder, unwrap
@@ -176,6 +182,7 @@ def select(
             selector or one of a list. The message shows close matches and the model's first paths.
         AttachError: `model` is not a module.
     """
+    require_model(model, "hl.select(model, selector)")
     return select_in(module_tree(model), selector, check_ports(ports))
 
 

@@ -13,6 +13,7 @@ from hookline.display.text import plural
 from hookline.engine import Selector, Site
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.pytree import describe, leaves, tree
+from hookline.engine.selection.module_tree import require_model
 from hookline.engine.torch_private.modules import is_scripted, unwrap
 from hookline.errors import AmbiguousError, AttachError, InputError, SelectionError, warn
 from hookline.recordings import Recording
@@ -100,11 +101,7 @@ def cam(
     grad-cam (pytorch-grad-cam).
     """
     way = method_named(method)
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"model must be an nn.Module, got {type(model).__name__}."
-            "\nGive the model itself: hl.cam(model, images)."
-        )
+    require_model(model, "hl.cam(model, images)")
     if any(is_scripted(module) for module in model.modules()):
         raise AttachError(
             f"the model must be plain Python, got {type(model).__name__}, which is scripted or"

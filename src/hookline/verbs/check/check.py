@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hookline.display.text import plural
 from hookline.engine import Line, Report, Site, hides, is_grouped, sharding
-from hookline.engine.selection.module_tree import ModuleNode, walk
+from hookline.engine.selection.module_tree import ModuleNode, require_model, walk
 from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, parameters
-from hookline.errors import AttachError, warn
+from hookline.errors import warn
 from hookline.verbs.check.also import choices
 from hookline.verbs.check.backward import BackwardChecks
 from hookline.verbs.check.finding import SINCE_START, Finding
@@ -207,10 +207,7 @@ def check(
         NonFiniteError: a parameter is not finite, or a buffer holds a NaN. Later, the model's call,
             the optimizer's step or the end of the block raises it: a value is not finite.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"hl.check must be given a model, got {type(model).__name__}.\nGive the model itself."
-        )
+    require_model(model, "hl.check(model)")
     wanted = choices(also)
     folder = None if keep is None else folder_for(keep)
     line = Line(model, name="check", every_thread=every_thread)

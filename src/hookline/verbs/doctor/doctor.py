@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hookline.engine import Line, Selector, Site, check_ports, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.report.why_silent import Why
-from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.selection.module_tree import ModuleNode, require_model
 from hookline.engine.selection.selectors import Place, Selection
 from hookline.engine.torch_private.modules import has_forward, is_scripted
-from hookline.errors import AttachError
 from hookline.verbs.doctor.causes import Facts, finding
 from hookline.verbs.doctor.diagnosis import Diagnosis, Finding
 from hookline.verbs.doctor.notes import environment, notes
@@ -73,11 +72,7 @@ def doctor(
         SelectionError: the selector matches nothing, or a port is unknown.
         AttachError: `model` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"model must be an nn.Module, got {type(model).__name__}."
-            "\nGive the model itself: hl.doctor(model, x)."
-        )
+    require_model(model, "hl.doctor(model, x)")
     while isinstance(model, DistributedDataParallel):
         model = model.module  # a call of the wrapper would wait for the other processes
     line = Line(model, name="doctor")

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 from torch import nn
 
 from hookline.engine import Selector, sharding, unwrapped
-from hookline.engine.pytree import describe
+from hookline.engine.selection.module_tree import require_model
 from hookline.errors import InputError
 from hookline.stores import Store, open_store
 from hookline.stores.place import Place, place_of
@@ -109,9 +109,10 @@ def extract(
         SelectionError: the selector matches nothing, or a gradient.
         NotRecordedError: the model did not reach one of the sites.
         AmbiguousError: a module ran several times in a batch.
-        InputError: `model` is not a module, or an option is invalid. Or the data is empty, of an
-            unknown kind, or in an order that changes.
-        AttachError: `keep` or `dtype` is invalid, or the model cannot be hooked.
+        InputError: an option is invalid, or the data is empty, of an unknown kind, or in an order
+            that changes.
+        AttachError: `model` is not a module, `keep` or `dtype` is invalid, or the model cannot be
+            hooked.
         TypeError: there is no such option.
         StructureError: a value has no row for each item or token, or its rows have another shape
             than before.
@@ -119,11 +120,7 @@ def extract(
             to it, or it cannot be written or is not shared by all machines.
         RanksError: a rank has other arguments, failed, or did not come.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model must be a torch.nn.Module, got {describe.in_words(model)}."
-            "\nGive the model itself, not a function that calls it."
-        )
+    require_model(model, "hl.extract(model, data, selector, to)")
     check_options(options)
     place, ranks = place_of(to), Ranks()
     with ExitStack() as stack:

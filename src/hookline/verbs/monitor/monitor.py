@@ -10,7 +10,8 @@ from torch import nn
 
 from hookline.curves import Curves
 from hookline.engine import Order, Report, Selector, Site, is_grouped, no_callback, sharding
-from hookline.errors import AttachError, warn
+from hookline.engine.selection.module_tree import require_model
+from hookline.errors import warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
 from hookline.verbs.monitor.loss_scale import Scaling
@@ -202,11 +203,7 @@ def monitor(
         AttachError: `every`, `stats`, `to` or `scaler` is invalid, or the model cannot be hooked.
         FolderError: the folder is not empty, or cannot be written.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"hl.monitor must be given a model, got {type(model).__name__}.\nGive the nn.Module"
-            " that is trained."
-        )
+    require_model(model, "hl.monitor(model)")
     every, statistics = checked_every(every), checked_statistics(stats)
     line = EverywhereHooks(model, name="monitor", every_thread=every_thread, lenient=True)
     line.options.quiet = True

@@ -14,10 +14,10 @@ from hookline.display.text import plural, type_and_line
 from hookline.engine import Line, Site, hides, path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.line.attachment import AtEnd
-from hookline.engine.selection.module_tree import ModuleNode
+from hookline.engine.selection.module_tree import ModuleNode, require_model
 from hookline.engine.torch_private.graph.shapes_only import is_sharded
 from hookline.engine.torch_private.modules import holds_compiled_call, is_scripted
-from hookline.errors import AttachError, warn
+from hookline.errors import warn
 from hookline.util.stopwatch import STOPWATCH
 from hookline.verbs.profile.chrome import write_trace
 from hookline.verbs.profile.clocks import clock_for
@@ -413,11 +413,7 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
     Raises:
         AttachError: `model` is not a model.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"model must be an nn.Module, got {type(model).__name__}."
-            "\nGive the model that the function calls: hl.profile(model)."
-        )
+    require_model(model, "hl.profile(model)")
     line = Line(model, name="profile", every_thread=every_thread)
     line.options.quiet = line.options.lenient = True
     profiling = Profile(line, model, flops=flops)
