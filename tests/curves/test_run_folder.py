@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 
@@ -15,7 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.curves import Entry, Layout, RunFolder, StepReport, open_run
+from hookline.curves import Entry, Layout, RunFolder, StepReport, is_run, open_run
+from hookline.curves.run_folder import _frame
 
 STATISTICS = (hl.stats.moments(), hl.stats.histogram(), hl.stats.quantiles((0.1, 0.5)))
 
@@ -160,3 +164,79 @@ def test_a_damaged_byte_is_noticed(tmp_path):
 def test_a_folder_without_curves_is_refused(tmp_path):
     with pytest.raises(hl.FolderError, match="must hold the curves of a run, got none"):
         open_run(tmp_path)
+
+
+def test_curves_say_that_another_run_is_in_their_folder(tmp_path):
+    monitored(tmp_path / "run", 5)
+    found = hl.open(tmp_path / "run")
+    assert len(found) == 5
+    shutil.rmtree(tmp_path / "run")
+    monitored(tmp_path / "run", 9)  # its frames are as long as those of the first run
+    with pytest.raises(hl.FolderError, match="got another run's or a shorter one"):
+        _ = found.steps
+    assert len(hl.open(tmp_path / "run")) == 9
+
+
+def test_curves_say_that_their_file_was_cut_short(tmp_path):
+    monitored(tmp_path / "run", 5)
+    found = hl.open(tmp_path / "run")
+    assert len(found) == 5
+    os.truncate(tmp_path / "run" / "curves.bin", 500)
+    with pytest.raises(hl.FolderError, match="got another run's or a shorter one"):
+        _ = found.steps
+
+
+def test_curves_of_a_deleted_folder_say_so(tmp_path):
+    monitored(tmp_path / "run", 2)
+    found = hl.open(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(hl.FolderError, match="cannot be read: No such file"):
+        _ = found.steps
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "curves.bin")
+    assert not is_run(tmp_path)
+
+
+MOMENTS = [{"name": "moments", "options": {}}]
+
+
+def layout_frame(entries, statistics=MOMENTS):
+    return _frame(b"layo", json.dumps({"statistics": statistics, "entries": entries}).encode())
+
+
+def step_frame(n_ranks=1, seconds=1.0, n_slots=8):
+    return _frame(b"step", struct.pack("<qdQ", 0, seconds, n_ranks) + b"\0" * 8 * n_slots)
+
+
+LAYOUT = layout_frame([["a", 0, 8, None]])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        step_frame(),
+        _frame(b"layo", b"{"),
+        _frame(b"layo", b"[" * 100_000),
+        _frame(b"layo", b"[]"),
+        layout_frame([[["a"], 0, 8, None]]),
+        layout_frame([["a", 1, 8, None]]),
+        layout_frame([["a", -1, 8, None]]),
+        layout_frame([["a", 0, -8, None]]),
+        layout_frame([["a", 0, 8, ["x"]]]),
+        layout_frame([["a", 0, 8, None]], [{"name": "histogram", "options": {"odd": 1}}]),
+        LAYOUT + step_frame(n_ranks=2**40),
+        LAYOUT + step_frame(n_ranks=0),
+        LAYOUT + step_frame(n_slots=7),
+        LAYOUT + step_frame(seconds=float("nan")),
+        LAYOUT + step_frame(seconds=1e300),
+        LAYOUT + step_frame() + struct.pack("<4sIQQ", b"step", 0, 2**62, 1) + step_frame(),
+        layout_frame([]) + step_frame(n_ranks=2**40, n_slots=0),
+    ],
+)  # fmt: skip
+def test_frames_that_no_monitor_writes_are_damage(tmp_path, frames):
+    (tmp_path / "curves.bin").write_bytes(b"hlcurve1" + frames)
+    with pytest.raises(hl.FolderError, match="is damaged at byte"):
+        _ = hl.open(tmp_path).steps

@@ -10,11 +10,12 @@ from hookline.curves.run_folder import RunFolder as RunFolder
 from hookline.curves.run_folder import RunReader as RunReader
 from hookline.curves.run_folder import is_run as is_run
 from hookline.curves.run_folder import open_run as open_run
+from hookline.curves.run_folder import run_version as run_version
 from hookline.curves.step_reports import Reports as Reports
 from hookline.curves.step_reports import StepReport as StepReport
 
 __all__ = [
     "ABSENT", "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "RunReader",
     "StepReport",
-    "is_run", "numbers_of", "open_run",
+    "is_run", "numbers_of", "open_run", "run_version",
 ]  # fmt: skip

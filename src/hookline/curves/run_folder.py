@@ -6,7 +6,8 @@
 A frame holds a layout as JSON, or the report of one step: its number, the time, and the slots of
 each rank. An empty frame says that the monitor has ended; the file of a killed run lacks it. The
 file is only appended to. A reader stops before a frame that is not whole, and goes on from there
-when the file has grown.
+when the file has grown. The headers of the first two frames tell a run from every other: they hold
+the checksums of its layout and of its first step, with the time of that.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -28,6 +30,7 @@ from hookline.curves.spelling import read_statistic, spell_statistic
 from hookline.curves.step_reports import StepReport
 from hookline.errors import FolderError
 from hookline.util.locks import fork_safe_lock
+from hookline.util.open_regular import open_regular
 
 FILE = "curves.bin"
 _MAGIC = b"hlcurve1"
@@ -35,15 +38,32 @@ _HEADER = struct.Struct("<4sIQQ")  # kind, unused, length, checksum
 _LAYOUT, _REPORT, _END = b"layo", b"step", b"ends"
 _STEP = struct.Struct("<qdQ")  # step, seconds, number of ranks
 _MAPPED_BYTES = 2**20  # what is longer is mapped, not read
+_MOST_RANKS = 2**20
+_MOST_SECONDS = 8e12  # from the epoch: what a date can hold, in browsers too
 
 
 def is_run(folder: str | os.PathLike[str]) -> bool:
     """Tell whether a folder holds the curves of a run."""
     try:
-        with open(Path(folder) / FILE, "rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+        path = Path(folder) / FILE
+        with os.fdopen(open_regular(path), "rb") as file:
+            return bool(_head(file.fileno()))
+    except PermissionError:
+        return path.exists()  # reading it says what is wrong
     except (OSError, TypeError, ValueError):
         return False
+
+
+def run_version(folder: str | os.PathLike[str]) -> str:
+    """Return a text that changes if a run is replaced; empty if the folder holds no run.
+
+    While a run grows, the text changes once: with the first step.
+    """
+    try:
+        with os.fdopen(open_regular(Path(folder) / FILE), "rb") as file:
+            return _version(file.fileno(), _head(file.fileno()))
+    except (OSError, TypeError, ValueError):
+        return ""
 
 
 def open_run(folder: str | os.PathLike[str]) -> Curves:
@@ -152,13 +172,17 @@ def _layout_bytes(layout: Layout) -> bytes:
 
 def _read_layout(payload: Any) -> Layout:
     found = json.loads(bytes(payload))
-    return Layout(
-        tuple(map(read_statistic, found["statistics"])),
-        tuple(
-            Entry(site, statistic, width, None if ranks is None else tuple(ranks))
-            for site, statistic, width, ranks in found["entries"]
-        ),
-    )
+    statistics = tuple(map(read_statistic, found["statistics"]))
+    entries = [
+        Entry(site, statistic, width, None if ranks is None else tuple(ranks))
+        for site, statistic, width, ranks in found["entries"]
+    ]
+    for one in entries:
+        numbers = (one.statistic, one.width, *(one.ranks or ()))
+        if not isinstance(one.site, str) or any(type(k) is not int or k < 0 for k in numbers):
+            raise ValueError("an entry must be of a site and of numbers from 0 up")
+        _ = statistics[one.statistic]
+    return Layout(statistics, tuple(entries))
 
 
 @final
@@ -167,6 +191,7 @@ class RunReader:
 
     Attributes:
         has_ended: whether the monitor has ended; False of a run that goes on or was killed.
+        version: the `run_version` of the folder when it was last read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,33 +200,71 @@ class RunReader:
         self._reports: list[StepReport] = []
         self._layout: Layout | None = None
         self._offset = len(_MAGIC)
+        self._head = b""
         self._lock = fork_safe_lock()
+        self.version = ""
 
     def read(self) -> Sequence[StepReport]:
         """Return the reports so far, in order.
 
         Raises:
-            FolderError: a whole frame is damaged.
+            FolderError: a whole frame is damaged; or the file is gone, or another run's now.
         """
-        with self._lock, open(self._path, "rb") as file:
-            new = os.fstat(file.fileno()).st_size - self._offset
-            if new > 0:
-                self._take(_bytes_from(file.fileno(), self._offset, new))
+        with self._lock, self._open() as file:
+            handle = file.fileno()
+            head, size = _head(handle), os.fstat(handle).st_size
+            if not self._goes_on(head, size):
+                raise FolderError(
+                    f"{self._path} must be the file that was opened, got another run's or a shorter"
+                    f" one.\nOpen it again: hl.open({str(self._path.parent)!r})."
+                )
+            self._head, self.version = head, _version(handle, head)
+            if size > self._offset:
+                self._take(_bytes_from(handle, self._offset, size - self._offset))
         return self._reports
+
+    def is_replaced(self) -> bool:
+        """Tell whether the file is another run's now, or shorter than what was read.
+
+        Raises:
+            FolderError: the file cannot be read.
+        """
+        with self._lock, self._open() as file:
+            return not self._goes_on(_head(file.fileno()), os.fstat(file.fileno()).st_size)
+
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        try:
+            with os.fdopen(open_regular(self._path), "rb") as file:
+                yield file
+        except FolderError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a pipe, or cut short while it is read
+            why = error.strerror if isinstance(error, OSError) else error
+            raise FolderError(
+                f"{self._path.parent} cannot be read: {why}.\nCheck that it still holds the run."
+            ) from error
+
+    def _goes_on(self, head: bytes, size: int) -> bool:
+        has_read = self._offset > len(_MAGIC)
+        return head.startswith(self._head) and (size >= self._offset or not has_read)
 
     def _take(self, data: memoryview) -> None:
         at = 0
         while at + _HEADER.size <= len(data):
             kind, _, length, checksum = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if kind not in (_LAYOUT, _REPORT, _END):
+            if kind not in (_LAYOUT, _REPORT, _END) or not self._may_be(kind, length, payload):
                 raise self._damaged(at)
             if len(payload) < length:
                 break  # it is being written, or its writer was killed
             if xxh3_64_intdigest(payload) != checksum:
                 raise self._damaged(at)
             if kind == _LAYOUT:
-                self._layout = _read_layout(payload)
+                try:
+                    self._layout = _read_layout(payload)
+                except Exception as error:  # whatever the options of a statistic raise
+                    raise self._damaged(at) from error
             elif kind == _END:
                 self.has_ended = True
             else:
@@ -209,12 +272,25 @@ class RunReader:
             at += _HEADER.size + length
         self._offset += at
 
+    def _may_be(self, kind: bytes, length: int, payload: memoryview) -> bool:
+        """Tell whether a frame has the length of its kind, before all of it is there."""
+        if kind == _LAYOUT:
+            return True
+        if kind == _END or self._layout is None:
+            return kind == _END and length == 0
+        if len(payload) < _STEP.size:
+            return length > len(payload)  # it is being written
+        _, seconds, n_ranks = _STEP.unpack_from(payload, 0)
+        if not 0 < n_ranks <= _MOST_RANKS or not abs(seconds) < _MOST_SECONDS:
+            return False
+        return length == _STEP.size + 8 * int(n_ranks) * self._layout.width
+
     def _report(self, payload: memoryview) -> StepReport:
         step, seconds, n_ranks = _STEP.unpack_from(payload, 0)
         assert self._layout is not None
-        n_slots = n_ranks * self._layout.width
-        slots = np.frombuffer(payload, "<f8", n_slots, _STEP.size)
-        return StepReport(step, seconds, self._layout, slots.reshape(n_ranks, -1))
+        width = self._layout.width
+        slots = np.frombuffer(payload, "<f8", n_ranks * width, _STEP.size)
+        return StepReport(step, seconds, self._layout, slots.reshape(n_ranks, width))
 
     def _damaged(self, at: int) -> FolderError:
         self._offset += at  # the reports before it are read, and are not read again
@@ -222,6 +298,31 @@ class RunReader:
             f"{self._path} is damaged at byte {self._offset}.\nCopy the folder again from a"
             " whole one."
         )
+
+
+def _head(file: int) -> bytes:
+    """Return the magic bytes and the headers of the first two frames, as far as they are there.
+
+    Raises:
+        ValueError: the file is not of a run.
+    """
+    head = os.pread(file, len(_MAGIC) + _HEADER.size, 0)
+    if not head.startswith(_MAGIC):
+        raise ValueError("the file must begin as that of a run")
+    if len(head) < len(_MAGIC) + _HEADER.size:
+        return _MAGIC
+    _, _, length, _ = _HEADER.unpack_from(head, len(_MAGIC))
+    if len(head) + length > os.fstat(file).st_size:
+        return head
+    second = os.pread(file, _HEADER.size, len(head) + length)
+    return head + second if len(second) == _HEADER.size else head
+
+
+def _version(file: int, head: bytes) -> str:
+    found = os.fstat(file)
+    has_step = len(head) == len(_MAGIC) + 2 * _HEADER.size
+    first = f"{xxh3_64_intdigest(head):016x}" if has_step else ""
+    return f"run-{found.st_dev}-{found.st_ino}-{first}"
 
 
 def _bytes_from(file: int, offset: int, length: int) -> memoryview:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError
+from hookline.util.open_regular import open_regular
 
 FORMAT = "hookline-recording"
 VERSION = 2
@@ -166,21 +166,6 @@ def read_regular(path: Path) -> bytes:
     handle = open_regular(path)
     with os.fdopen(handle, "rb") as file:
         return file.read()
-
-
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading; refuse a pipe, which could block for ever.
-
-    Raises:
-        OSError: the file cannot be opened. ValueError: it is a pipe, a device or a folder.
-    """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode):
-        return handle
-    os.close(handle)
-    kind = "folder" if stat.S_ISDIR(mode) else "pipe" if stat.S_ISFIFO(mode) else "device"
-    raise ValueError(f"{path.name} must be a regular file, got a {kind}")
 
 
 def sync(path: Path) -> None:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OverwrittenError
-from hookline.recordings.manifest import checksum, open_regular
+from hookline.recordings.manifest import checksum
+from hookline.util.open_regular import open_regular
 
 # The names of dtypes in a file's header.
 DTYPES = {

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hookline.curves import Curves, is_run, open_run
 from hookline.recordings import Recording, open_recording
-from hookline.recordings.manifest import MANIFEST, open_regular
+from hookline.recordings.manifest import MANIFEST
 from hookline.stores.manifest import FORMAT
 from hookline.stores.shard_file import number_of
 from hookline.stores.store import Store, open_store
+from hookline.util.open_regular import open_regular
 
 _HEAD_BYTES = 200  # the format is among the first keys
 

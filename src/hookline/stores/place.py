@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import open_regular, sync
+from hookline.recordings.manifest import sync
+from hookline.util.open_regular import open_regular
 
 try:
     import fcntl

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
+from hookline.curves import RunFolder, StepReport
 from hookline.views.page import write_curves_page
-from runs import Writer
+from runs import Writer, layout_of, report_of
 
 NAN = float("nan")
 HOSTILE = '<img src=x onerror="alert(1)">'
@@ -173,6 +178,103 @@ def test_new_steps_appear_and_choices_stay(visit, run):
     expect(rows(page).first.locator("button")).to_be_focused()
     run.close()
     expect(page.locator("#pulse-text")).to_contain_text("ended after step 4")
+
+
+# Between the server and the page: `hold()` keeps answers back until `release()`.
+GATE = """() => {
+  const real = window.fetch;
+  window.hold = () => { window.gate = new Promise((done) => { window.release = done; }); };
+  window.fetch = async (...asked) => {
+    const answer = await real(...asked);
+    document.body.dataset.held = "";
+    await window.gate;
+    return answer;
+  };
+}"""
+
+
+def test_a_number_chosen_while_steps_come_in_is_shown(visit, run):
+    page = visit(run, path="?number=std")
+    expect(page.locator("#pulse-text")).to_contain_text("last step 3, ")
+    run.add(*step(10))
+    page.evaluate(GATE)
+    page.evaluate("hold()")
+    expect(page.locator("body[data-held]")).to_be_visible()
+    page.get_by_label("Number").first.select_option("mean")
+    page.evaluate("release()")
+    expect(rows(page).first.locator("td.chosen")).to_have_text("4.5")
+    expect(page).to_have_url(re.compile("number=mean"))
+    expect(page.get_by_label("Number").first).to_have_value("mean")
+    assert pixels(page, 0)[4] == [103, 0, 31, 255]  # the first mean is negative: blue and red
+
+
+def test_a_number_chosen_while_the_run_is_away_is_shown(visit, run, tmp_path):
+    page = visit(run, path="?number=max")
+    expect(rows(page).first.locator("td.chosen")).to_have_text("4")
+    run.folder.path.rename(tmp_path / "away")
+    expect(page.get_by_role("alert")).to_contain_text("deleted or being replaced")
+    with page.expect_response(lambda one: "number=min" in one.url):
+        page.get_by_label("Number").first.select_option("min")
+    (tmp_path / "away").rename(run.folder.path)
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect(rows(page).first.locator("td.chosen")).to_have_text("-2")
+    run.add(*step(10))
+    expect(page.locator("#pulse-text")).to_contain_text("last step 4, ")
+    assert len({tuple(one) for one in pixels(page, 0)}) == 1  # the least number was always -2
+
+
+def test_a_run_in_the_place_of_another_is_shown_alone(visit, run, tmp_path):
+    page = visit(run)
+    expect(rows(page)).to_have_count(6)
+    shutil.rmtree(run.folder.path)
+    other = Writer(run.folder.path, ["other"])
+    other.add([1.0], times=2)
+    expect(rows(page)).to_have_count(1)
+    assert len(pixels(page, 0)) == 2
+
+
+def test_a_damaged_run_says_so_until_it_is_whole(visit, run):
+    file = run.folder.path / "curves.bin"
+    size = file.stat().st_size
+    page = visit(run)
+    expect(rows(page)).to_have_count(6)
+    with file.open("ab") as grown:
+        grown.write(b"junk" * 10)
+    expect(page.get_by_role("alert")).to_contain_text(f"is damaged at byte {size}")
+    os.truncate(file, size)
+    run.add(*step(10))
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect(page.locator("#pulse-text")).to_contain_text("last step 4, ")
+
+
+def test_ranks_are_drawn_each_time_a_site_is_opened(visit, tmp_path):
+    writer = Writer(tmp_path / "run", ["a"])
+    writer.add_ranks([[1.0]], [[2.0]])
+    writer.close()
+    page = visit(writer, path="?number=mean")
+    for _ in range(2):
+        rows(page).first.click()
+        expect(page.locator("#plot .rank")).to_have_count(2)
+        page.keyboard.press("Escape")
+
+
+def test_steps_beyond_the_integers_of_javascript_are_drawn(visit, tmp_path):
+    folder, layout = RunFolder(tmp_path / "run"), layout_of(["a"])
+    for k in range(5):
+        folder.add(report_of(2**63 - 5000 + 256 * k, layout, [[float(k)]]))
+    folder.close()
+    page = visit(SimpleNamespace(folder=folder), path="?number=mean")
+    rows(page).first.click()
+    expect(page.locator("#readout")).to_contain_text(": 4")
+
+
+def test_a_number_beyond_float32_is_shown_as_such(visit, tmp_path):
+    folder, layout = RunFolder(tmp_path / "run"), layout_of(["a"])
+    slots = np.array([[2.0, 0, 0, 0, 2e300, 0, 1e150, 1e150]])
+    folder.add(StepReport(0, 1.0, layout, slots))
+    page = visit(SimpleNamespace(folder=folder), path="?number=max")
+    expect(rows(page).locator("td.chosen")).to_have_text("> 3.4e38")
+    expect(rows(page)).to_contain_text("< -3.4e38")
 
 
 def test_each_poll_asks_for_new_steps_alone_and_scroll_stays(visit, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 
@@ -106,12 +107,19 @@ def test_a_damaged_run_is_said(served, run):
     data[-20] ^= 255
     path.write_bytes(data)
     server = served(run.folder.path)
-    for address in ("", "new"):
-        answer = server.get(address)
-        assert answer.status == 503
-        assert "is damaged at byte" in answer.text
+    answer = server.get()
+    assert answer.status == 503
+    assert "is damaged at byte" in answer.text
+    assert 'data-state=""' in answer.text  # the page waits until there is a state
+    for address in ("new", "state"):  # an open page asks, and says why it shows an earlier state
+        answer = json.loads(server.get(address).text)
+        assert answer["state"] == ""
+        assert "is damaged at byte" in answer["gone"]
     with pytest.raises(hl.FolderError, match="is damaged at byte"):
         write_curves_page(run.folder.path, run.folder.path / "page.html")
+    data[-20] ^= 255
+    path.write_bytes(data)
+    assert json.loads(server.get("state").text)["state"].startswith("run-")
 
 
 def test_a_damaged_run_is_not_read_twice_before_the_damage(run):
@@ -139,6 +147,33 @@ def test_a_replaced_or_deleted_run_is_noticed(served, run, tmp_path):
     Writer(folder, ["c"]).add([1.0])
     assert asked(server, state=state, steps=3)["state"] not in ("", state)
     assert [path for path, _, _ in asked(server)["sites"]] == ["c"]
+
+
+def test_a_run_written_over_the_older_file_is_another_run(served, run, tmp_path):
+    Writer(tmp_path / "other", ["a", "b:grad_output"]).add([8.0], [9.0])
+    server = served(run.folder.path)
+    state = asked(server)["state"]
+    shutil.copyfile(tmp_path / "other" / "curves.bin", run.folder.path / "curves.bin")
+    assert asked(server, state=state, steps=3)["state"] not in ("", state)
+    answer = asked(server, number="mean")
+    assert answer["n_steps"] == 1
+    assert floats(answer["values"][0]).tolist() == [8.0, 9.0]
+
+
+def test_a_run_that_is_cut_short_shows_what_is_left(served, run):
+    file = run.folder.path / "curves.bin"
+    server = served(run.folder.path)
+    assert asked(server)["n_steps"] == 3
+    os.truncate(file, file.stat().st_size - 5)
+    assert asked(server)["n_steps"] == 2
+
+
+def test_a_step_that_the_statistic_cannot_read_is_left_out(served, tmp_path):
+    layout = layout_of(["a"], statistics=(hl.stats.histogram(),))
+    folder = RunFolder(tmp_path / "run")
+    folder.add(report_of(0, layout, [[1.0]]))
+    with pytest.warns(hl.HooklineWarning, match="HistogramStatistic at a are left out"):
+        write_curves_page(tmp_path / "run", tmp_path / "page.html")
 
 
 def test_ranks_have_numbers_of_their_own(served, tmp_path):

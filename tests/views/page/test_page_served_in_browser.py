@@ -260,6 +260,18 @@ def test_a_deleted_folder_is_said_one_that_comes_back_is_shown(visit, runs, tmp_
     expect(page.get_by_role("alert")).to_be_hidden()
 
 
+def test_a_page_goes_on_after_the_server_was_away(visit, runs, tmp_path):
+    folder = shutil.copytree(runs / "b", tmp_path / "live")
+    page = visit(folder)
+    page.evaluate(
+        "() => { const real = fetch; window.fetch = () => {"
+        " window.fetch = real; return Promise.reject(new TypeError('Failed to fetch')); }; }"
+    )
+    expect(page.get_by_role("alert")).to_contain_text("hookline view has ended")
+    shutil.rmtree(folder)
+    expect(page.get_by_role("alert")).to_contain_text("holds no recording now")
+
+
 def test_large_values_are_measured_when_asked_for_on_their_page(visit, tmp_path):
     folder = write_large(tmp_path / "large", 2000, 25 * 1024**2)
     page = visit(folder)

@@ -9,6 +9,7 @@ import shutil
 import socket
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 import torch
@@ -77,8 +78,9 @@ def test_an_address_open_to_others_asks_for_the_printed_token(served, runs):
     assert len(token) >= 24
     assert server.get().status == 403
     assert server.get("?token=wrong").status == 403
-    assert server.get(Cookie="hookline-token=wrong").status == 403
-    assert server.get(Cookie=f"hookline-token={token}").status == 200
+    cookie = Rules("0.0.0.0", token).cookie
+    assert server.get(Cookie=f"{cookie}=wrong").status == 403
+    assert server.get(Cookie=f"{cookie}={token}").status == 200
     parts = urlsplit(server.base)
     connection = HTTPConnection(parts.hostname, parts.port, timeout=30)
     connection.request("GET", f"/site?at=first&token={token}")
@@ -87,6 +89,16 @@ def test_an_address_open_to_others_asks_for_the_printed_token(served, runs):
     assert answer.headers["location"] == "/site?at=first"
     assert "HttpOnly; SameSite=Strict" in answer.headers["set-cookie"]
     connection.close()
+
+
+def test_two_servers_of_one_machine_do_not_log_each_other_out(served, runs):
+    opener = build_opener(HTTPCookieProcessor())
+    servers = [served(runs / name, host="0.0.0.0") for name in ("a", "b")]
+    for server in servers:
+        token = server.serving.address.partition("?")[2]
+        assert opener.open(f"{server.base}?{token}", timeout=30).status == 200
+    for server in servers:
+        assert opener.open(server.base, timeout=30).status == 200
 
 
 def test_the_rules_know_the_address_that_was_given():

@@ -264,7 +264,8 @@ class _Plan:
 
 def _entry_of_moments(layout: Layout, site: str) -> tuple[Entry, slice] | None:
     for entry, place in layout.by_site[site]:
-        if isinstance(layout.statistics[entry.statistic], MomentsStatistic):
+        is_moments = isinstance(layout.statistics[entry.statistic], MomentsStatistic)
+        if is_moments and entry.width == _N_SLOTS:
             return entry, place
     return None
 
@@ -284,6 +285,16 @@ def _of_moments(slots: Array) -> Array:
     return found
 
 
+def _results(layout: Layout, site: str, report: StepReport) -> list[Any]:
+    """Return the results of a site; a statistic that raises is left out, and said once."""
+    try:
+        return layout.results(site, report.slots, None)
+    except FolderError:  # the class that merges the ranks is not known here
+        return []
+    except Exception:
+        return layout.results(site, report.slots, None, is_lenient=True)
+
+
 def _with_others(
     layout: Layout,
     block: Sequence[StepReport],
@@ -294,10 +305,7 @@ def _with_others(
     """Add the numbers of a site with other statistics than moments."""
     at, name_of_site = site
     for k, one in enumerate(block):
-        try:
-            results = layout.results(name_of_site, one.slots, None)
-        except FolderError:  # the class that merges the ranks is not known here
-            continue
+        results = _results(layout, name_of_site, one)
         found: dict[str, float] = {}
         for result in results:
             for name, number in numbers_of(result).items():

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves import RunReader, StepReport, numbers_of
-from hookline.curves.run_folder import FILE
 from hookline.display.text import escape_invisible, plural
-from hookline.errors import FolderError, InputError
+from hookline.errors import InputError
 from hookline.views.page.alerts import PORTS, alerts_of, path_and_port
 from hookline.views.page.curve_table import CurveTable
 from hookline.views.page.links import number as number_of
@@ -71,28 +70,33 @@ class OpenRun:
         self.reports: Sequence[StepReport] = ()
         self._n_taken = 0
         self._alerts: tuple[int, list[Any]] = (-1, [])
-        self.version = run_version(folder)
+
+    @property
+    def version(self) -> str:
+        """A text that another run's differs from; see `run_version`."""
+        return self._reader.version
 
     @property
     def has_ended(self) -> bool:
         """Tell whether the monitor has ended; False of a run that was killed."""
         return self._reader.has_ended
 
+    def is_replaced(self) -> bool:
+        """Tell whether the folder holds another run now, or a file that was cut short.
+
+        Raises:
+            FolderError: the folder cannot be read.
+        """
+        return self._reader.is_replaced()
+
     def read(self) -> None:
         """Take the reports that have been added since.
 
         Raises:
-            FolderError: the folder is damaged or gone.
+            FolderError: the folder is damaged or gone, or holds another run now.
         """
         with self.lock:
-            try:
-                self.reports = self._reader.read()
-            except FolderError:
-                raise
-            except OSError as error:
-                raise FolderError(
-                    f"{self.folder} cannot be read: {error.strerror}.\nIs it still there?"
-                ) from error
+            self.reports = self._reader.read()
             n_reports = len(self.reports)
             self.table.add(self.reports[self._n_taken : n_reports])
             self._n_taken = n_reports
@@ -187,15 +191,6 @@ class OpenRun:
         return [[_of_rank(one, at, rank, name) for one in chosen] for rank in range(self.n_ranks)]
 
 
-def run_version(folder: Path) -> str:
-    """Return a text that changes if a run is replaced, and not while it grows; empty without it."""
-    try:
-        found = (folder / FILE).stat()
-    except (OSError, ValueError):
-        return ""
-    return f"run-{found.st_dev}-{found.st_ino}"
-
-
 def usual_of(names: Sequence[str]) -> str:
     """Return the number that is shown unless another is chosen; an empty text without any."""
     return next((name for name in ("std", "norm", "mean") if name in names), "".join(names[:1]))
@@ -207,7 +202,7 @@ def _of_rank(report: StepReport, site: str, rank: int, name: str) -> float | Non
     if name == "ratio":
         found = report.ratio(site, rank)
         return None if found is None or not np.isfinite(found) else found
-    for result in report.layout.results(site, report.slots, rank):
+    for result in report.layout.results(site, report.slots, rank, is_lenient=True):
         numbers = numbers_of(result)
         number = numbers.get("" if name == "value" and name not in numbers else name)
         if number is not None:
@@ -238,23 +233,20 @@ class CurvePages:
         """Render the page, which asks for the numbers itself."""
         return "text/html", _render(self._templates, run, where, {"kinds": _KINDS})
 
-    def new(self, run: OpenRun, parameters: dict[str, str], where: str) -> tuple[str, str]:
+    def new(self, run: OpenRun, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the steps that a page lacks as JSON.
 
         Args:
             run: the run.
             parameters: `state`, the version of the run that the page shows; `steps`, how many it
                 has; and the arguments of `OpenRun.since`.
-            where: the folder, for the message if it is gone.
         """
-        version = run_version(run.folder)
-        if version != run.version or parameters.get("state", version) != version:
-            gone = "" if version else f"{where} holds no run now: deleted or being replaced."
-            return "application/json", json.dumps({"state": version, "gone": gone})
         asked = [number_of(parameters, one) or 0 for one in ("from", "stride", "known")]
         with run.lock:
             run.read()
-            answer: dict[str, Any] = {"state": version, **run.status()}
+            if parameters.get("state", run.version) != run.version:
+                return "application/json", json.dumps({"state": run.version, "gone": ""})
+            answer: dict[str, Any] = {"state": run.version, **run.status()}
             if number_of(parameters, "steps") != answer["n_steps"]:
                 answer |= run.since(parameters.get("number", ""), asked[0], asked[1], asked[2])
         return "application/json", json.dumps(answer)

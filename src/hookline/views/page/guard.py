@@ -7,6 +7,7 @@ Other machines on the network need the token.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any, final
 from urllib.parse import parse_qsl, quote, urlencode
 
-COOKIE = "hookline-token"
 _LOCAL = {"localhost", "127.0.0.1", "[::1]"}
 
 _POLICY = (
@@ -71,6 +71,15 @@ class Rules:
         every = self.host in ("0.0.0.0", "::", "")
         return every or name.lower() in _LOCAL | {self.host.lower(), f"[{self.host}]"}
 
+    @property
+    def cookie(self) -> str:
+        """The name of the cookie that holds the token.
+
+        Each token has a name of its own: browsers send a cookie to all ports of a host, so servers
+        beside each other would overwrite a cookie of one name.
+        """
+        return f"hookline-{hashlib.sha256(self.token.encode()).hexdigest()[:16]}"
+
     def knows(self, token: str) -> bool:
         """Return whether a text is the token, compared in constant time."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
@@ -112,9 +121,9 @@ class Guard:
             given = dict(pairs).get("token", "")
             if given and self._rules.knows(given):
                 rest = urlencode([pair for pair in pairs if pair[0] != "token"])
-                await _welcome(send, scope["path"], rest, given)
+                await _welcome(send, scope["path"], rest, f"{self._rules.cookie}={given}")
                 return
-            if not self._rules.knows(_cookie(headers.get(b"cookie", ""))):
+            if not self._rules.knows(_cookie(headers.get(b"cookie", ""), self._rules.cookie)):
                 text = "hookline: open the whole address that was printed, with its token."
                 await _answer(send, 403, text)
                 return
@@ -127,19 +136,19 @@ class Guard:
         await self._app(scope, receive, with_headers)
 
 
-def _cookie(header: str) -> str:
+def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(COOKIE)
+        found = SimpleCookie(header).get(name)
     except CookieError:
         return ""
     return found.value if found is not None else ""
 
 
-async def _welcome(send: Any, path: str, query: str, token: str) -> None:
+async def _welcome(send: Any, path: str, query: str, named_token: str) -> None:
     """Set the token as a cookie and redirect to the address without it, which is safe to share."""
     # A browser reads `//name` and `/\\name` as other servers, and a newline ends a header.
     where = "/" + quote(path.lstrip("/"), errors="replace") + (f"?{query}" if query else "")
-    cookie = f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"
+    cookie = f"{named_token}; HttpOnly; SameSite=Strict; Path=/"
     await _answer(send, 303, "", {"location": where, "set-cookie": cookie})
 
 

@@ -170,21 +170,30 @@ class Pages:
 
     def state(self, _: dict[str, str]) -> tuple[str, str]:
         """Return the state of the recording as JSON, so that a page can notice a new one."""
-        state = self._shelf.state()
+        try:
+            run = self._shelf.run()
+        except FolderError as error:
+            gone = str(error).splitlines()[0]
+            return "application/json", json.dumps({"state": "", "gone": gone})
+        state = self._shelf.state() if run is None else run.version
         missing = [
             source.name
             for source in (self._shelf.source, self._shelf.other)
             if source is not None and not source.state()
         ]
         gone = f"{', '.join(missing)} holds no recording now: deleted or being replaced."
-        return "application/json", json.dumps({"state": state, "gone": gone if missing else ""})
+        is_gone = bool(missing) and not state
+        return "application/json", json.dumps({"state": state, "gone": gone if is_gone else ""})
 
     def new(self, parameters: dict[str, str]) -> tuple[str, str]:
-        """Return the steps of a run that a page lacks as JSON."""
-        run = self._shelf.run()
-        if run is None:
-            return self.state(parameters)
-        return self._of_runs.new(run, parameters, self._shelf.source.name)
+        """Return the steps of a run that a page lacks as JSON; without a run, why."""
+        try:
+            run = self._shelf.run()
+            if run is not None:
+                return self._of_runs.new(run, parameters)
+        except FolderError:
+            pass  # `state` says what is wrong
+        return self.state(parameters)
 
     def ranks(self, parameters: dict[str, str]) -> tuple[str, str]:
         """Return the numbers of each rank at a site of a run as JSON."""
@@ -204,7 +213,8 @@ class Pages:
         else:
             status, title = 500, "This page could not be made"
             lines = [type_and_line(error), "The terminal that serves it shows more."]
-        state = self._shelf.state() if status == 503 else "error"
+        # A page of a run that cannot be read waits for any that can.
+        state = "" if self._shelf.is_run() else self._shelf.state()
         return status, self._render(
             "message.html", title=title, home="./", lines=lines,
             **({"state": state} if status == 503 else {}),

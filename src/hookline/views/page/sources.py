@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from hookline.curves import Curves, is_run
+from hookline.curves import Curves, is_run, run_version
 from hookline.display.text import plural
 from hookline.errors import FolderError, InputError
 from hookline.statistics import Moments
 from hookline.stores import Store, excerpt, open_folder
-from hookline.views.page.curves_view import OpenRun, run_version
+from hookline.views.page.curves_view import OpenRun
 from hookline.views.page.items import in_words
 from hookline.views.page.shown_recordings import PageState, Shown
 from hookline.views.statistics import Statistics
@@ -46,7 +46,8 @@ class FolderSource:
             found = (self.folder / _MANIFEST).stat()
         except (OSError, ValueError):
             return run_version(self.folder)
-        return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+        # The time of the last change tells that the right to read it was given.
+        return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_ctime_ns}-{found.st_size}"
 
     def read(self, items: Sequence[int] | None = None) -> Shown:
         """Read the manifest, and of a store the items that are shown.
@@ -130,16 +131,20 @@ class OpenRecordings:
         states = [one.state() for one in (self.source, self.other) if one is not None]
         return " ".join(states) if all(states) else ""
 
+    def is_run(self) -> bool:
+        """Tell whether the folder holds a run, which may be damaged."""
+        return self.other is None and is_run(self.source.folder)
+
     def run(self) -> OpenRun | None:
         """Return the run of the folder, read up to now; None if it holds something else.
 
         Raises:
             FolderError: the run is damaged.
         """
-        if self.other is not None or not is_run(self.source.folder):
+        if not self.is_run():
             return None
         with self._lock:
-            if self._run is None or self._run.version != run_version(self.source.folder):
+            if self._run is None or self._run.is_replaced():
                 self._run = OpenRun(self.source.folder)
             run = self._run
         run.read()

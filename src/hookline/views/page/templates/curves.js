@@ -27,6 +27,7 @@
     order: address.get("order") === "last" ? "last" : "model",
     query: address.get("q") ?? "",
   };
+  let drawnNumber = ""; // the number that the columns hold; another may have been chosen since
   let version = 0; // of the drawing: rows out of view are drawn when they come into view
   let rows = [];
   const inView = new Set();
@@ -36,9 +37,11 @@
   const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
   const floats = (text) => new Float32Array(bytes(text).buffer);
   const isNumber = (number) => number !== undefined && !Number.isNaN(number);
+  const LARGEST = 3.4028e38; // greater numbers than float32 holds came as its greatest
   const format = (number) => {
     if (!isNumber(number)) return "–";
     const size = Math.abs(number);
+    if (size > LARGEST) return number < 0 ? "< -3.4e38" : "> 3.4e38";
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return number.toExponential(2).replace("e+", "e");
     return Number.isInteger(number) ? number.toLocaleString("en") : String(Number(number.toPrecision(4)));
   };
@@ -55,7 +58,7 @@
       sites = answer.sites.map(([path, tail, port]) => ({ path, tail, port, text: `${path}${tail ? `:${tail}` : ""}`.toLowerCase() }));
       names = answer.names;
     }
-    choice.number = answer.number;
+    drawnNumber = answer.number;
     stride = answer.stride;
     columns.length = answer.from;
     const [last, low, high] = answer.values.map(floats);
@@ -70,7 +73,10 @@
     return true;
   }
 
-  const takeOfFile = (number) => take({ ...data, number, values: data.numbers[number] ?? [""] });
+  function takeOfFile(number) {
+    take({ ...data, number, values: data.numbers[number] ?? [""] });
+    choice.number = drawnNumber;
+  }
 
   // -- scales and colours --------------------------------------------------------------------
 
@@ -209,7 +215,7 @@
     select.value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0] ?? "";
   }
 
-  const hasNumber = (k) => extents[k].low <= extents[k].high || (choice.number !== "ratio" && columns.some((column) => column.bad[k]));
+  const hasNumber = (k) => extents[k].low <= extents[k].high || (drawnNumber !== "ratio" && columns.some((column) => column.bad[k]));
 
   let shared = null; // the scale of all rows, if they are alike
   let unused = new Set(); // the numbers that no row has
@@ -220,7 +226,7 @@
     const query = choice.query.trim().toLowerCase();
     shown = sites.map((_, k) => k).filter((k) => (!choice.kind || sites[k].port === choice.kind) && sites[k].text.includes(query) && hasNumber(k));
     if (choice.order === "last") {
-      const key = (k) => { const x = latest(choice.number, k); return isNumber(x) ? Math.abs(x) : -1; };
+      const key = (k) => { const x = latest(drawnNumber, k); return isNumber(x) ? Math.abs(x) : -1; };
       shown.sort((a, b) => key(b) - key(a) || a - b);
     }
     const visible = new Set(shown);
@@ -234,7 +240,7 @@
     byId("curves").classList.toggle("many", shown.length > 40);
     shared = choice.scale === "all" ? scaleOf(extentOf(shown)) : null;
     const before = [...unused].join();
-    unused = new Set(names.map(([name]) => name).filter((name) => name !== choice.number && !shown.some((k) => isNumber(latest(name, k)))));
+    unused = new Set(names.map(([name]) => name).filter((name) => name !== drawnNumber && !shown.some((k) => isNumber(latest(name, k)))));
     if ([...unused].join() !== before) for (const row of rows) row.cells.forEach((cell, number) => { cell.hidden = unused.has(names[number][0]); });
     version += 1;
     for (const row of inView) draw(row);
@@ -256,7 +262,7 @@
     const scale = shared ?? own;
     paint(row.canvas, k, scale);
     const [first, last] = [columns[0], columns[columns.length - 1]];
-    row.canvas.setAttribute("aria-label", first ? `${titleOf(choice.number)}, step ${first.first} to ${last.last}: ${format(own?.low)} to ${format(own?.high)}` : "no steps");
+    row.canvas.setAttribute("aria-label", first ? `${titleOf(drawnNumber)}, step ${first.first} to ${last.last}: ${format(own?.low)} to ${format(own?.high)}` : "no steps");
     const [band, line] = pathsOf(k, own, 100, 20, 1);
     row.band.setAttribute("d", stride > 1 ? band : "");
     row.line.setAttribute("d", line);
@@ -265,7 +271,7 @@
       const cell = row.cells[number];
       const isBad = latest("non_finite", k) > 0;
       cell.textContent = isNumber(value) ? name === "zero_share" ? share(value) : format(value) : isBad && name !== "ratio" ? "NaN" : "";
-      cell.className = `number${name === choice.number ? " chosen" : ""}${isBad && name !== "ratio" && (name === "non_finite" || !isNumber(value)) ? " bad" : ""}`;
+      cell.className = `number${name === drawnNumber ? " chosen" : ""}${isBad && name !== "ratio" && (name === "non_finite" || !isNumber(value)) ? " bad" : ""}`;
     });
     row.flag.hidden = !flags.has(k);
     row.flag.textContent = flags.get(k) ?? "";
@@ -323,7 +329,7 @@
       byId(id).textContent = at === 0 && text ? `step ${text}` : columns.length > 1 ? text : "";
     });
     [...head.cells].slice(3).forEach((cell, number) => {
-      cell.classList.toggle("chosen", names[number][0] === choice.number);
+      cell.classList.toggle("chosen", names[number][0] === drawnNumber);
       cell.hidden = unused.has(names[number][0]);
     });
     byId("about-columns").textContent = stride > 1 ? `A column stands for ${stride} reported steps. Its colour is that of the number with the largest magnitude among them; the curve goes through the last, its band from the least to the greatest.` : "";
@@ -438,6 +444,7 @@
     opened = k;
     picked = null;
     ranks = [];
+    ranksOf = "";
     if (!dialog.open) dialog.showModal();
     showSite();
   }
@@ -458,11 +465,11 @@
   }
 
   async function askRanks() {
-    const key = `${opened} ${choice.number} ${status.n_steps}`;
+    const key = `${opened} ${drawnNumber} ${status.n_steps}`;
     if (!(status.n_ranks > 1) || !served || ranksOf === key) return;
     ranksOf = key;
     try {
-      const answer = await (await fetch(`ranks?site=${opened}&number=${encodeURIComponent(choice.number)}`)).json();
+      const answer = await (await fetch(`ranks?site=${opened}&number=${encodeURIComponent(drawnNumber)}`)).json();
       if (ranksOf !== key) return;
       ranks = answer;
       plot();
@@ -497,7 +504,8 @@
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((k) => k * power).find((one) => one >= rough);
     const found = [];
-    for (let k = Math.ceil(from / step); k * step <= to; k++) found.push(Number((k * step).toPrecision(12)));
+    const start = Math.ceil(from / step);
+    for (let k = 0; k < 12 && (start + k) * step <= to; k++) found.push(Number(((start + k) * step).toPrecision(12)));
     return found;
   }
 
@@ -537,7 +545,7 @@
     svg.replaceChildren(...parts, drawing("g", { id: "pointed" }));
     const [first, last] = [columns[0], columns[columns.length - 1]];
     const extent = extentOf([k]);
-    svg.setAttribute("aria-label", first ? `${titleOf(choice.number)} of ${byId("site-heading").textContent}, step ${first.first} to ${last.last}: from ${format(extent.low)} to ${format(extent.high)}, last ${format(latest(choice.number, k))}` : "no steps yet");
+    svg.setAttribute("aria-label", first ? `${titleOf(drawnNumber)} of ${byId("site-heading").textContent}, step ${first.first} to ${last.last}: from ${format(extent.low)} to ${format(extent.high)}, last ${format(latest(drawnNumber, k))}` : "no steps yet");
     byId("plot-about").replaceChildren(...aboutPlot(scale, k));
     point(picked);
   }
@@ -640,7 +648,7 @@
     const k = Number(canvas.closest("tr").dataset.at);
     const box = canvas.getBoundingClientRect();
     const at = Math.min(Math.max(Math.floor(((event.clientX - box.left) / box.width) * columns.length), 0), columns.length - 1);
-    byId("tip").textContent = `${steps(columns[at])}: ${titleOf(choice.number)} ${format(extreme(columns[at], k))}${columns[at].bad[k] ? ", NaN or infinity" : ""}`;
+    byId("tip").textContent = `${steps(columns[at])}: ${titleOf(drawnNumber)} ${format(extreme(columns[at], k))}${columns[at].bad[k] ? ", NaN or infinity" : ""}`;
     const tip = byId("tip").getBoundingClientRect();
     byId("tip").style.left = `${Math.min(event.clientX + 14, innerWidth - tip.width - 8)}px`;
     byId("tip").style.top = `${event.clientY + 18 + tip.height > innerHeight ? event.clientY - tip.height - 10 : event.clientY + 18}px`;
@@ -674,22 +682,19 @@
   }
 
   async function request(isWhole) {
+    const { number } = choice;
+    if (number !== drawnNumber) isWhole = true; // also if an earlier answer was lost
     const from = isWhole ? 0 : Math.max(columns.length - 1, 0);
-    const asked = { state, steps: isWhole ? -1 : status.n_steps, from, stride, known: isWhole ? -1 : now.length, number: choice.number };
+    const asked = { state, steps: isWhole ? -1 : status.n_steps, from, stride, known: isWhole ? -1 : now.length, number };
     const parameters = new URLSearchParams(Object.entries(asked).filter(([, value]) => value !== -1));
-    let answer;
-    try {
-      const response = await fetch(`new?${parameters}`, { cache: "no-store" });
-      if (!response.ok) return say("The run cannot be read now. The page goes on as soon as it can be.");
-      answer = await response.json();
-    } catch {
-      return say("hookline view has ended. Start it again to go on.");
-    }
+    const answer = await fetchJson(`new?${parameters}`);
+    if (!answer) return;
     if (answer.state && answer.state !== state) return location.reload();
     if (!answer.state) return say(`${answer.gone} The page shows an earlier state and updates when the run is back.`);
     say("");
     const knew = `${sites.length} ${names.length}`;
     if (take(answer)) {
+      if (choice.number === number) choice.number = drawnNumber; // the usual one, if it is not here
       if (`${sites.length} ${names.length}` !== knew) makeRows();
       render();
     } else if (!sites.length) render();

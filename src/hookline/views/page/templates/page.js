@@ -15,6 +15,19 @@ function say(text) {
   byId("live").hidden = !text;
 }
 
+// Ask the server for JSON; if that fails, say why on the page and return undefined.
+async function fetchJson(address) {
+  try {
+    const response = await fetch(address, { cache: "no-store" });
+    if (response.ok) return await response.json();
+    if (response.status === 403 || response.status === 421) say("The server was started again with another address. Open the address that it printed.");
+    else say("The server cannot answer now: its terminal says why. The page goes on as soon as it can.");
+  } catch {
+    say("hookline view has ended. Start it again to go on.");
+  }
+  return undefined;
+}
+
 (() => {
   // -- light and dark ------------------------------------------------------------------------
 
@@ -38,12 +51,8 @@ function say(text) {
     for (;;) {
       await sleep(1);
       if (document.hidden) continue;
-      let now;
-      try {
-        now = await (await fetch("state", { cache: "no-store" })).json();
-      } catch {
-        return say("hookline view has ended. Start it again to go on.");
-      }
+      const now = await fetchJson("state");
+      if (!now) continue;
       if (now.state && now.state !== state) return location.reload();
       say(now.state || !state ? "" : `${now.gone} The page shows an earlier state and updates when the recording is back.`);
     }

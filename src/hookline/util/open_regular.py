@@ -1,0 +1,23 @@
+"""Open a file for reading only if it is a regular one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; refuse a pipe, which could block for ever.
+
+    Raises:
+        OSError: the file cannot be opened. ValueError: it is a pipe, a device or a folder.
+    """
+    binary = getattr(os, "O_BINARY", 0)
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | binary)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    kind = "folder" if stat.S_ISDIR(mode) else "pipe" if stat.S_ISFIFO(mode) else "device"
+    raise ValueError(f"{path.name} must be a regular file, got a {kind}")
