@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import math
+import pickle
 
 import pytest
 import torch
@@ -47,10 +50,11 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(tmp_path, monitor, module=None, **options):
+def fit(tmp_path, monitor, module=None, *, callbacks_too=(), **options):
     data = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4)
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path), callbacks=[monitor],
+        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path),
+        callbacks=[monitor, *callbacks_too],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         log_every_n_steps=4, **options,
     )  # fmt: skip
@@ -94,3 +98,65 @@ def test_a_fit_that_raises_leaves_no_hook(tmp_path):
 def test_curves_before_a_fit_say_what_to_do():
     with pytest.raises(AttributeError, match=r"Call trainer\.fit first"):
         _ = Monitor().curves
+
+
+def test_a_callback_given_twice_measures_once(tmp_path):
+    monitor = Monitor("net.1", ports="output", to=tmp_path / "run", every=1)
+    module = fit(tmp_path, monitor, callbacks_too=[monitor])
+    assert monitor.curves["net.1"].count.tolist() == [32] * 16
+    assert hl.open(tmp_path / "run").steps.tolist() == list(range(16))
+    assert not len(hl.inventory(module))
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_callback_has_the_curves_and_no_line(tmp_path, make):
+    monitor = Monitor("net.1", ports="output")
+    copies = []
+
+    class Copies(lightning.Callback):
+        def on_train_batch_end(self, trainer, *others):
+            if trainer.global_step == 5:
+                copies.append(make(monitor))
+
+    fit(tmp_path / "one", monitor, callbacks_too=[Copies()])
+    assert monitor.curves.steps.tolist() == [3, 7, 11, 15]
+    assert copies[0].line is None
+    assert copies[0].curves.steps.tolist() == [3]
+    fit(tmp_path / "other", copies[0])
+    assert copies[0].curves.steps.tolist() == [3, 7, 11, 15]
+    assert monitor.curves.steps.tolist() == [3, 7, 11, 15]
+
+
+def test_a_frozen_part_of_a_training_step_is_measured(tmp_path):
+    class Frozen(Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+        def training_step(self, batch, index):
+            with torch.no_grad():
+                batch = self.frozen(batch)
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch, index):
+            self.net(self.frozen(batch))
+
+    monitor = Monitor(["frozen", "net.1"], ports="output")
+    fit(tmp_path, monitor, Frozen())
+    assert monitor.curves["frozen"].count.tolist() == [16] * 4
+    assert monitor.curves["net.1"].count.tolist() == [32] * 4
+
+
+def test_a_nan_in_a_fit_is_named_before_the_weights_change(tmp_path):
+    class Spoilt(Module):
+        def training_step(self, batch, index):
+            if self.trainer.global_step == 5:
+                batch = batch * math.nan
+            return super().training_step(batch, index)
+
+    module = Spoilt()
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(module):
+        fit(tmp_path, Monitor(), module)
+    assert caught.value.finding.path == "net.0"
+    assert all(one.isfinite().all() for one in module.parameters())
+    assert not len(hl.inventory(module))

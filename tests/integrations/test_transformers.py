@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def trained(tmp_path, monitor, **options):
+def trained(tmp_path, monitor, *, callbacks_too=(), **options):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=16, n_head=2, n_layer=2, vocab_size=32, n_positions=8, use_cache=False,
@@ -35,7 +35,11 @@ def trained(tmp_path, monitor, **options):
     ids = torch.arange(8)
     texts = [{"input_ids": ids, "labels": ids}] * 32
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=texts, eval_dataset=texts[:4], callbacks=[monitor]
+        model,
+        arguments,
+        train_dataset=texts,
+        eval_dataset=texts[:4],
+        callbacks=[monitor, *callbacks_too],
     )
     trainer.train()
     return trainer
@@ -64,3 +68,30 @@ def test_accumulated_batches_are_one_step(tmp_path):
 def test_curves_before_a_training_say_what_to_do():
     with pytest.raises(AttributeError, match=r"Call trainer.train\(\) first"):
         _ = Monitor().curves
+
+
+def test_an_evaluation_on_start_is_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("hookline.verbs.monitor.steps._MOST_WAITING", 3)
+    monitor = Monitor("transformer.h.0", ports="output", every=1)
+    trained(
+        tmp_path, monitor, eval_on_start=True, eval_strategy="steps", eval_steps=3,
+        per_device_eval_batch_size=1, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    seen = monitor.curves
+    assert seen.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert seen["transformer.h.0"].count.tolist() == [8 * 8 * 16] * 6
+
+
+def test_one_callback_for_two_trainings_one_of_which_raised(tmp_path):
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            if state.global_step == 4:
+                raise ZeroDivisionError
+
+    monitor = Monitor("transformer.h.0", ports="output", every=1)
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, monitor, callbacks_too=[Stops()])
+    assert monitor.curves.steps.tolist() == [1, 2, 3, 4]
+    trainer = trained(tmp_path, monitor)
+    assert monitor.curves.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert not [one for one in hl.inventory(trainer.model) if "hookline" in str(one)]

@@ -29,6 +29,7 @@ from hookline.curves.layout import Entry, Layout
 from hookline.curves.spelling import read_statistic, spell_statistic
 from hookline.curves.step_reports import StepReport
 from hookline.errors import FolderError
+from hookline.util.deleted import is_deleted
 from hookline.util.locks import fork_safe_lock
 from hookline.util.open_regular import open_regular
 
@@ -112,10 +113,12 @@ class RunFolder:
 
         Raises:
             OSError: the disk is full or gone. Whole frames stay as they are.
-            FolderError: another monitor writes to the folder.
+            FolderError: another monitor writes to the folder, or the file was deleted.
         """
         if self._file is None:
             self._file = self._create()
+        if is_deleted(self._file):
+            raise FolderError(f"{self.path / FILE} was deleted while the monitor wrote to it.")
         if not self._size:  # also after the disk was full
             self._append(_MAGIC)
         if report.layout is not self._layout:

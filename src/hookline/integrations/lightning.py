@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from hookline.integrations.callback import MonitorCallback
-from hookline.verbs.monitor.monitor import monitor
 
 
 class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
@@ -33,22 +34,37 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the monitor."""
-        every = self._every or getattr(trainer, "log_every_n_steps", 1) or 1
-        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._options}
-        to = list(trainer.loggers) if self._to is None else self._to
-        self.line = line = monitor(pl_module, self._selector, every=every, to=to, **options)
-        line.first = every - 1
-        line.step = trainer.global_step
-        line.__enter__()
+        every = getattr(trainer, "log_every_n_steps", 1) or 1
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        to = list(trainer.loggers)
+        line = self._attach(pl_module, to, trainer, every=every, scaler=scaler)
+        if line is not None:
+            line.first = line.every - 1
+            line.step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            line.__enter__()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell the monitor the number of the step."""
+        if self.line is not None:
+            if pl_module.automatic_optimization and trainer.optimizers:
+                self.line.begin_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
+            self.line.in_training(True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell the monitor that validation may follow."""
+        if self.line is not None:
+            self.line.in_training(False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the monitor."""
-        if self.line is not None:
-            self.line.__exit__(None, None, None)
+        self._detach()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Remove the monitor after a fit that raised."""
-        if self.line is not None:
-            self.line.__exit__(type(exception), exception, exception.__traceback__)
+        self._detach(exception)

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hookline.integrations.callback import MonitorCallback
-from hookline.verbs.monitor.monitor import monitor
 
 
 class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
@@ -45,21 +44,25 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         """Attach the monitor."""
+        every = max(int(state.logging_steps or 1), 1)
+        to, scaler = _running(args.report_to), getattr(optimizer, "scaler", None)
+        line = self._attach(model, to, state, every=every, scaler=scaler)
+        if line is not None:
+            line.begin_step(state.global_step + 1)
+            line.__enter__()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        """Tell the monitor the number of the step."""
         if self.line is not None:
-            self.line.remove()  # of a training that raised
-        every = self._every or max(int(state.logging_steps or 1), 1)
-        to = _running(args.report_to) if self._to is None else self._to
-        options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
-        self.line = line = monitor(model, self._selector, every=every, to=to, **options)
-        line.step = state.global_step + 1
-        line.__enter__()
+            self.line.begin_step(state.global_step + 1)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Remove the monitor."""
-        if self.line is not None:
-            self.line.__exit__(None, None, None)
+        self._detach()
 
 
 def _running(report_to: list[str]) -> list[Any]:

@@ -266,3 +266,43 @@ def test_a_repeated_backward_leaves_buffers_of_a_checkpoint():
     with warnings.catch_warnings():
         plain, checked = trained(is_checked=False), trained(is_checked=True)
     assert all(torch.equal(plain[name], one) for name, one in checked.items())
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_closures_gradients_are_judged_before_the_step(as_keyword):
+    model, n_runs = three(Bent()), []
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    model[1].forward = lambda x: Bent.forward(None, x) if len(n_runs) == 3 else x
+
+    def closure():
+        n_runs.append(1)
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(hl.NonFiniteError) as caught, hl.check(model):
+        for _ in range(3):
+            before = [one.detach().clone() for one in model.parameters()]
+            optimizer.step(**{"closure": closure}) if as_keyword else optimizer.step(closure)
+    assert len(n_runs) == 3
+    assert (caught.value.finding.path, caught.value.finding.kind) == ("1", "backward")
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_a_closure_drops_was_skipped():
+    model, n_runs = three(Bent()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        model(X).square().mean().backward()  # its gradients are not finite
+        optimizer.zero_grad()
+        (loss := (model[0](X) ** 2).mean()).backward()
+        n_runs.append(1)
+        return loss
+
+    with hl.check(model) as line:
+        optimizer.step(closure)
+    assert n_runs
+    assert not line.findings
+    assert all(one.isfinite().all() for one in model.parameters())

@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import math
+import pickle
 import threading
 import warnings
 import weakref
@@ -832,3 +833,63 @@ def test_values_that_are_overwritten_are_measured_before():
         model(x)
     for site in seen.sites:
         np.testing.assert_allclose(seen[site].mean[0], moments_of(run[site]).mean)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_monitored_model_runs_and_is_not_measured(make):
+    model = net()
+    with hl.monitor(model, ports=EVERYTHING) as seen:
+        other = make(model)
+        for _ in range(2):
+            other(batch(1).requires_grad_()).sum().backward()
+        train(model, sgd(model), 1)
+    assert seen["1"].count.tolist() == [16 * 8]
+    assert seen["1:grad_output"].count.tolist() == [16 * 8]
+    assert not len(hl.inventory(other))
+
+
+def test_a_step_that_is_numbered_in_the_loop_keeps_its_number():
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    line = hl.monitor(model, "1", ports="output")
+    with line as seen:
+        for number in (7, 8, 20):
+            line.step = number
+            model(batch(number)).sum().backward()
+            optimizer.step()
+    assert seen.steps.tolist() == [7, 8, 20]
+    assert seen["1"].count.tolist() == [128] * 3
+
+
+def test_a_trainers_steps_that_a_scaler_skips_are_left_out():
+    model = net()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    line = hl.monitor(model, "1", ports="output", scaler=scaler, every=2)
+    with line as seen:
+        for number in range(6):
+            line.begin_step(number)
+            optimizer.zero_grad()
+            scaler.scale(model(batch(number)).sum() * (math.nan if number == 2 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert seen.steps.tolist() == [0, 4]
+    assert seen["1"].count.tolist() == [128] * 2
+
+
+def test_a_trainers_evaluation_before_the_first_step_is_left_out(monkeypatch):
+    monkeypatch.setattr("hookline.verbs.monitor.steps._MOST_WAITING", 3)
+    model = net()
+    optimizer = sgd(model)
+    line = hl.monitor(model, "1", ports="output")
+    with line as seen:
+        line.begin_step(1)
+        with torch.no_grad():
+            for k in range(8):
+                model(batch(k))
+        for k in range(5):  # accumulated
+            model(batch(k)).sum().backward()
+        optimizer.step()
+    assert seen.steps.tolist() == [1]
+    assert seen["1"].count.tolist() == [5 * 128]

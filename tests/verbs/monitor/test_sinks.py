@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import struct
 import sys
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -266,6 +268,25 @@ def test_lightnings_tensorboard_gets_one_summary_a_step(tmp_path):
     logger.experiment.close()
 
 
+@pytest.mark.slow
+def test_lightnings_tensorboard_is_opened_again(tmp_path):
+    import_torchvision()  # which Lightning imports
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    _ = logger.experiment
+    logger.finalize("success")  # as at the end of a fit
+    seen = train(logger)
+    logger.finalize("success")
+    reader = EventAccumulator(logger.log_dir, size_guidance={"scalars": 0}).Reload()
+    found = [{}, {}, {}]
+    for tag in reader.Tags()["scalars"]:
+        for event in reader.Scalars(tag):
+            found[event.step][tag] = event.value
+    assert_equal(found, seen)
+
+
 def test_a_function_and_an_object_with_three_methods():
     said = []
 
@@ -364,6 +385,32 @@ def test_a_run_has_every_report_when_the_disk_has_space_again(tmp_path, n_bytes)
     assert len(told) == 1
     found = hl.open(tmp_path / "run")
     assert found.steps.tolist() == seen.steps.tolist() == list(range(6))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted")
+@pytest.mark.parametrize("name", ["run", "run.jsonl", "run.parquet"])
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_file_that_is_deleted_in_the_training_is_said(tmp_path, name, is_moved):
+    folder = tmp_path / "runs"
+
+    def goes(step, numbers):
+        if step == 1:
+            folder.rename(tmp_path / "moved") if is_moved else shutil.rmtree(folder)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        seen = train([folder / name, goes], steps=4)
+    texts = [str(one.message) for one in told if one.category is hl.HooklineWarning]
+    assert len(seen) == 4
+    if is_moved and name == "run":
+        assert not texts
+        assert hl.open(tmp_path / "moved" / name).steps.tolist() == [0, 1, 2, 3]
+    elif is_moved and name == "run.jsonl":
+        assert not texts
+        assert len((tmp_path / "moved" / name).read_text().splitlines()) == 4
+    else:
+        assert "while the monitor wrote to it" in texts[0]
+        assert name in texts[0]
 
 
 def test_two_monitors_on_one_folder_do_not_mix(tmp_path):

@@ -120,6 +120,32 @@ def test_what_belongs_to_no_module_is_outside(hand):
     assert prof.total.seconds == 7.5 + 60.75 + 1000 + prof.total.outside
 
 
+def test_a_closure_is_no_time_of_the_optimizer(hand):
+    model = model_of(hand)
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = closure()
+            hand.seconds += 1000
+            return loss
+
+    optimizer = Slow([model.scale], 0.1)
+
+    def closure():
+        hand.seconds += 30
+        loss = Timed.apply(model(ones()), hand, 200, 300).sum()
+        loss.backward()
+        hand.seconds += 400
+        return loss
+
+    with hl.profile(model) as prof:
+        optimizer.step(closure)
+    assert seconds(prof) == EXPECTED
+    assert prof.total.optimizer == 1000
+    assert prof.total.outside == 30 + 200 + 300 + 400
+
+
 def test_the_work_of_other_lines_is_left_out(hand):
     model = model_of(hand)
 

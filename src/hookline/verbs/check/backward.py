@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, final
@@ -39,6 +40,7 @@ from hookline.verbs.check.outcome import Checked, Outcome, of_tensor
 from hookline.verbs.check.ranks import earliest, shared
 from hookline.verbs.check.replay import Replay
 from hookline.verbs.check.run import RUN, Run, version
+from hookline.verbs.shared.closures import closure_of, with_closure
 
 
 @final
@@ -316,7 +318,19 @@ class _StepTap(Tap):
         super().__init__(Site("any optimizer", "step_pre"), passes, no_callback, Order.HOOK)
         self._checks = checks
 
-    def fire(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Judge the gradients: the hook."""
-        if self.passes.is_ours():
+    def fire(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Judge the gradients, or those that a closure computes in the step: the hook."""
+        if not self.passes.is_ours():
+            return None
+        closure = closure_of(args, kwargs)
+        if closure is None:
             self._checks.step_begins(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def judged() -> Any:
+            loss = closure()
+            self._checks.step_begins(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, judged)

@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from hookline.curves import Curves
-from hookline.engine import Order, Report, Selector, Site, is_grouped, no_callback, sharding
+from hookline.engine import (
+    Order,
+    Report,
+    Selector,
+    Site,
+    hides,
+    is_grouped,
+    no_callback,
+    sharding,
+)
 from hookline.engine.selection.module_tree import require_model
 from hookline.errors import warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
@@ -31,6 +40,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 
 
 @final
+@hides("begin_step", "in_training")
 class MonitorLine(VerbLine[EverywhereHooks]):
     """A line that monitors: `with` gives the curves, and `remove()` ends the line.
 
@@ -74,8 +84,15 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     @step.setter
     def step(self, number: int) -> None:
-        self._steps.number = checked_number("step", number)
-        self._steps.every = self._steps.every
+        self._steps.set_number(checked_number("step", number))
+
+    def begin_step(self, number: int) -> None:
+        """Begin a step that a trainer numbers, and at whose end an optimizer steps."""
+        self._steps.begin_step(number)
+
+    def in_training(self, is_in_training: bool) -> None:
+        """Note whether what runs from now on trains the model, also under `no_grad`."""
+        self._steps.in_training(is_in_training)
 
     def report(self) -> Report:
         """Report the sites that were attached, how often each fired, and why some never did."""

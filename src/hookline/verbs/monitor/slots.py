@@ -176,6 +176,7 @@ class Slots:
     Attributes:
         is_on: whether this step is reported. Hooks look at it once, and do nothing else if not.
         needs_grad: whether values of runs without gradients are left out.
+        in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
         version: increases when a site appears, so that the layout of reports changes.
         lock: held while slots change, since values may come from several threads.
@@ -186,6 +187,7 @@ class Slots:
         self.n_modules = n_modules
         self.is_on = True
         self.needs_grad = False
+        self.in_training = False
         self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
         self.version = 0
         self.lock = fork_safe_lock()
@@ -207,7 +209,7 @@ class Slots:
         A part of a training pass may disable them: a frozen backbone, or the first run of a
         reentrant checkpoint.
         """
-        if torch.is_grad_enabled() or current.region is not None:
+        if torch.is_grad_enabled() or self.in_training or current.region is not None:
             return False
         return current not in self.of_training
 

@@ -24,6 +24,7 @@ from hookline.verbs.monitor.originals import Originals
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
 from hookline.verbs.monitor.slots import Slots
+from hookline.verbs.shared.closures import closure_of
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
 _MOST_WAITING = 256
@@ -132,6 +133,32 @@ class Steps:
         self._every = every
         self._turn()
 
+    @_guarded
+    def begin_step(self, number: int) -> None:
+        """Begin a step that a trainer numbers. An optimizer will step at its end."""
+        if self.told_by != "optimizer":
+            self._tell_by_optimizer()
+        self._go_to(number)
+
+    @_guarded
+    def set_number(self, number: int) -> None:
+        """Number the step that runs now. A step whose optimizer has stepped ends before."""
+        self._go_to(number)
+
+    def in_training(self, is_in_training: bool) -> None:
+        """Note whether what runs from now on trains the model, also under `no_grad`."""
+        self._slots.in_training = is_in_training
+
+    def _go_to(self, number: int) -> None:
+        if number == self.number:
+            return
+        if self._has_stepped:
+            self._end_open_step()
+        self.number = number
+        self._turn()
+        if self.told_by == "optimizer" and not self._slots.is_on:
+            self._slots.take()  # of a step that was skipped, such as by a `GradScaler`
+
     def stop(self) -> None:
         """Measure nothing more, after a failure."""
         self.has_failed = True
@@ -208,13 +235,13 @@ class Steps:
             self._goes_on = True
         if self._slots.is_on:
             self._scaling.look(self.number)
-            self._measured.before(optimizer, has_grads=not _has_closure(args, kwargs))
+            self._measured.before(optimizer, has_grads=closure_of(args, kwargs) is None)
 
     @_guarded
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure updates, and end the step: the hook after an optimizer's step."""
         if self._slots.is_on:
-            self._measured.after(optimizer, has_grads=_has_closure(args, kwargs))
+            self._measured.after(optimizer, has_grads=closure_of(args, kwargs) is not None)
             self._slots.put(self._aside)
             self._aside = {}
         self._stepped |= self._held_by(optimizer)
@@ -356,12 +383,3 @@ class Steps:
             self._end_step(is_last=True)
         self._slots.is_on = False
         self._slots.tell()
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Tell whether an optimizer's step computes the gradients itself, by a closure.
-
-    torch's hooks get the optimizer as the first of the arguments.
-    """
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure is not None

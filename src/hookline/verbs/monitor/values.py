@@ -144,6 +144,9 @@ def _has(form: Any, slot: int) -> bool:
     return any(_has(part, slot) for _, part in tree.items(form) or ())
 
 
+_OF_COPIES = _Gradients(_AtLeaves(Site(""), 0, Slots((), 0)), Slots((), 0), Scaling())
+
+
 @final
 class _GradOutputTap(GradOutputTap):
     """Hook gradients only in steps that are reported."""
@@ -153,6 +156,10 @@ class _GradOutputTap(GradOutputTap):
 
     def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
+
+    def become_inert(self) -> None:
+        """Have a copy look on, which removes it."""
+        self.on = _OF_COPIES
 
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Wait for the gradients of the output: the forward hook."""
@@ -172,6 +179,10 @@ class _GradInputTap(GradInputTap):
 
     def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
+
+    def become_inert(self) -> None:
+        """Have a copy look on, which removes it."""
+        self.on = _OF_COPIES
 
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.contexts import Context
 from hookline.verbs.profile.inputs import Kinds
 from hookline.verbs.profile.lane import Lane
+from hookline.verbs.shared.closures import closure_of, with_closure
 
 
 @final
@@ -251,10 +253,23 @@ class OptimizerHooks:
         self._passes = passes
         self._of_model = parameters
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Charge the optimizer: the process-wide hook before a step."""
-        if not is_dynamo_compiling() and self._is_ours(optimizer):
-            self._ledger.own_lane().step_begins()
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Charge the optimizer, except for its closure: the process-wide hook before a step."""
+        if is_dynamo_compiling() or not self._is_ours(optimizer):
+            return None
+        lane, closure = self._ledger.own_lane(), closure_of(args, kwargs)
+        lane.step_begins()
+        if closure is None:
+            return None
+
+        @functools.wraps(closure)
+        def around_the_model() -> Any:
+            lane.step_ends()
+            loss = closure()
+            lane.step_begins()
+            return loss
+
+        return with_closure(args, kwargs, around_the_model)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Charge the code around: the process-wide hook after a step."""

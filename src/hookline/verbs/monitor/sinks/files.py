@@ -10,6 +10,7 @@ from typing import Any, final
 
 from hookline.curves import RunFolder, StepReport
 from hookline.errors import FolderError
+from hookline.util.deleted import is_deleted
 
 
 @final
@@ -76,6 +77,8 @@ class JsonLinesWriter:
 
     def write(self, report: StepReport) -> None:
         """Write a line, whole or not at all."""
+        if is_deleted(self._file.fileno()):
+            raise FolderError(f"{self._path} was deleted while the monitor wrote to it.")
         line = {"step": report.step, "seconds": report.seconds, **report.numbers()}
         data, size = json.dumps(line).encode() + b"\n", self._file.tell()
         try:

@@ -12,7 +12,8 @@ from hookline.verbs.monitor.sinks.tensorboard import TensorBoardWriter
 def writer_of_lightning(to: Any) -> ReportWriter:
     """Return the writer for a logger. TensorBoard's gets one summary a step."""
     if "TensorBoardLogger" in {kind.__name__ for kind in type(to).__mro__}:
-        return TensorBoardWriter(to.experiment)
+        # Lightning closes it at the end of each fit, and opens it again when it logs.
+        return TensorBoardWriter(to.experiment, reopens=True)
     return LightningWriter(to)
 
 

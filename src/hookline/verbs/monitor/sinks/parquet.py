@@ -76,6 +76,10 @@ class ParquetWriter:
             finally:  # the rows before a full disk stay readable
                 file, self._file = self._file, None
                 file.close()
+            if not self._path.exists():
+                raise FolderError(
+                    f"{self._path} was deleted or moved while the monitor wrote to it."
+                )
 
 
 _COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}

@@ -18,12 +18,14 @@ class TensorBoardWriter:
 
     Args:
         writer: the user's `SummaryWriter`, which stays open.
+        reopens: whether a writer that was closed is opened again.
     """
 
     name = "TensorBoard"
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, *, reopens: bool = False) -> None:
         self._writer = writer
+        self._reopens = reopens
 
     def start(self, first: StepReport) -> None:
         """Do nothing: the writer is open."""
@@ -32,13 +34,14 @@ class TensorBoardWriter:
         """Write a summary."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        numbers = report.numbers()
+        if self._writer.file_writer is None:
+            if not self._reopens:
+                raise RuntimeError("the SummaryWriter is closed")
+            name = next(iter(numbers))
+            self._writer.add_scalar(name, numbers.pop(name), report.step, report.seconds)
         file = self._writer.file_writer
-        if file is None:
-            raise RuntimeError("the SummaryWriter is closed")
-        values = [
-            Summary.Value(tag=name, simple_value=number)
-            for name, number in report.numbers().items()
-        ]
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
         for site, found in report.histograms():
             values.append(Summary.Value(tag=f"{site}/histogram", histo=_as_proto(found)))
         file.add_summary(Summary(value=values), report.step, report.seconds)
