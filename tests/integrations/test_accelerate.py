@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,9 @@ import_torchvision()  # which accelerate may import
 accelerate = pytest.importorskip("accelerate")
 
 from hookline.integrations.accelerate import monitor  # noqa: E402
+from processes import on_ranks, ranks_of  # noqa: E402
+
+ranks = pytest.fixture(scope="module")(ranks_of(2))
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,3 +73,33 @@ def test_a_tracker_of_ones_own_is_logged_to():
         model(torch.ones(2, 4))
     assert logged == [(0, seen["(root)"].std[0])]
     accelerator.end_training()
+
+
+@on_ranks
+def test_trackers_are_written_to_by_the_first_rank(rank, folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in places.items():
+        os.environ[name] = str(value)  # as accelerate's launcher does
+    accelerator = accelerate.Accelerator(cpu=True, log_with="tensorboard", project_dir=folder)
+    accelerator.init_trackers("run")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with monitor(accelerator, model, ports=("output", "grad")) as seen:
+        for k in range(2):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.full((3, 4), rank + k + 1.0)).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            grad = model.module.weight.grad.norm().item()
+            optimizer.step()
+    accelerator.end_training()
+    assert seen["(root)"].count.tolist() == [12, 12]
+    assert seen["weight:grad"].norm[1] == pytest.approx(grad)
+    files = list(folder.rglob("events*"))
+    if accelerator.is_main_process:
+        reader = EventAccumulator(str(files[0].parent)).Reload()
+        found = [event.value for event in reader.Scalars("(root)/std")]
+        assert found == pytest.approx(seen["(root)"].std.tolist())

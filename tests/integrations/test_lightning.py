@@ -50,16 +50,16 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(tmp_path, monitor, module=None, *, callbacks_too=(), **options):
+def fit(tmp_path, monitor, module=None, *, callbacks_too=(), ckpt_path=None, **options):
     data = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4)
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path),
         callbacks=[monitor, *callbacks_too],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        log_every_n_steps=4, **options,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=4,
+        **{"enable_checkpointing": False, **options},
     )  # fmt: skip
     module = module or Module()
-    trainer.fit(module, data, data)
+    trainer.fit(module, data, data, ckpt_path=ckpt_path)
     return module
 
 
@@ -160,3 +160,60 @@ def test_a_nan_in_a_fit_is_named_before_the_weights_change(tmp_path):
     assert caught.value.finding.path == "net.0"
     assert all(one.isfinite().all() for one in module.parameters())
     assert not len(hl.inventory(module))
+
+
+class ByHand(Module):
+    """Steps two optimizers by turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()[index % 2]
+        optimizer.zero_grad()
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[k].parameters(), lr=0.1) for k in (0, 2)]
+
+
+@pytest.mark.parametrize("kind", [Module, ByHand])
+@pytest.mark.filterwarnings("ignore:.*ckpt_path|.*manual optimization|.*not resumable")
+def test_a_fit_that_is_resumed_goes_on_with_lightnings_numbers(tmp_path, kind):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saves = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=6,
+                            save_top_k=-1, save_on_train_epoch_end=False)  # fmt: skip
+    monitor = Monitor("net.1", ports="output", every=1)
+    fit(tmp_path / "first", monitor, kind(), callbacks_too=[saves], enable_checkpointing=True)
+    assert monitor.curves.steps.tolist() == list(range(16))
+    fit(tmp_path / "second", monitor, kind(), ckpt_path=tmp_path / "saved" / "step=6.ckpt")
+    assert monitor.curves.steps.tolist() == list(range(6, 16))
+    (file,) = (tmp_path / "second").rglob("metrics.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows if row.get("loss")] == [7, 11, 15]
+    assert [int(row["step"]) for row in rows if row.get("net.1/std")] == list(range(6, 16))
+
+
+def test_steps_that_a_scaler_skips_keep_lightnings_numbers(tmp_path):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Skipped(Module):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return loss * math.nan if index == 3 else loss
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    monitor = Monitor("net.1", ports=("output", "grad_output"), every=1)
+    module = Skipped()
+    with hl.check(module.net) as line:
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        fit(tmp_path, monitor, module, plugins=[plugin])
+    assert not line.findings
+    assert monitor.curves.steps.tolist() == [k for k in range(16) if k % 8 != 3]
+    assert monitor.curves["net.1"].count.tolist() == [32] * 14
+    assert not monitor.curves["net.1:grad_output"].non_finite.any()

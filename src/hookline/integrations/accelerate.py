@@ -36,9 +36,7 @@ def monitor(
         The line, as from `hl.monitor`.
     """
     if to is None:
-        # Only the main process writes, and on others a tracker may have no logger.
-        trackers = accelerator.trackers if accelerator.is_main_process else []
-        to = [_destination(tracker) for tracker in trackers]
+        to = [_destination(tracker) for tracker in accelerator.trackers]
     options = {"scaler": accelerator.scaler, **options}
     return monitor_model(model, selector, to=to, **options)
 

@@ -31,6 +31,7 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
     """
 
     begins_with = "trainer.fit"
+    _is_numbered = False  # whether the first step has the number of a fit that is resumed
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the monitor."""
@@ -40,17 +41,25 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
         line = self._attach(pl_module, to, trainer, every=every, scaler=scaler)
         if line is not None:
             line.first = line.every - 1
-            line.step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self._is_numbered = False
             line.__enter__()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Tell the monitor the number of the step."""
-        if self.line is not None:
-            if pl_module.automatic_optimization and trainer.optimizers:
-                self.line.begin_step(trainer.fit_loop.epoch_loop._batches_that_stepped)
-            self.line.in_training(True)
+        line = self.line
+        if line is None:
+            return
+        number = trainer.fit_loop.epoch_loop._batches_that_stepped  # the number that is logged
+        if pl_module.automatic_optimization and trainer.optimizers:
+            line.begin_step(number)
+        elif self._is_numbered:
+            line.end_step()
+        else:
+            line.step = number
+        self._is_numbered = True
+        line.in_training(True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

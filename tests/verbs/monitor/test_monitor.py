@@ -862,11 +862,12 @@ def test_a_step_that_is_numbered_in_the_loop_keeps_its_number():
     assert seen["1"].count.tolist() == [128] * 3
 
 
-def test_a_trainers_steps_that_a_scaler_skips_are_left_out():
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 3, 4, 5]), (2, [0, 4])])
+def test_a_trainers_steps_that_a_scaler_skips_are_left_out(every, steps):
     model = net()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    line = hl.monitor(model, "1", ports="output", scaler=scaler, every=2)
+    line = hl.monitor(model, "1", ports="output", scaler=scaler, every=every)
     with line as seen:
         for number in range(6):
             line.begin_step(number)
@@ -874,8 +875,8 @@ def test_a_trainers_steps_that_a_scaler_skips_are_left_out():
             scaler.scale(model(batch(number)).sum() * (math.nan if number == 2 else 1)).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert seen.steps.tolist() == [0, 4]
-    assert seen["1"].count.tolist() == [128] * 2
+    assert seen.steps.tolist() == steps
+    assert seen["1"].count.tolist() == [128] * len(steps)
 
 
 def test_a_trainers_evaluation_before_the_first_step_is_left_out(monkeypatch):

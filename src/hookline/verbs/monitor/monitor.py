@@ -40,7 +40,7 @@ from hookline.verbs.shared.verb_line import VerbLine
 
 
 @final
-@hides("begin_step", "in_training")
+@hides("begin_step", "end_step", "in_training")
 class MonitorLine(VerbLine[EverywhereHooks]):
     """A line that monitors: `with` gives the curves, and `remove()` ends the line.
 
@@ -89,6 +89,10 @@ class MonitorLine(VerbLine[EverywhereHooks]):
     def begin_step(self, number: int) -> None:
         """Begin a step that a trainer numbers, and at whose end an optimizer steps."""
         self._steps.begin_step(number)
+
+    def end_step(self) -> None:
+        """End the step if an optimizer has stepped: a trainer knows that no other follows."""
+        self._steps.end_step()
 
     def in_training(self, is_in_training: bool) -> None:
         """Note whether what runs from now on trains the model, also under `no_grad`."""

@@ -138,7 +138,16 @@ class Steps:
         """Begin a step that a trainer numbers. An optimizer will step at its end."""
         if self.told_by != "optimizer":
             self._tell_by_optimizer()
+        is_skipped = number != self.number and not self._has_stepped
         self._go_to(number)
+        if is_skipped:
+            self._slots.take()  # of a step without an optimizer's, as a `GradScaler` wants it
+
+    @_guarded
+    def end_step(self) -> None:
+        """End the step if an optimizer has stepped: a trainer knows that no other follows."""
+        if self._has_stepped:
+            self._end_open_step()
 
     @_guarded
     def set_number(self, number: int) -> None:
@@ -157,7 +166,7 @@ class Steps:
         self.number = number
         self._turn()
         if self.told_by == "optimizer" and not self._slots.is_on:
-            self._slots.take()  # of a step that was skipped, such as by a `GradScaler`
+            self._slots.take()  # of the step that had another number
 
     def stop(self) -> None:
         """Measure nothing more, after a failure."""
