@@ -354,6 +354,64 @@ def test_axe_finds_no_serious_fault(visit, run, scheme):
     assert faults(page) == []
 
 
+def test_steps_that_go_back_are_named_under_their_columns(visit, tmp_path):
+    writer = Writer(tmp_path / "run", ["a"])
+    writer.add([1.0, 2.0], times=8)
+    writer.step = 2
+    writer.add([1.0, 2.0], times=3)
+    page = visit(writer)
+    rows(page).first.click()
+    ticks = page.locator("#plot text[text-anchor=middle]").evaluate_all(
+        "(all) => all.map((one) => one.textContent)"
+    )
+    assert ticks == ["0", "2", "4", "6", "2", "4"]
+
+
+def test_a_site_that_is_opened_as_another_closes_stays_open(visit, run):
+    page = visit(run)
+    expect(rows(page).first).to_be_visible()
+    page.evaluate(
+        "() => { const [one, two] = document.querySelectorAll('#curves tbody tr');"
+        " two.click(); document.getElementById('site').close(); one.click(); }"
+    )
+    page.locator("#site-axis").select_option("linear")
+    page.keyboard.press("Escape")
+    expect(rows(page).first.locator("button")).to_be_focused()
+
+
+@pytest.mark.parametrize("width", [320, 1280])
+def test_the_texts_of_a_plot_can_be_read_at_any_width(visit, run, width):
+    page = visit(run, viewport={"width": width, "height": 700})
+    rows(page).first.click()
+    plot = page.locator("#plot").bounding_box()
+    texts = page.locator("#plot text")
+    expect(texts.first).to_be_visible()
+    for box in (one.bounding_box() for one in texts.all()):
+        assert box["height"] > 11
+        assert plot["x"] <= box["x"]
+        assert box["x"] + box["width"] <= plot["x"] + plot["width"] + 12
+    page.mouse.move(plot["x"] + plot["width"] - 12, plot["y"] + 50)
+    expect(page.locator("#readout")).to_have_text(re.compile("^step 3: "))
+    page.mouse.move(plot["x"] + 64, plot["y"] + 50)
+    expect(page.locator("#readout")).to_have_text(re.compile("^step 0: "))
+
+
+def test_a_long_name_stays_in_its_column(visit, tmp_path):
+    sites = ["x" * 300, f"h.0:output.{'k' * 200}", f"{'y' * 300}:grad_output", "a:grad_output"]
+    writer = Writer(tmp_path / "run", sites)
+    writer.add(*[[1.0, 2.0]] * 4)
+    page = visit(writer)
+    expect(rows(page)).to_have_count(4)
+    cut = "({scrollWidth, clientWidth}) => scrollWidth > clientWidth"
+    assert not any(rows(page).nth(k).locator(".port").evaluate(cut) for k in (2, 3))
+    for row in rows(page).all():
+        name, heat = row.locator("th").bounding_box(), row.locator("td.heat").bounding_box()
+        for part in row.locator(".path, .port").all():
+            box = part.bounding_box()
+            assert 0 < box["width"] <= name["width"]
+            assert box["x"] + box["width"] <= heat["x"]
+
+
 def test_a_phone_never_scrolls_the_page_sideways(visit, run):
     page = visit(run, viewport=PHONE)
     expect(rows(page).first).to_be_visible()

@@ -168,6 +168,21 @@ def test_a_run_that_is_cut_short_shows_what_is_left(served, run):
     assert asked(server)["n_steps"] == 2
 
 
+def test_a_run_that_may_not_be_read_says_so(served, run, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    server = served(run.folder.path)
+    with monkeypatch.context() as patched:
+        patched.setattr("hookline.curves.run_folder.open_regular", refuse)
+        with pytest.raises(hl.FolderError, match="cannot be read: Permission denied"):
+            _ = hl.open(run.folder.path).steps
+        answer = server.get()
+        assert (answer.status, "Permission denied" in answer.text) == (503, True)
+        assert 'data-state=""' in answer.text
+    assert json.loads(server.get("state").text)["state"].startswith("run-")
+
+
 def test_a_step_that_the_statistic_cannot_read_is_left_out(served, tmp_path):
     layout = layout_of(["a"], statistics=(hl.stats.histogram(),))
     folder = RunFolder(tmp_path / "run")

@@ -34,7 +34,12 @@
 
   // -- numbers -------------------------------------------------------------------------------
 
-  const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
+  function bytes(text) {
+    const chars = atob(text);
+    const found = new Uint8Array(chars.length);
+    for (let k = 0; k < chars.length; k++) found[k] = chars.charCodeAt(k);
+    return found;
+  }
   const floats = (text) => new Float32Array(bytes(text).buffer);
   const isNumber = (number) => number !== undefined && !Number.isNaN(number);
   const LARGEST = 3.4028e38; // greater numbers than float32 holds came as its greatest
@@ -437,7 +442,16 @@
   let ranksOf = "";
   let picked = null; // the column that is pointed at; null is the last one
 
+  // The plot is as wide as the dialog, so that its texts keep their size in a narrow window.
   const BOX = { left: 64, right: 848, top: 14, bottom: 306 };
+  const isNarrow = () => BOX.right < 500;
+  function fit() {
+    const width = Math.max(byId("plot").clientWidth, 200);
+    BOX.right = width - 12;
+    BOX.bottom = isNarrow() ? 206 : 306;
+    byId("plot").setAttribute("viewBox", `0 0 ${width} ${BOX.bottom + 34}`);
+  }
+  addEventListener("resize", () => { if (opened !== null && sites[opened]) plot(); });
   const RANK_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
 
   function open(k) {
@@ -499,8 +513,8 @@
     return { isLog: false, place: (x) => (x - from) / (to - from), ticks: linearTicks(from, to) };
   }
 
-  function linearTicks(from, to) {
-    const rough = (to - from) / 5;
+  function linearTicks(from, to, count = 5) {
+    const rough = (to - from) / count;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((k) => k * power).find((one) => one >= rough);
     const found = [];
@@ -520,6 +534,7 @@
   function plot() {
     const svg = byId("plot");
     const k = opened;
+    fit();
     const scale = axisOf(k);
     const { left, right, top, bottom } = BOX;
     const parts = [drawing("rect", { class: "ground", x: left, y: top, width: right - left, height: bottom - top })];
@@ -552,10 +567,15 @@
 
   const placeOf = (at) => columns.length > 1 ? BOX.left + (at / (columns.length - 1)) * (BOX.right - BOX.left) : (BOX.left + BOX.right) / 2;
 
-  // Round steps, each with the column that holds it.
+  // Round steps, each with the column that holds it. Steps that go back have the steps of some columns.
   function stepTicks() {
-    if (columns.length < 2) return columns.map((column, at) => [at, column.last]);
-    const ticks = linearTicks(columns[0].first, columns[columns.length - 1].last).filter(Number.isInteger);
+    const end = columns.length - 1;
+    if (end < 1) return columns.map((column, at) => [at, column.last]);
+    if (columns.some((column, at) => at && column.last < columns[at - 1].last)) {
+      const count = Math.min(end, isNarrow() ? 2 : 5);
+      return [...Array(count + 1).keys()].map((k) => Math.round((k * end) / count)).map((at) => [at, columns[at].last]);
+    }
+    const ticks = linearTicks(columns[0].first, columns[columns.length - 1].last, isNarrow() ? 2 : 5).filter(Number.isInteger);
     return ticks.map((step) => [columns.findIndex((column) => column.last >= step), step]);
   }
 
@@ -589,7 +609,7 @@
 
   byId("plot").addEventListener("pointermove", (event) => {
     const box = byId("plot").getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * 860;
+    const x = event.clientX - box.left;
     const at = Math.round(((x - BOX.left) / (BOX.right - BOX.left)) * (columns.length - 1));
     point(Math.min(Math.max(at, 0), columns.length - 1));
   });
@@ -606,6 +626,7 @@
     if (event.target === dialog) dialog.close(); // the backdrop
   });
   dialog.addEventListener("close", () => {
+    if (dialog.open) return; // it was opened again before this event came
     const row = rows[opened];
     opened = null;
     if (row && !row.element.hidden) row.button.focus();
