@@ -13,12 +13,8 @@ from torch import Tensor, nn
 import hookline as hl
 from benchmarks import models
 from benchmarks.compiling import _alone
-from benchmarks.contenders import contender
 from benchmarks.models import Case
-from benchmarks.timing import Contender, Plan, Result, Step, run_rounds
-
-# So many steps are measured in each block, whose end reads all weights once more.
-_STEPS = 5
+from benchmarks.timing import Clock, Contender, Plan, Result, run_rounds
 
 
 def checking_row(title: str, target: float, *, compiled: bool) -> Callable[[str, Plan], Result]:
@@ -31,11 +27,13 @@ def checking_row(title: str, target: float, *, compiled: bool) -> Callable[[str,
     """
 
     def measure(name: str, plan: Plan) -> Result:
-        result = Result(name, title, "bare", target, calls=_STEPS)
+        result = Result(name, title, "bare", target, calls=1)
         result.notes.append("a step is zero_grad, forward, cross entropy, backward, AdamW")
-        result.notes.append(f"a block has {_STEPS} steps; its end, which reads the weights, counts")
+        result.notes.append(
+            "block: entering and leaving `with hl.check(model)`, once in a training"
+        )
         case = models.gpt2()
-        names = ["bare", "hookline"] if compiled else ["bare", "hookline", "isfinite", "anomaly"]
+        names = ["bare", "hookline", "block", *([] if compiled else ["isfinite", "anomaly"])]
         with torch.enable_grad():
             made = [_contender(kind, case, compiled=compiled) for kind in names]
             run_rounds(result, made, plan)
@@ -74,19 +72,27 @@ def _contender(kind: str, case: Case, *, compiled: bool) -> Contender:
     contexts: dict[str, tuple[str, Callable[[], Any]]] = {
         "bare": ("the step alone", contextlib.nullcontext),
         "hookline": ("hl.check(model)", lambda: hl.check(model)),
+        "block": ("entering and leaving hl.check(model)", lambda: hl.check(model)),
         "isfinite": ("a hook on each leaf: output.isfinite().all().item()", lambda: _finite(model)),
         # Its own context manager warns of what it is.
         "anomaly": ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True)),
     }
     how, context = contexts[kind]
 
-    @contextlib.contextmanager
-    def session() -> Iterator[Step]:
+    def measure(calls: int, clock: Clock) -> float:
+        began = clock()
         with context():
+            entered = clock()
             step()  # the first step under a line copies the buffers, and compiles
-            yield step
+            start = clock()
+            for _ in range(calls):
+                step()
+            end = clock()
+        if kind == "block":
+            return entered - began + clock() - end
+        return (end - start) / calls
 
-    return contender(kind, how, session, every=1 if kind in ("bare", "hookline") else 3)
+    return Contender(kind, how, measure, every=1 if kind in ("bare", "hookline") else 4)
 
 
 @contextlib.contextmanager

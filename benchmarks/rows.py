@@ -233,14 +233,14 @@ ROWS = (
     ),
     Row(
         "check-gpt2",
-        15,
-        3,
+        60,
+        4,
         checking_row("a training step of a GPT-2 under hl.check", 1.02, compiled=False),
     ),
     Row(
         "check-gpt2-compiled",
-        15,
-        3,
+        60,
+        4,
         checking_row("a training step of a compiled GPT-2 under hl.check", 1.02, compiled=True),
     ),
     Row("compiled-idle", 100, 10, _compiled_gpt2("idle", "a line that sees nothing", 1.01)),

@@ -53,6 +53,21 @@ def test_accumulation_and_trackers(tmp_path):
     assert found == pytest.approx(seen["1"].std.tolist())
 
 
+def test_the_tracker_of_mlflow_gets_names_that_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    accelerator = accelerate.Accelerator(cpu=True, log_with="mlflow", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
+    model = accelerator.prepare(nn.Linear(4, 2))
+    with monitor(accelerator, model, ports="output") as seen:
+        model(torch.ones(2, 4))
+    accelerator.end_training()
+    found = mlflow.MlflowClient().get_run(run_id).data.metrics
+    assert found["root/mean"] == pytest.approx(seen["(root)"].mean[0])
+
+
 def test_a_tracker_of_ones_own_is_logged_to():
     logged = []
 

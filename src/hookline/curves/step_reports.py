@@ -32,7 +32,7 @@ class StepReport:
     layout: Layout
     slots: NDArray[Any]
     # The numbers of all ranks, for several writers; made by the first and forgotten after the last.
-    _numbers: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+    _numbers: dict[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
 
     def results(self, site: str, rank: int | None = None) -> list[Any]:
         """Return the result of each statistic at a site; nothing where no value came.
@@ -44,25 +44,33 @@ class StepReport:
         return self.layout.results(site, self.slots, rank)
 
     def numbers(self, rank: int | None = None) -> dict[str, float]:
-        """Return every single number of the step by name, such as `h.0/std`.
+        """Return every single number of the step by name, such as `h.0/std`."""
+        return {
+            f"{site}/{name}" if name else site: number
+            for (site, name), number in self.by_site(rank).items()
+        }
 
-        An update also has its `ratio` to the weight: the ratio of their norms. A statistic whose
-        result raises is left out, and a warning says so once.
+    def by_site(self, rank: int | None = None) -> dict[tuple[str, str], float]:
+        """Return every single number of the step by site and name, such as `("h.0", "std")`.
+
+        The name is empty for a statistic that is a single number. An update also has its `ratio` to
+        the weight: the ratio of their norms. A statistic whose result raises is left out, and a
+        warning says so once.
         """
         if rank is None and self._numbers:
-            return dict(self._numbers)
+            return self._numbers
         layout, norms = self.layout, dict[str, float]()
-        found: dict[str, float] = {}
+        found: dict[tuple[str, str], float] = {}
         for site in layout.by_site:
             for k, result in enumerate(layout.results(site, self.slots, rank, is_lenient=True)):
                 numbers = numbers_of(result)
                 if not k:
                     norms[site] = numbers.get("norm", math.nan)
                 for name, number in numbers.items():
-                    found.setdefault(f"{site}/{name}" if name else site, number)
+                    found.setdefault((site, name), number)
             weight = _weight_of(site)
             if weight in norms and site in norms:
-                found[f"{site}/ratio"] = _ratio(norms[site], norms[weight])
+                found[site, "ratio"] = _ratio(norms[site], norms[weight])
         if rank is None:
             self._numbers.update(found)
         return found

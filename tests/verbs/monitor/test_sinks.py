@@ -76,6 +76,28 @@ def test_parquet(tmp_path):
     assert_equal(found, seen)
 
 
+def test_parquet_keeps_the_site_apart_from_any_name(tmp_path):
+    from pyarrow import parquet
+
+    class Share:
+        def start(self, value):
+            return torch.zeros(2, dtype=torch.float64)
+
+        def update(self, slots, value):
+            return slots + torch.stack([(value > 0).sum(), torch.tensor(value.numel())])
+
+        def merge(self, slots, other):
+            return slots + other
+
+        def result(self, slots):
+            return {"positive/all": float(slots[0] / slots[1])}
+
+    seen = train(tmp_path / "run.parquet", steps=1, stats=Share())
+    rows = parquet.read_table(tmp_path / "run.parquet").to_pylist()
+    assert {row["site"] for row in rows if row["name"] == "positive/all"} == set(seen.sites)
+    assert {row["name"] for row in rows} == {"positive/all", "ratio"}
+
+
 def test_tensorboard_gets_one_summary_a_step(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -235,6 +257,33 @@ def test_mlflow_gets_one_batch_a_step(tmp_path, monkeypatch):
         for one in client.get_metric_history(run.info.run_id, name):
             found[one.step][name] = one.value
     assert_equal(found, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_mlflow_gets_each_metric_once_after_a_failed_batch(tmp_path, monkeypatch):
+    from hookline.verbs.monitor.sinks import mlflow as sink
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_experiment("training")
+    n_calls, log_batch = [], mlflow.MlflowClient.log_batch
+
+    def unsteady(self, *args, **options):
+        n_calls.append(1)
+        if len(n_calls) == 2:
+            raise OSError("the server is away")
+        log_batch(self, *args, **options)
+
+    monkeypatch.setattr(sink, "_MOST_METRICS", 5)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", unsteady)
+    with mlflow.start_run() as run, pytest.warns(hl.HooklineWarning, match="server is away"):
+        seen = train(mlflow)
+    client = mlflow.MlflowClient()
+    for name in client.get_run(run.info.run_id).data.metrics:
+        steps = [one.step for one in client.get_metric_history(run.info.run_id, name)]
+        assert steps == [step for step in range(3) if name in seen.at(step)]
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ class MlflowWriter:
     def __init__(self, run_id: str | None) -> None:
         self._run_id = run_id
         self._client: Any = None
+        # The report whose writing raised, and the number of its metrics that MLflow has.
+        self._partly: tuple[StepReport | None, int] = None, 0
 
     @staticmethod
     def of_run(run: Any) -> MlflowWriter:
@@ -43,7 +45,7 @@ class MlflowWriter:
         self._client = mlflow.MlflowClient()
 
     def write(self, report: StepReport) -> None:
-        """Write a batch of metrics."""
+        """Write the metrics in batches. A report that raised goes on with the batch that failed."""
         from mlflow.entities import Metric
 
         stamp = int(report.seconds * 1000)
@@ -51,8 +53,11 @@ class MlflowWriter:
             Metric(metric_name(name), number, stamp, report.step)
             for name, number in report.numbers().items()
         ]
-        for start in range(0, len(metrics), _MOST_METRICS):
+        begun, n_sent = self._partly
+        for start in range(n_sent if begun is report else 0, len(metrics), _MOST_METRICS):
+            self._partly = report, start
             self._client.log_batch(self._run_id, metrics[start : start + _MOST_METRICS])
+        self._partly = None, 0
 
     def close(self) -> None:
         """Do nothing: the run is the user's."""

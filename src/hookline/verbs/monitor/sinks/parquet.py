@@ -55,9 +55,8 @@ class ParquetWriter:
         """Add the rows of a report."""
         if len(self._rows["step"]) >= _GROUP_ROWS:
             self._flush()  # first: a report whose writing raises is written again
-        for name, number in report.numbers().items():
-            site, _, short = name.rpartition("/")
-            row = report.step, report.seconds, site or short, short if site else "", number
+        for (site, name), number in report.by_site().items():
+            row = report.step, report.seconds, site, name, number
             for column, cell in zip(self._rows.values(), row, strict=True):
                 column.append(cell)
 
