@@ -53,6 +53,7 @@ def test_accumulation_and_trackers(tmp_path):
     assert found == pytest.approx(seen["1"].std.tolist())
 
 
+@pytest.mark.processes
 def test_the_tracker_of_mlflow_gets_names_that_it_takes(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
