@@ -258,6 +258,15 @@ def test_a_time_that_hooks_could_change_by_a_tenth_is_marked(hand):
     assert shown["(root)"] == "2.003 ms"
 
 
+def test_inputs_that_take_long_to_read_make_a_time_inexact(hand):
+    model = nn.Sequential(Work(hand, 0.002))
+    file = SlowFile(hand)
+    with hl.watch(model, file=file):
+        model(torch.ones(1_000))
+        model(torch.ones(1_000_000))
+    assert [took for _, path, took in times(file) if path == "0"] == ["2.000 ms", "~2.000 ms"]
+
+
 def test_calls_that_are_not_watched_make_no_time_inexact():
     call = Call(0, 0.0)
     call.seconds = 0.001

@@ -27,6 +27,9 @@ from hookline.util.stopwatch import STOPWATCH, Stopwatch, is_above
 # The most that hooks add to the time of a call beyond what is left out: torch's loop, and the
 # Python code and tables that have left the caches (`benchmarks/watching.py`).
 _SECONDS_A_CALL = 30e-6
+# A hook also reads the inputs of the next module into the caches, or pushes them out: they are
+# then read from memory once less, or once more.
+_BYTES_A_SECOND = 8e9
 _SHARE = 0.1
 
 
@@ -44,13 +47,14 @@ class Call:
         has_run: whether the forward has returned.
         seconds: the duration of the forward; None while it runs, and if compiled code ran in it.
         n_calls: the number of calls of watched modules in it, itself included.
+        n_bytes: the size of its inputs.
         has_compiled: whether compiled code ran in it, which does more than the model alone.
         launches: whether it, or a module inside it, returned a tensor on an accelerator.
     """
 
     __slots__ = (
-        "began", "got", "has_compiled", "has_run", "key", "launches", "n_calls", "reading",
-        "seconds",
+        "began", "got", "has_compiled", "has_run", "key", "launches", "n_bytes", "n_calls",
+        "reading", "seconds",
     )  # fmt: skip
 
     def __init__(self, key: int, reading: float) -> None:
@@ -61,13 +65,17 @@ class Call:
         self.has_run = False
         self.seconds: float | None = None
         self.n_calls = 1
+        self.n_bytes = 0
         self.has_compiled = False
         self.launches = False
 
     @property
     def is_exact(self) -> bool:
         """Tell whether hooks can have changed the time by at most a tenth."""
-        return self.seconds is not None and self.n_calls * _SECONDS_A_CALL <= _SHARE * self.seconds
+        if self.seconds is None:
+            return False
+        changed = self.n_calls * _SECONDS_A_CALL + self.n_bytes / _BYTES_A_SECOND
+        return changed <= _SHARE * self.seconds
 
 
 @final

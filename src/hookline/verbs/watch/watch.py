@@ -124,7 +124,13 @@ class _Printer:
     def enter(self, current: Pass, value: Any) -> None:
         """Note the structure of the inputs of the call that has just begun."""
         if self.running.calls:
-            self.running.calls[-1].got = describe.shape_or_structure(local_shards(value))
+            call = self.running.calls[-1]
+            call.got = describe.shape_or_structure(local_shards(value))
+            call.n_bytes = sum(
+                one.numel() * one.itemsize
+                for _, one in tree.tensors(value)
+                if one.layout is torch.strided and not one.is_nested
+            )
 
     def leave(self, site: Site, width: int) -> Any:
         """Return the callback that prints an output."""
@@ -211,9 +217,10 @@ def watch(
 
     The time, in ms, is that of the module without hookline. It leaves out hookline's hooks,
     statistics and printing, also those of other lines and of inner modules. It includes edits and
-    hooks of other code. Hooks push the model's data out of the caches, which adds up to 0.03 ms a
-    call. A time that this could change by more than a tenth is marked `~`. On an accelerator, the
-    time is that of launching the work, and `to launch` is printed after it.
+    hooks of other code. Hooks change what is in the caches. This changes a call by up to 0.03 ms,
+    and by the time of reading its inputs from memory. A time that this could change by more than
+    a tenth is marked `~`. On an accelerator, the time is that of launching the work, and
+    `to launch` is printed after it.
 
     Modules in compiled code are printed after that code has run, in registration order, without
     inputs and times. Modules that contain compiled code are printed without a time.
