@@ -242,13 +242,18 @@ def test_wandb_keeps_what_the_user_logs(wandb, tmp_path):
     assert [row["hookline/step"] for row in rows if "hookline/step" in row] == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_mlflow_gets_one_batch_a_step(tmp_path, monkeypatch):
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(tmp_path.as_uri())
     mlflow.set_experiment("training")
+    return mlflow
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_mlflow_gets_one_batch_a_step(mlflow):
     with mlflow.start_run() as run:
         seen = train(mlflow)
     client = mlflow.MlflowClient()
@@ -261,13 +266,9 @@ def test_mlflow_gets_one_batch_a_step(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_mlflow_gets_each_metric_once_after_a_failed_batch(tmp_path, monkeypatch):
+def test_mlflow_gets_each_metric_once_after_a_failed_batch(mlflow, monkeypatch):
     from hookline.verbs.monitor.sinks import mlflow as sink
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
-    mlflow.set_experiment("training")
     n_calls, log_batch = [], mlflow.MlflowClient.log_batch
 
     def unsteady(self, *args, **options):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from hookline.engine.torch_private.hooks import (
     own_hook_id,
     tensor_hook_dict,
 )
+from hookline.engine.torch_private.modules import is_scripted
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -75,7 +75,7 @@ class Registrations(Attachment):
         Raises:
             AttachError: the module is a ScriptModule.
         """
-        if isinstance(module, torch.jit.ScriptModule):
+        if is_scripted(module):
             raise AttachError(
                 f"{type(module).__name__} is a ScriptModule: torch refuses hooks on its modules, or"
                 " never calls them.\nAttach to the Python model, before torch.jit.script or .trace."
@@ -111,7 +111,7 @@ class Registrations(Attachment):
                 if tap.site.port not in ("output", "grad_output"):
                     self.register(module, "forward_pre", tap.fire, tap.rank, with_kwargs=True)
                     continue
-                if type(module) not in plain and not isinstance(module, torch.jit.ScriptModule):
+                if type(module) not in plain and not is_scripted(module):
                     plain.add(type(module))
                 attributes = module.__dict__
                 if type(module) not in plain or (hooks := attributes[name]):

@@ -201,9 +201,6 @@ class Tap(_Hooks):
     def __deepcopy__(self, memo: Any) -> Tap:
         return _inert(type(self))
 
-    def become_inert(self) -> None:
-        """Prepare a copy, which has no attributes of its class, to fire until it is removed."""
-
     def _pass_of(self, module: nn.Module) -> Pass | None:
         """Return the pass that a call of this module belongs to; None if the line sees none."""
         return self.in_thread.current or self._slow_path(module)
@@ -299,7 +296,6 @@ def _inert(kind: type[Tap]) -> Tap:
     tap.site, tap.passes, tap.in_thread = Site(""), _INERT, _INERT.in_thread
     tap.fired, tap.ran, tap.rank = 0, 0, Order.HOOK
     tap.traced = tap.active = None
-    tap.become_inert()
     return tap
 
 

@@ -40,7 +40,7 @@ def choices(also: str | Iterable[str]) -> frozenset[str]:
 
 
 class Look(NamedTuple):
-    """What one output shows.
+    """The dtypes, shapes, units and extremes of one output, as far as they are looked for.
 
     Attributes:
         kinds: the dtype of each tensor, and its shape without the first dimension.
@@ -83,13 +83,12 @@ class Looking:
         if not found or found[0].is_complex():
             return Look(kinds, None, None)
         first = found[0]
-        return Look(
-            kinds,
-            _units_alive(first) if self._at_alive and first.dim() > 1 else None,
-            torch.stack(torch.aminmax(first)).double()
-            if self._at_extremes and first.numel() > 1
-            else None,
-        )
+        alive = extremes = None
+        if self._at_alive and first.dim() > 1:
+            alive = _units_alive(first)
+        if self._at_extremes and first.numel() > 1:
+            extremes = torch.stack(torch.aminmax(first)).double()
+        return Look(kinds, alive, extremes)
 
 
 def _units_alive(value: Tensor) -> Tensor:
@@ -120,17 +119,20 @@ class Habits:
         self._told: set[str] = set()
 
     def note(self, look: Look) -> None:
-        """Compare a look at an output with the first one."""
+        """Compare a look at an output with those before."""
         if "shapes" in self._wanted:
             before, self._kinds = self._kinds, self._kinds or look.kinds
             if before is not None and before != look.kinds:
                 was, now = _in_words(before), _in_words(look.kinds)
                 self._say("shapes", f"has changed from {was} to {now} since the first run")
         if look.alive is not None:
-            alive, before_alive = look.alive, self._alive
-            same = before_alive is not None and before_alive.shape == alive.shape
-            self._alive = before_alive | alive if same and before_alive is not None else alive
-            self._n_runs = self._n_runs + 1 if same else 1
+            self._note_alive(look.alive)
+
+    def _note_alive(self, alive: Tensor) -> None:
+        if self._alive is None or self._alive.shape != alive.shape:
+            self._alive, self._n_runs = alive, 1
+        else:
+            self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
 
     def judge(self, least: float, greatest: float) -> None:
         """Judge the extremes of a run's output."""

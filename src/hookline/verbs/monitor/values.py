@@ -24,6 +24,7 @@ from hookline.engine.gradients.ports import GradInputTap
 from hookline.engine.pytree import tree
 from hookline.engine.pytree.outlines import Slot
 from hookline.engine.pytree.tree import Leaf
+from hookline.engine.taps.base import is_inert
 from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.slots import SiteSlots, Slots, by_leaf, graph_slots
 
@@ -144,9 +145,6 @@ def _has(form: Any, slot: int) -> bool:
     return any(_has(part, slot) for _, part in tree.items(form) or ())
 
 
-_OF_COPIES = _Gradients(_AtLeaves(Site(""), 0, Slots((), 0)), Slots((), 0), Scaling())
-
-
 @final
 class _GradOutputTap(GradOutputTap):
     """Hook gradients only in steps that are reported."""
@@ -157,15 +155,12 @@ class _GradOutputTap(GradOutputTap):
     def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
 
-    def become_inert(self) -> None:
-        """Have a copy look on, which removes it."""
-        self.on = _OF_COPIES
-
     def fire(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Wait for the gradients of the output: the forward hook."""
         if is_dynamo_compiling():
             return super().fire(module, args, output)
-        if not self.on.slots.is_on:
+        # A copy of the tap has no `on`. It goes on, and is removed there.
+        if not is_inert(self) and not self.on.slots.is_on:
             return None
         return self.look(module, output, id(sys._getframe(1)))
 
@@ -180,14 +175,10 @@ class _GradInputTap(GradInputTap):
     def __init__(self, site: Site, passes: Passes, on: _Gradients) -> None:
         super().__init__(site, passes, on, Order.GRAD_RECORD)
 
-    def become_inert(self) -> None:
-        """Have a copy look on, which removes it."""
-        self.on = _OF_COPIES
-
     def fire(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait for the gradients of the inputs: the forward-pre hook."""
-        if not is_dynamo_compiling() and not self.on.slots.is_on:
+        if not is_dynamo_compiling() and not is_inert(self) and not self.on.slots.is_on:
             return None
         return super().fire(module, args, kwargs)
