@@ -104,6 +104,15 @@ def test_every_page_is_built_and_weighs_little(site):
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_every_file_of_the_package_is_listed_with_its_purpose(site):
+    listed = sections((site / "files.html").read_text())
+    for path in (ROOT / "src" / "hookline").rglob("*.py"):
+        folder = path.parent.relative_to(ROOT / "src").as_posix()
+        assert path.stem == "__init__" or path.name in listed[f"{folder}/"], path
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_every_public_name_has_an_entry_with_an_example(site):
     entries = {}
     for page in (site / "api").glob("*.html"):

@@ -1,10 +1,10 @@
 """Build the documentation as a site: `python docs/_site/build.py`, or `make docs`.
 
 The pages of `docs/` come as they are. The tutorial is executed. The scripts, the changelog and the
-notes for contributors become pages, and links that leave `docs/` lead to these. The site is then
-checked: a broken link, a page that the navigation lacks, and anything that a browser would fetch
-from another machine are errors. `llms.txt` lists every section of the site, `llms-full.txt` holds
-the text of all pages.
+notes for contributors become pages; the package becomes a list of its files. Links that leave
+`docs/` lead to these pages. The site is then checked: a broken link, a page that the navigation
+lacks, and anything that a browser would fetch from another machine are errors. `llms.txt` lists
+every section of the site, `llms-full.txt` holds the text of all pages.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import nbformat
 import yaml
 from check import faults_of_links, faults_of_navigation
+from files import files_page
 from llms import write_texts
 from nbclient import NotebookClient
 
@@ -42,12 +43,13 @@ class BuildError(Exception):
 
 
 def source_pages() -> dict[str, str]:
-    """Map files of the repository to the pages that are made from them."""
+    """Map files and folders of the repository to the pages that are made from them."""
     scripts = sorted((ROOT / "examples").glob("*.py"))
     return {
         "README.md": "index.md",
         "CHANGELOG.md": "changelog.md",
         "CONTRIBUTING.md": "contributing.md",
+        "src/hookline": "files.md",
         "examples/README.md": "examples/index.md",
         "examples/tutorial.ipynb": "tutorial.md",
         **{f"examples/{one.name}": f"examples/{one.stem}.md" for one in scripts},
@@ -101,7 +103,9 @@ def assemble(docs: Path, to: Path) -> None:
         path = ROOT / source
         target = to / uri
         target.parent.mkdir(exist_ok=True)
-        if path.suffix == ".py":
+        if path.is_dir():
+            target.write_text(files_page(path), "utf-8")
+        elif path.suffix == ".py":
             target.write_text(
                 f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n", "utf-8"
             )
