@@ -1,10 +1,10 @@
-"""The table of docs/regimes.md, from the marks on the tests that prove its cells.
+"""The tables of docs/regimes.md, from the marks on the tests that prove their cells.
 
     @pytest.mark.cell("autocast", "record", "edit")                      # works
-    @pytest.mark.cell("autocast", "statistics", note="in float32")       # works, with a condition
+    @pytest.mark.cell("autocast", "statistics", note="In float32.")      # works, with a condition
     @pytest.mark.cell("tracing", "record", refused="AttachError")        # refused, with which error
 
-`python tests/regimes/table.py` writes it anew; a test says when that was forgotten.
+`python tests/regimes/table.py` writes them anew; a test says when that was forgotten.
 """
 
 from __future__ import annotations
@@ -16,12 +16,91 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "regimes.md"
-BEGIN, END = "<!-- the table: made by tests/regimes/table.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- the tables: made by tests/regimes/table.py -->\n", "<!-- end -->\n"
 
 VERBS = (
     "record", "gradients", "statistics", "edit", "edit gradients", "raw hooks", "features", "watch",
     "clip", "check", "monitor", "profile",
 )  # fmt: skip
+
+# Each table's heading, the guides on it, and its rows in their order.
+GROUPS = {
+    "Training and compilation": (
+        "[torch.compile](compile.md), [activation checkpointing](checkpointing.md),"
+        " [modes of torch](modes.md)",
+        "autocast",
+        "torch.compile",
+        "activation checkpointing",
+        "activation checkpointing in compiled code",
+        "no_grad, inference_mode",
+        "`no_grad` or `enable_grad` inside forward",
+        "anomaly mode, deterministic algorithms, hooks on saved tensors, default device and dtype,"
+        " `TorchFunctionMode`, `TorchDispatchMode`",
+    ),
+    "Many devices": (
+        "[several ranks](distributed.md), [a cluster](scale.md)",
+        "DDP",
+        "FSDP2",
+        "tensor parallelism",
+        "pipeline parallelism",
+        "DataParallel",
+    ),
+    "Transformers": (
+        "[models of others](models-of-others.md)",
+        "models of transformers",
+        "encoder-decoders of transformers",
+        "`generate` of transformers",
+        "TransformerEncoder, with gradients",
+        "TransformerEncoder, torch's fast path on",
+        "TransformerEncoder, torch's fast path off",
+        "MultiheadAttention",
+    ),
+    "Models and modules": (
+        "[models of others](models-of-others.md)",
+        "lazy modules, before their first run",
+        "parametrized weights",
+        "pruning; old `weight_norm` and `spectral_norm`",
+        "AveragedModel (EMA, SWA)",
+        "a forward replaced on the instance",
+        "modules that call themselves recursively",
+        "modules with their own `__call__`",
+        "modules with their own `__getattr__`, `__setattr__`",
+        "modules inside `ModuleList`, `ModuleDict`, `ParameterList`, `ParameterDict`",
+        "deep copies of a model with hooks",
+    ),
+    "Tensors and quantisation": (
+        "[kinds of tensors](modes.md#kinds-of-tensors), [weights](models-of-others.md#weights)",
+        "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
+        "nested tensors",
+        "packed sequences",
+        "tensor subclasses",
+        "torchao, int8 weights",
+        "dynamically quantised",
+        "statically quantised",
+    ),
+    "torch.func and tracing": (
+        "[modes of torch](modes.md)",
+        "torch.func.grad, vjp",
+        "torch.func.vmap",
+        "forward-mode AD",
+        "`torch.export`, `torch.jit.trace`, `make_fx`",
+        "`torch.fx.symbolic_trace`",
+        "torch.fx.GraphModule",
+        "a feature extractor made by `torch.fx`",
+        "fake tensors",
+        "meta device",
+    ),
+    "Threads and processes": (
+        "[threads, tasks, processes](models-of-others.md#threads-tasks-processes)",
+        "several threads that share a model",
+        "thread pools",
+        "async tasks",
+        "`os.fork` while hooks are attached",
+        "`os.fork` while another thread attaches hooks",
+        "forked workers of a DataLoader",
+        "spawned processes",
+    ),
+}
 
 
 class Cell(NamedTuple):
@@ -56,48 +135,80 @@ def _cells_of(path: Path) -> Iterator[Cell]:
                 )
 
 
-def table(found: list[Cell]) -> str:
-    """Return the table in Markdown, the notes to which its numbers refer, and the tests."""
-    regimes = list(dict.fromkeys(cell.regime for cell in found))
-    notes: list[str] = []
-    rows = ["| regime | " + " | ".join(VERBS) + " |", "|---" * (len(VERBS) + 1) + "|"]
-    for regime in regimes:
-        mine = [cell for cell in found if cell.regime == regime]
-        shown = [_cell([cell for cell in mine if verb in cell.verbs], notes) for verb in VERBS]
-        rows.append(f"| {regime} | " + " | ".join(shown) + " |")
-    lines = [
-        f"{k}. {', '.join(dict.fromkeys(c.regime for c in found if _note(c) == note))}: {note}"
-        for k, note in enumerate(notes, start=1)
+def tables(found: list[Cell]) -> str:
+    """Return a table for each group of regimes, with its notes below it, and the tests."""
+    grouped = {regime for _, *regimes in GROUPS.values() for regime in regimes}
+    if missing := [cell.regime for cell in found if cell.regime not in grouped]:
+        raise ValueError(f"tests/regimes/table.py: no group in GROUPS has {missing[0]!r}")
+    parts, proofs = [], []
+    for heading, (guides, *regimes) in GROUPS.items():
+        if not (mine := [cell for cell in found if cell.regime in regimes]):
+            continue
+        present = [name for name in regimes if any(cell.regime == name for cell in mine)]
+        verbs = [verb for verb in VERBS if any(verb in cell.verbs for cell in mine)]
+        rows = ["| regime | " + " | ".join(verbs) + " |", "|---" * (len(verbs) + 1) + "|"]
+        notes = []
+        for regime in present:
+            cells_of = [cell for cell in mine if cell.regime == regime]
+            shown = [_cell([cell for cell in cells_of if verb in cell.verbs]) for verb in verbs]
+            rows.append(f"| {regime} | " + " | ".join(shown) + " |")
+            notes += _notes(regime, cells_of)
+            proofs.append(_proof(regime, cells_of))
+        lines = ["Notes:", "", *notes, ""] if notes else []
+        parts += [f"## {heading}", "", f"Guides: {guides}.", "", *rows, "", *lines]
+    opening = [
+        '<details markdown="1">',
+        "<summary>The tests of each regime, in <code>tests/regimes/</code></summary>",
+        "",
     ]
-    proofs = [
-        f"- {regime}: "
-        + ", ".join(dict.fromkeys(f"`{cell.test}`" for cell in found if cell.regime == regime))
-        for regime in regimes
-    ]
-    return "\n".join([*rows, "", *lines, "", "The tests, in `tests/regimes/`:", "", *proofs, ""])
+    return "\n".join([*parts, *opening, *proofs, "", "</details>", ""])
 
 
-def _cell(proofs: list[Cell], notes: list[str]) -> str:
+def _cell(proofs: list[Cell]) -> str:
     if not proofs:
         return ""
-    said = list(dict.fromkeys(_note(cell) for cell in proofs if _note(cell)))
-    for note in said:
-        if note not in notes:
-            notes.append(note)
-    numbers = ",".join(str(notes.index(note) + 1) for note in said)
-    word = "refused" if all(cell.refused for cell in proofs) else "yes"
-    return f"{word} ({numbers})" if numbers else word
+    if all(cell.refused for cell in proofs):
+        return "refused"
+    return "yes\\*" if any(_note(cell) for cell in proofs) else "yes"
+
+
+def _notes(regime: str, proofs: list[Cell]) -> list[str]:
+    """Return the lines of one regime's notes, each with the columns that it is about."""
+    tested = [verb for verb in VERBS if any(verb in cell.verbs for cell in proofs)]
+    about: dict[str, list[str]] = {}
+    for verb in tested:
+        mine = [_note(cell) for cell in proofs if verb in cell.verbs and _note(cell)]
+        for note in dict.fromkeys(mine):
+            about.setdefault(note, []).append(verb)
+    said = [
+        note if verbs == tested else f"*{', '.join(verbs)}*: {note}"
+        for note, verbs in about.items()
+    ]
+    if len(said) == 1:
+        return [f"- **{regime}**{', ' if said[0][0] == '*' else ': '}{said[0]}"]
+    return [f"- **{regime}**", *(f"    - {one}" for one in said)] if said else []
 
 
 def _note(cell: Cell) -> str:
-    return ": ".join(part for part in (cell.refused and f"`{cell.refused}`", cell.note) if part)
+    error = f"`{cell.refused}`" if cell.refused and cell.refused not in cell.note else ""
+    return ": ".join(part for part in (error, cell.note) if part)
+
+
+def _proof(regime: str, proofs: list[Cell]) -> str:
+    """Return the line that names one regime's tests, by file."""
+    names: dict[str, list[str]] = {}
+    for test in dict.fromkeys(cell.test for cell in proofs):
+        file, _, name = test.partition("::")
+        names.setdefault(file, []).append(f"`{name}`")
+    files = "; ".join(f"`{file}`: {', '.join(tests)}" for file, tests in names.items())
+    return f"- **{regime}**: {files}"
 
 
 def page(text: str, found: list[Cell]) -> str:
-    """The page with the table in its place."""
+    """The page with the tables in their place."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    return before + BEGIN + "\n" + table(found) + "\n" + END + after
+    return before + BEGIN + "\n" + tables(found) + "\n" + END + after
 
 
 if __name__ == "__main__":

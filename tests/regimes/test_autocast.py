@@ -21,9 +21,7 @@ def make(features=64):
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * 100
 
 
-@pytest.mark.cell(
-    "autocast", "record", note="recorded values keep the dtype that the model gives them"
-)
+@pytest.mark.cell("autocast", "record", note="A recorded value has the same dtype as in the model.")
 @pytest.mark.parametrize("dtype", NARROW)
 def test_what_is_recorded_is_what_flows_and_numbers_are_kept(dtype):
     model = make()
@@ -54,7 +52,7 @@ def error(found, expected):
 @pytest.mark.cell(
     "autocast",
     "statistics",
-    note="a statistic, such as `keep=torch.norm`, is computed and stored in float32",
+    note="A statistic of a 16-bit value, such as `keep=torch.norm`, is computed in float32.",
 )
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", STATISTICS)
@@ -158,7 +156,7 @@ def test_gradients_are_a_hand_hooks_and_their_statistics_exact():
     "autocast",
     "edit",
     "raw hooks",
-    note="the edit function or raw hook runs under autocast, as the model's own code does",
+    note="The edit function or raw hook runs under autocast, like the model's own code.",
 )
 def test_edits_run_as_the_models_own_code_and_keep_the_dtype():
     model, seen = make(), []

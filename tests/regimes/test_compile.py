@@ -139,8 +139,8 @@ def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
 
 @pytest.mark.cell(
     "torch.compile", "watch",
-    note="`hl.watch` prints the modules in compiled code after that code has run, and prints no"
-    " inputs and times of these modules",
+    note="Modules in compiled code are printed after this code has run, without inputs and"
+    " times.",
 )  # fmt: skip
 def test_watch_prints_what_compiled_code_has_done():
     model, out = steps(), io.StringIO()
@@ -159,7 +159,7 @@ def test_watch_prints_what_compiled_code_has_done():
 @pytest.mark.cell(
     "torch.compile",
     "features",
-    note="`hl.features` runs the whole graph, because compiled code cannot stop in the middle",
+    note="The whole graph runs, because compiled code cannot stop in the middle.",
 )
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_features_are_those_of_the_eager_model(form):
@@ -419,8 +419,8 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     "torch.compile",
     "raw hooks",
     refused="AttachError",
-    note="for raw backward hooks (`line.backward`), and for pack and unpack hooks (`line.saved`),"
-    " in compiled code",
+    note="Backward hooks (`line.backward`) and hooks on saved tensors (`line.saved`) raise"
+    " `AttachError`.",
 )
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
@@ -657,9 +657,7 @@ def test_an_operator_that_keeps_gradients_is_dead_code_if_unused():
     sunk.clear()
 
 
-@pytest.mark.cell(
-    "torch.compile", "raw hooks", note="raw forward and forward_pre hooks are traced into the graph"
-)
+@pytest.mark.cell("torch.compile", "raw hooks", note="Forward hooks are traced into the graph.")
 @pytest.mark.trap(14)
 def test_paths_are_those_of_the_model():
     model = steps()

@@ -50,7 +50,7 @@ def test_under_ddp_each_rank_records_its_part_of_the_batch(rank, folder):
 @pytest.mark.cell(
     "DDP",
     "gradients",
-    note="a rank records its own gradient of a parameter, before DDP reduces it",
+    note="Each rank records its own gradient of a parameter, before DDP reduces it.",
 )
 @pytest.mark.trap(30)
 @on_ranks
@@ -71,8 +71,8 @@ def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
 @pytest.mark.cell(
     "DDP",
     "statistics",
-    note="a statistic covers the rank's own part of the batch, or its shard of a gradient;"
-    " `run.reduced` combines the statistics of all ranks",
+    note="A statistic covers this rank's part of the batch. `run.reduced` of a recording `run`"
+    " combines all ranks.",
 )
 @on_ranks
 def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
@@ -245,8 +245,8 @@ def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
 @pytest.mark.cell(
     "FSDP2",
     "statistics",
-    note="a statistic covers the rank's own part of the batch, or its shard of a gradient;"
-    " `run.reduced` combines the statistics of all ranks",
+    note="A statistic of a gradient covers this rank's shard. `run.reduced` of a recording"
+    " `run` combines all ranks.",
 )
 @pytest.mark.trap(30)
 @on_ranks

@@ -148,7 +148,7 @@ def stage_of(rank):
 
 @pytest.mark.cell(
     "pipeline parallelism", "record", "gradients", "statistics", "edit", "edit gradients",
-    "raw hooks", "clip", "watch", note="each microbatch counts as one pass (one run of the model)",
+    "raw hooks", "clip", "watch", note="Each microbatch counts as one run of the model.",
 )  # fmt: skip
 @on_ranks
 def test_stages_of_a_pipeline_do_what_hooks_do_on_the_whole(rank, folder):
@@ -207,7 +207,7 @@ def test_stages_of_a_pipeline_do_what_hooks_do_on_the_whole(rank, folder):
     "record",
     "gradients",
     "edit",
-    note="each microbatch counts as one pass (one run of the model)",
+    note="Each microbatch counts as one run of the model.",
 )
 @on_ranks
 def test_in_a_pipeline_each_microbatch_is_a_pass_of_its_stage(rank, folder):

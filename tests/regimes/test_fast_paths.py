@@ -67,8 +67,8 @@ OFF = r"turned off torch's fast path of layers\.0.*\n.*set_fastpath_enabled\(Fal
     "record",
     "raw hooks",
     "edit",
-    note="a hook inside an encoder layer turns off torch's fast path for that layer, which"
-    " may change the last bits of the output; a warning says so",
+    note="A hook inside an encoder layer turns off this layer's fast path, which may change"
+    " the last bits of the output. A warning says so.",
 )
 def test_a_hook_inside_turns_the_fast_path_off_and_that_is_said(x, padding, fused_calls):
     model = encoder(norm_first=True)
@@ -176,7 +176,7 @@ def test_a_copy_sheds_the_hooks_and_has_its_fast_path(x, fused_calls):
 @pytest.mark.cell(
     "TransformerEncoder, torch's fast path on",
     "record",
-    note="if a call has a padding mask, values recorded inside the encoder are nested tensors",
+    note="With a padding mask, the values inside the encoder are nested tensors.",
 )
 def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
     model = encoder()
@@ -197,8 +197,8 @@ def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
 @pytest.mark.trap(34)
 @pytest.mark.cell(
     "TransformerEncoder, torch's fast path on", "raw hooks", refused="HooklineWarning",
-    note="process-wide hooks (`hl.EVERYWHERE`) leave the fast path on, so they are not called for"
-    " modules inside an encoder layer",
+    note="Hooks on every model (`hl.EVERYWHERE`) are not called on modules inside an encoder"
+    " layer. A `HooklineWarning` says so.",
 )  # fmt: skip
 def test_everywhere_says_that_it_does_not_see_into_fused_layers(x):
     model = nn.Sequential(nn.Linear(16, 16), encoder()).eval()

@@ -59,7 +59,9 @@ GRADS = {
 
 @pytest.mark.trap(28)
 @pytest.mark.cell(
-    "torch.func.grad, vjp", "record", note="after the transform, recorded values are plain tensors"
+    "torch.func.grad, vjp",
+    "record",
+    note="Recorded values are plain tensors once the transform has ended.",
 )
 @pytest.mark.parametrize("name", [*GRADS, "jvp", "jacrev", "jacfwd"])
 def test_values_come_out_plain_whatever_the_transform(name, net, image, left_as_found):
@@ -195,8 +197,8 @@ def test_a_value_overwritten_inside_transforms_is_refused_too(net, image):
 @pytest.mark.cell(
     "torch.func.grad, vjp",
     "gradients",
-    note="a hook on a parameter's gradient is never called, because the transform returns the"
-    " gradient instead of adding it to `.grad`; a warning says so",
+    note="The gradient of a parameter is not recorded, because the transform returns it. A"
+    " warning says so.",
 )
 def test_a_parameters_gradient_is_what_the_transform_returns(net, image):
     with pytest.warns(
@@ -224,8 +226,8 @@ def test_a_silent_parameter_says_so_of_a_module_run_by_hand_too():
     "torch.func.vmap",
     "record",
     "statistics",
-    note="the recording holds the whole batch, along the first dimension; a `keep=` function gets"
-    " one example at a time",
+    note="The recording holds the whole batch, along the first dimension. A `keep=` function"
+    " gets one example at a time.",
 )
 def test_under_vmap_the_whole_batch_is_recorded_batch_in_front():
     torch.manual_seed(0)
@@ -260,8 +262,8 @@ def test_a_value_that_does_not_depend_on_the_batch_has_none():
 @pytest.mark.cell(
     "torch.func.vmap",
     "record",
-    note="for an ensemble by `stack_module_state`, the recording holds the values of all members,"
-    " along the first dimension",
+    note="For an ensemble by `stack_module_state`, the recording holds all members, along the"
+    " first dimension.",
 )
 def test_an_ensemble_is_recorded_member_by_member():
     torch.manual_seed(0)
@@ -276,7 +278,7 @@ def test_an_ensemble_is_recorded_member_by_member():
 @pytest.mark.cell(
     "torch.func.vmap",
     "gradients",
-    note="gradients are recorded if they are computed inside `vmap`, as in `vmap(grad(f))`",
+    note="Gradients that are computed inside `vmap`, as in `vmap(grad(f))`, are recorded.",
 )
 def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     alone = []
@@ -298,8 +300,8 @@ def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     "gradients",
     "raw hooks",
     refused="AttachError",
-    note="for gradients and raw backward hooks, if the gradient is computed outside `vmap`, as by"
-    " `loss.backward()` after `vmap`",
+    note="If the gradient is computed outside `vmap`, as by `loss.backward()` after it, hooks"
+    " on gradients raise `AttachError`.",
 )
 @pytest.mark.parametrize("port", ["grad_output", "grad_input", "raw"])
 def test_gradients_that_flow_past_one_examples_value_are_refused(port, net, image):

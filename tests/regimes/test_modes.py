@@ -198,8 +198,8 @@ def test_compiled_code_meets_hooklines_numbers_on_any_default(mode, model):
 
 @pytest.mark.cell(
     "forward-mode AD", "record", "edit",
-    note="recorded values are detached and lose their tangent; `detach=False,"
-    " keep=forward_ad.unpack_dual` keeps the tangent",
+    note="Recorded values have no tangent. To keep it, write `detach=False,"
+    " keep=forward_ad.unpack_dual`.",
 )  # fmt: skip
 def test_dual_numbers_are_recorded_whole_where_that_is_asked_for(model):
     tangent = torch.ones_like(X)

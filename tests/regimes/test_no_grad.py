@@ -76,8 +76,8 @@ def test_in_inference_mode_overwritten_values_were_copied(net, image):
 @pytest.mark.trap(26)
 @pytest.mark.cell(
     "no_grad, inference_mode", "gradients", "edit gradients", "raw hooks", "clip",
-    note="no gradient is computed, so hooks on gradients, such as raw backward hooks, are not"
-    " called; a warning says why, and the look-up of a gradient raises this error",
+    note="There is no gradient, so hooks on gradients are not called, and a warning says why."
+    " The look-up of a gradient raises `NotRecordedError`.",
     refused="NotRecordedError",
 )  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
@@ -138,7 +138,7 @@ class Thawed(Frozen):
 
 @pytest.mark.cell(
     "`no_grad` or `enable_grad` inside forward", "record", "gradients", "edit", "edit gradients",
-    note="where the model turns gradients off, there is no gradient, and a warning says so",
+    note="Where the model turns gradients off, there is no gradient. A warning says so.",
 )  # fmt: skip
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "thawed"])

@@ -96,8 +96,8 @@ def test_what_a_parametrization_computes_is_a_site_of_its_own(name, x):
 @pytest.mark.cell(
     "parametrized weights",
     "record",
-    note="under `parametrize.cached()`, torch computes the parametrized weight only in the first"
-    " pass (run of the model), so the recording holds the weight only for this pass",
+    note="Under `parametrize.cached()`, torch computes the weight in the first run of the"
+    " model only. So only this run records the weight.",
 )
 def test_a_cached_parametrization_runs_once_later_passes_say_so(x):
     model = build(parametrizations.spectral_norm)

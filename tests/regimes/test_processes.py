@@ -61,8 +61,8 @@ def child(action):
 
 @pytest.mark.cell(
     "`os.fork` while hooks are attached", "record", "gradients", "edit", "edit gradients", "clip",
-    note="the child process continues with a copy of the hooks; the parent's recording holds"
-    " no values of the child",
+    note="The child goes on with a copy of the hooks. The parent's recording holds nothing of"
+    " the child.",
 )  # fmt: skip
 def test_a_child_goes_on_alone_and_the_parents_line_is_untouched(model, x):
     plain = model(x)
@@ -188,7 +188,8 @@ class Encoded(Dataset):
 
 @pytest.mark.cell(
     "forked workers of a DataLoader", "record", refused="HooklineWarning",
-    note="values recorded in a worker process are not in the recording of the main process",
+    note="What a worker records is missing from the recording of the main process. A"
+    " `HooklineWarning` says so.",
 )  # fmt: skip
 @pytest.mark.cell("forked workers of a DataLoader", "edit")
 def test_forked_workers_edit_and_keep_what_they_record(model):
@@ -218,7 +219,7 @@ def test_forked_workers_edit_and_keep_what_they_record(model):
     "spawned processes",
     "record",
     "edit",
-    note="the new process gets a copy of the model, and the hooks on the copy do nothing",
+    note="Hooks do nothing on the copy of the model that the new process gets.",
 )
 def test_a_spawned_process_gets_a_model_whose_hooks_are_inert(model, x):
     plain = model.requires_grad_(False)(x)

@@ -61,7 +61,8 @@ def test_a_type_of_the_same_name_is_shown_with_its_module(dynamic):
     "gradients",
     "clip",
     refused="SelectionError",
-    note="for the gradients of parameters, because quantised layers have no parameters",
+    note="Quantised layers have no parameters, so selecting gradients of parameters raises"
+    " `SelectionError`.",
 )
 def test_there_are_no_parameters_packed_weights_are_explained(dynamic, x):
     for action in (
@@ -88,7 +89,7 @@ def test_a_copy_of_a_hooked_quantised_model_is_free_of_the_line(dynamic, x):
 @pytest.mark.cell(
     "dynamically quantised",
     "record",
-    note="a quantised LSTM is recorded as a whole, without its inner modules",
+    note="A quantised LSTM is recorded as a whole, without its inner modules.",
 )
 def test_a_quantised_lstm_is_recorded_whole(x):
     model = nn.ModuleDict({"lstm": nn.LSTM(8, 4)}).eval()
@@ -171,7 +172,7 @@ def test_statically_quantised_values_are_those_of_torchs_hooks(static, image, pa
 
 
 @pytest.mark.cell(
-    "statically quantised", "edit", note="the edit function must return a quantised tensor"
+    "statically quantised", "edit", note="The edit function must return a quantised tensor."
 )
 def test_a_quantised_value_is_edited_by_a_quantised_one_only(static, image):
     def zero(t):

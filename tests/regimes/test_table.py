@@ -1,4 +1,4 @@
-"""The table of docs/regimes.md says what the tests prove."""
+"""The tables of docs/regimes.md say what the tests prove."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 MAKER = runpy.run_path(str(Path(__file__).parent / "table.py"))
 
 
-def test_the_table_is_up_to_date():
+def test_the_tables_are_up_to_date():
     text = MAKER["PAGE"].read_text()
     assert text == MAKER["page"](text, MAKER["cells"]()), "run python tests/regimes/table.py"
 
@@ -19,16 +19,38 @@ def test_a_condition_and_a_refusal_are_shown_and_explained(tmp_path):
     (tmp_path / "test_one.py").write_text(
         "import pytest\n"
         "@pytest.mark.cell('autocast', 'record', 'edit')\n"
-        "@pytest.mark.cell('autocast', 'statistics', note='in float32')\n"
+        "@pytest.mark.cell('autocast', 'statistics', note='In float32.')\n"
         "def test_it(): pass\n"
-        "@pytest.mark.cell('tracing', 'record', refused='AttachError')\n"
+        "@pytest.mark.cell('nested tensors', 'record', refused='AttachError', note='No.')\n"
         "def test_no(): pass\n"
     )
-    text = MAKER["table"](MAKER["cells"](tmp_path))
-    assert "| autocast | yes |  | yes (1) | yes |" in text
-    assert "| tracing | refused (2) |" in text
-    assert "1. autocast: in float32\n2. tracing: `AttachError`\n" in text
-    assert "- tracing: `test_one.py::test_no`" in text
+    text = MAKER["tables"](MAKER["cells"](tmp_path))
+    assert "## Training and compilation\n" in text
+    assert "| regime | record | statistics | edit |\n" in text
+    assert "| autocast | yes | yes\\* | yes |\n" in text
+    assert "- **autocast**, *statistics*: In float32.\n" in text
+    assert "| nested tensors | refused |\n" in text
+    assert "- **nested tensors**: `AttachError`: No.\n" in text
+    assert "- **nested tensors**: `test_one.py`: `test_no`\n" in text
+
+
+def test_notes_of_one_regime_stand_together(tmp_path):
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.cell('DDP', 'record', 'edit', note='Each rank.')\n"
+        "@pytest.mark.cell('DDP', 'clip', refused='AttachError', note='Raises `AttachError`.')\n"
+        "def test_it(): pass\n"
+    )
+    text = MAKER["tables"](MAKER["cells"](tmp_path))
+    assert "| DDP | yes\\* | yes\\* | refused |\n" in text
+    notes = "- **DDP**\n    - *record, edit*: Each rank.\n    - *clip*: Raises `AttachError`.\n"
+    assert notes in text
+
+
+def test_a_regime_without_a_group_is_an_error(tmp_path):
+    (tmp_path / "test_one.py").write_text("@pytest.mark.cell('DPP', 'record')\ndef t(): ...\n")
+    with pytest.raises(ValueError, match="no group in GROUPS has 'DPP'"):
+        MAKER["tables"](MAKER["cells"](tmp_path))
 
 
 def test_a_verb_that_is_misspelt_is_an_error(tmp_path):

@@ -94,8 +94,8 @@ def wide(tensor):
 @pytest.mark.cell(
     "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors", "record", "features",
     "watch",
-    note="tensors are recorded unchanged; `run.save` does not save sparse, quantised, nested"
-    " and complex32 tensors, and `run.lost` names the tensors that were not saved",
+    note="Recorded tensors are unchanged. `run.save` of a recording `run` skips sparse,"
+    " quantised, nested and complex32 tensors, and lists them in `run.lost`.",
 )  # fmt: skip
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
 def test_a_tensor_is_recorded_as_saved_or_named_as_lost(name, tmp_path):
@@ -164,8 +164,8 @@ WORKS = {
 @pytest.mark.cell(
     "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
     "edit",
-    note="if torch does not implement the edit's operation for a kind of tensor, the edit raises"
-    " `StructureError`",
+    note="If torch lacks the edit's operation for a kind of tensor, the edit raises"
+    " `StructureError`.",
 )
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
@@ -248,8 +248,8 @@ def total(value):
 
 @pytest.mark.cell(
     "nested tensors", "record", "gradients", "statistics", "edit", "features", "watch",
-    note="strided and jagged nested tensors are recorded; `run.save` does not save nested tensors,"
-    " and `run.lost` names the tensors that were not saved",
+    note="The strided and the jagged layout work. `run.save` of a recording `run` skips nested"
+    " tensors, and lists them in `run.lost`.",
 )  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_values_and_gradients_of_nested_tensors_are_their_parts(layout):
@@ -327,8 +327,7 @@ def test_nested_values_are_those_of_torchs_hooks(layout, path):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="edits and clips of gradients, and `line.backward`, work only for nested tensors in the"
-    " jagged layout",
+    note="Hooks that change gradients, and `line.backward`, work in the jagged layout only.",
 )
 @pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
 def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
@@ -349,8 +348,7 @@ def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="edits and clips of gradients, and `line.backward`, work only for nested tensors in the"
-    " jagged layout",
+    note="Hooks that change gradients, and `line.backward`, work in the jagged layout only.",
 )
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
@@ -377,8 +375,7 @@ def with_holes():
 @pytest.mark.cell(
     "nested tensors",
     "clip",
-    note="edits and clips of gradients, and `line.backward`, work only for nested tensors in the"
-    " jagged layout",
+    note="Hooks that change gradients, and `line.backward`, work in the jagged layout only.",
 )
 @pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def code(traced):
     "raw hooks",
     "watch",
     refused="AttachError",
-    note="tracing would write the attached hooks into the graph",
+    note="Tracing raises `AttachError`, because it would write the hooks into the graph.",
 )
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("tracer", TRACERS)
