@@ -420,7 +420,7 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     "raw hooks",
     refused="AttachError",
     note="Backward hooks (`line.backward`) and hooks on saved tensors (`line.saved`) raise"
-    " `AttachError`.",
+    " dynamo's error, which quotes hookline's `AttachError`.",
 )
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
