@@ -1,9 +1,8 @@
-"""Changing gradients while they flow back.
+"""Change gradients during the backward pass.
 
-By hand: `register_hook` on the convolution's output inside `forward`, so the model's code has to be
-edited, and once more in each forward; a loop over `named_parameters()` with string tests for the
-biases; and a full backward hook, were it used instead, would change `grad_input`, which is a
-different gradient. Here both places are named, and both edits end with the block.
+Without hookline, you call `register_hook` on the convolution's output inside `forward`, so you must
+edit the model's code. For the biases, you need a second loop over `named_parameters()`. Here,
+`hl.edit` names both gradients, and both edits end with the `with` block.
 
     python examples/change_gradients.py
 """
@@ -30,7 +29,7 @@ net, x = Net(), torch.randn(1, 3, 8, 8)
 
 
 def gradients():
-    """What flows back into the convolution, and what arrives at the last layer's bias."""
+    """Print gradients of the convolution and of the last layer's bias."""
     net.zero_grad()
     with hl.record(net, ["conv:grad_output", "fc.bias:grad"]) as run:
         net(x).sum().backward()

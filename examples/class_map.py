@@ -1,11 +1,13 @@
-"""Which pixels of a digit speak for its class, and whether the map is right about them.
+"""Find the pixels that raise the score of a digit's class, and test whether the map is right.
 
-By hand: a forward hook that keeps the layer's output and a hook on that tensor for its gradient,
-wrong as soon as an in-place ReLU follows; `backward()`, which fills every `.grad`; the mean of the
-gradient, the weighted sum, and a resize. `hl.cam` does that, and leaves nothing behind.
+Without hookline, you keep the output of a layer and its gradient with two hooks, which goes wrong
+if an in-place ReLU follows. `backward()` also fills the `.grad` of every parameter. Then you
+compute the weighted sum and resize it. `hl.cam` does all this, and leaves no hook and no gradient.
+
+The script hides the pixels that the map marks, and compares the scores with random pixels hidden.
 
     python examples/class_map.py             print the maps
-    python examples/class_map.py maps.png    and write them as a picture
+    python examples/class_map.py maps.png    also write them as a picture
 """
 
 import sys
@@ -26,7 +28,7 @@ print(found)
 
 
 def rows(picture):
-    """A picture from 0 to 1 as lines of text, two characters a pixel."""
+    """Convert a picture from 0 to 1 to lines of text, with two characters for each pixel."""
     levels = (picture * (len(SHADES) - 1)).round().int().tolist()
     return ["".join(SHADES[level] * 2 for level in line) for line in levels]
 
@@ -38,7 +40,7 @@ for digit in (3, 7):
 
 
 def score_without(order):
-    """The mean score of the digits' classes when the first pixels in this order are dark."""
+    """Compute the mean score of the digits' classes with the first pixels of an order dark."""
     hidden = torch.zeros(8, 64, dtype=torch.bool).scatter(1, order[:, :N_HIDDEN], value=True)
     with torch.no_grad():
         scores = model(images.flatten(2).masked_fill(hidden[:, None], 0.0).view_as(images))

@@ -1,8 +1,8 @@
-"""A recurrent network whose training explodes, and does not when its gradients are clipped.
+"""Train a recurrent network that learns only if its gradients are clipped.
 
-By hand: `clip_grad_norm_` between `backward()` and `step()`, in each training loop, where nobody
-knows whether it ever does anything; a limit that is never reached, or always, looks the same. Here
-the loop stays as it is, and the line says how often each gradient was clipped, and by how much.
+Without hookline, you call `clip_grad_norm_` in the training loop, and count yourself how often it
+clips. With `hl.clip`, the loop stays as it is. The report says how often each gradient was clipped,
+and by how much.
 
     python examples/clip_an_exploding_network.py
 """
@@ -16,12 +16,12 @@ import hookline as hl
 
 
 class AddUp(nn.Module):
-    """Adds up fifty numbers: a gradient goes back through fifty products with one matrix."""
+    """Add up fifty numbers: the gradient is multiplied by one matrix fifty times."""
 
     def __init__(self):
         super().__init__()
         self.rnn = nn.RNN(1, 32, nonlinearity="relu", batch_first=True)
-        nn.init.eye_(self.rnn.weight_hh_l0)  # begins by remembering (Le, Jaitly and Hinton, 2015)
+        nn.init.eye_(self.rnn.weight_hh_l0)  # as in Le, Jaitly and Hinton (2015)
         self.head = nn.Linear(32, 1)
 
     def forward(self, x):
@@ -29,7 +29,7 @@ class AddUp(nn.Module):
 
 
 def train(clipping, n_steps=300):
-    """The same network and the same data each time; only the clipping differs."""
+    """Train on the same data, from the same weights; only the clipping differs."""
     torch.manual_seed(0)
     net = AddUp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9)

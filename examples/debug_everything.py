@@ -1,9 +1,8 @@
-"""Hooks on everything that runs, forward and backward, in this thread only, and gone afterwards.
+"""Hook every module that runs in this thread, forward and backward, and remove the hooks again.
 
-By hand: `torch.nn.modules.module.register_module_forward_hook` and its three siblings. They fire
-for every model of the process, in every thread: a model that is trained or served beside this one
-prints into this log, and is changed by whatever the hooks return. If an exception comes between,
-they stay on for the life of the process. `hl.EVERYWHERE` is what runs in this `with` block.
+torch's global hooks, such as `torch.nn.modules.module.register_module_forward_hook`, are called for
+every model of the process, in every thread. They also stay registered after an exception. The hooks
+on `hl.EVERYWHERE` are called only in this thread, and are removed at the end of the `with` block.
 
     python examples/debug_everything.py
 """
@@ -32,7 +31,7 @@ def run_mine():
 
 
 def train_theirs():
-    """Another model, trained in another thread by somebody who knows nothing of this."""
+    """Train another model, in another thread."""
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.01)
     x = torch.linspace(-3, 3, 64)[:, None]
     for _ in range(200):
@@ -59,4 +58,4 @@ print("modules of its model that were seen here:", len(set(seen) & set(theirs.mo
 seen.clear()
 run_mine()
 print("calls seen after the block:", len(seen))
-print("left behind:", hl.inventory(mine))  # those of the whole process included
+print("left behind:", hl.inventory(mine))  # global hooks included

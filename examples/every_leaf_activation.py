@@ -1,9 +1,8 @@
-"""The activations of every leaf module of a nested model.
+"""Record the output of every leaf module of a nested model.
 
-By hand: `for name, layer in net.named_children(): layer.register_forward_hook(...)` hooks the
-containers and not what they hold; `named_modules()` hooks both, so each block's output is stored
-twice. And the convolution's activation is wrong either way: the in-place ReLU behind it writes into
-the very tensor that the hook has stored. `copy=True` copies it in time.
+Hooks on `net.named_children()` miss the modules inside containers. Hooks on `named_modules()` also
+store the outputs of the containers, and the stored output of the convolution is wrong: the in-place
+ReLU after it overwrites the tensor. `copy=True` copies the tensor before that.
 
     python examples/every_leaf_activation.py
 """

@@ -1,12 +1,11 @@
-"""Features of a folder of images, for a nearest-neighbour search and for a linear probe.
+"""Compute features of images, for a nearest-neighbour search and for a linear probe.
 
-By hand: hooks on `layer4` and `avgpool` that append to lists, in a forward that goes on to the
-classifier for nothing; or the model cut open with `nn.Sequential(*list(model.children())[:-1])`,
-which loses whatever `forward` does between the children and gives one layer only. `hl.features`
-stops the forward as soon as both layers are there.
+Without hookline, people cut the model with `nn.Sequential(*list(model.children())[:-1])`. This
+loses what `forward` does between the children, and gives one layer only. `hl.features` gives both
+layers, and stops the forward after the last of them.
 
     python examples/features_for_search.py              random weights, no download
-    python examples/features_for_search.py pretrained   torchvision's, downloaded once; slower
+    python examples/features_for_search.py pretrained   trained weights, downloaded once; slower
 """
 
 import sys
@@ -29,7 +28,7 @@ N_IMAGES, N_HELD_OUT = 360, 120
 
 
 def write_images(folder):
-    """Handwritten digits as PNG files; the end of a name is the label."""
+    """Write handwritten digits as PNG files; the end of a file's name is the label."""
     digits = load_digits()
     for k in range(N_IMAGES):
         pixels = (digits.images[k] * 255 / 16).astype(np.uint8)
@@ -37,7 +36,7 @@ def write_images(folder):
 
 
 def small(picture):
-    """64 x 64 pixels from -1 to 1. Random weights need no larger ones; trained ones do."""
+    """Convert a picture to 64 x 64 pixels from -1 to 1, enough for random weights."""
     pixels = np.asarray(picture.convert("RGB").resize((64, 64)), dtype=np.float32)
     return torch.from_numpy(pixels).permute(2, 0, 1) / 127.5 - 1
 

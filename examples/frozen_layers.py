@@ -1,9 +1,8 @@
-"""Layers that do not learn, found by the gradients that they do not get.
+"""Find layers that do not learn, because they get no gradient.
 
-By hand one prints `p.grad` after backward: None says that nothing came, and not why. It is the same
-for a layer that is frozen on purpose, for one that is frozen by mistake, and for one that the
-forward never reaches. Here each parameter has a row with its state: "none" where no gradient is
-needed, "dead" where one should have come, and the reason.
+Without hookline, you print `p.grad` after backward. None does not tell a frozen layer from a layer
+that the forward does not use. `run.gradients()` has a row for each parameter, with a state and a
+reason. "none" means that the parameter is frozen, "dead" that an expected gradient did not arrive.
 
     python examples/frozen_layers.py
 """
@@ -22,14 +21,14 @@ class Net(nn.Module):
         self.stem_reduce = nn.Linear(64, 8)
         self.body = nn.Linear(8, 64)
         self.head = nn.Linear(64, 10)
-        self.old_head = nn.Linear(64, 10)  # somebody has forgotten to delete it
+        self.old_head = nn.Linear(64, 10)  # unused, and not deleted
 
     def forward(self, x):
         return self.head(self.body(self.stem_reduce(self.stem(x).relu())).relu())
 
 
 def train(n_epochs=20):
-    """Train what is not frozen; gives the accuracy on the held-out digits."""
+    """Train the parameters that are not frozen; return the accuracy on held-out digits."""
     optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(n_epochs):
         for rows in torch.randperm(len(x)).split(64):
@@ -48,7 +47,7 @@ x, y, x_test, y_test = images[450:], labels[450:], images[:450], labels[:450]
 
 net = Net()
 for name, parameter in net.named_parameters():
-    if name.startswith("stem"):  # only the first layer is meant
+    if name.startswith("stem"):  # a mistake: this also freezes stem_reduce
         parameter.requires_grad_(False)
 print(f"accuracy {train():.1%}, so what does not learn?")
 

@@ -1,9 +1,8 @@
-"""The gradients of intermediate tensors.
+"""Record the gradients of intermediate tensors.
 
-After `backward()`, `b.grad` is None for every tensor that was computed from others. By hand one
-calls `b.retain_grad()`, which has to come before backward and keeps the gradient for good, or
-`b.register_hook(...)` with a closure that stores it and a handle that somebody has to remove.
-Here tensors are recorded under names of one's own, for as long as the block lasts.
+After `backward()`, `b.grad` is None for a tensor that was computed from others. Without hookline,
+you call `b.retain_grad()` before backward, or `b.register_hook(...)` and remove the handle later.
+`hl.record` takes the tensors by names that you choose, and ends with the `with` block.
 
     python examples/gradients_of_intermediate_tensors.py
 """
@@ -19,11 +18,11 @@ c = b.mean()
 with hl.record({"a": a, "b": b}) as run:
     c.backward()
 
-print("dc/db =", run["b:grad"])  # a mean of five: a fifth for each element
-print("dc/da =", run["a:grad"])  # b is twice a: twice that
+print("dc/db =", run["b:grad"])  # the mean of five elements: 1/5 for each
+print("dc/da =", run["a:grad"])  # b = 2 * a: 2/5
 print("kept on b itself:", b.retains_grad)
 
-# Or seen by a function of one's own when it arrives, and changed by what the function returns.
+# Or call a function with the gradient during backward. What it returns replaces the gradient.
 b = 2 * a
 with hl.attach() as line:
     line.grad(b, lambda grad: 10 * grad)

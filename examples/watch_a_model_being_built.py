@@ -1,8 +1,8 @@
-"""Watching a model being built, and replacing its parts as they are registered.
+"""Replace modules, parameters and buffers while a model is built.
 
-By hand: `register_module_module_registration_hook` and its siblings see every model that anyone
-builds in the process. Or one walks through the finished model with `setattr`, splitting paths at
-dots, and misses what is held twice; or edits the code of a model that somebody else wrote.
+torch's `register_module_module_registration_hook` acts on every model that the process builds. To
+replace modules of a finished model, you need a loop with `setattr`, and can miss a module that the
+model holds twice. `line.registered` acts only inside the `with` block and in this thread.
 
     python examples/watch_a_model_being_built.py
 """
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Somebody else's model. Its two tables come from numpy, which makes them float64."""
+    """A model whose tensors `mean` and `gain` come from NumPy, in float64."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def on_module(module, name, child):
-    """A module that is registered is whole: its own parts came before, with their first values."""
+    """Replace batch norms and initialise layers. A registered module has all its parameters."""
     if isinstance(child, nn.BatchNorm2d):
         print(f"  {type(module).__name__}.{name}: BatchNorm2d -> GroupNorm")
         return nn.GroupNorm(4, child.num_features)
@@ -51,7 +51,7 @@ def on_module(module, name, child):
 
 
 def on_parameter(module, name, value):
-    """Not the place to initialise: a layer fills its parameters after it has registered them."""
+    """Convert to float32. Do not initialise here: layers fill parameters after registration."""
     if value.dtype is torch.float64:
         print(f"  {type(module).__name__}.{name}: parameter float64 -> float32")
         return nn.Parameter(value.detach().float())

@@ -1,8 +1,8 @@
-"""What flows back through each layer, each gradient under the name of what it belongs to.
+"""Record the gradients of each layer's input, output, weight and bias, by name.
 
-The tutorials print it with `register_backward_hook`, now deprecated: an unlabelled list in the
-order of a C++ function's arguments. For the Linear below that is [5], [1, 160], [160, 5]: the bias,
-the input, and the weight transposed. For the Conv2d it is the input, the weight, the bias.
+Old tutorials use `register_backward_hook`, which is deprecated. It gives gradients without names.
+For the Linear below, their shapes are [5], [1, 160], [160, 5]: the bias, the input and the
+transposed weight. For the Conv2d, the order is input, weight, bias.
 
     python examples/what_flows_back.py
 """
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 net, x = Net(), torch.randn(1, 3, 8, 8)
-x.requires_grad_()  # without it, the gradient of the input is None: an image needs none
+x.requires_grad_()  # otherwise the gradient of the input is None
 
 with hl.record(net, ["conv", "fc"], ports=("grad_output", "grad_input", "grad")) as run:
     net(x).sum().backward()
@@ -34,6 +34,6 @@ with hl.record(net, ["conv", "fc"], ports=("grad_output", "grad_input", "grad"))
 for site, gradient in run.items():
     print(f"{site:17}  {list(gradient.shape)!s:15}  norm {gradient.norm():.3f}")
 
-# They are autograd's own gradients, to the last bit.
+# The gradients equal those of autograd, to the last bit.
 assert torch.equal(run["conv:grad_input"], x.grad)
 assert torch.equal(run["fc.weight:grad"], net.fc.weight.grad)
