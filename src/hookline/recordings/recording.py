@@ -360,9 +360,10 @@ class Recording(Lookups):
             >>> hl.open(folder)["(root)"].shape
             torch.Size([4, 3])
 
-        An older recording in the folder is replaced. In a distributed job this is a collective: all
-        ranks must call it, and they write into one folder. Parts that cannot be saved (sparse
-        tensors, a library's caches) are listed in `run.lost`.
+        An older recording in the folder is replaced, and its `report.html` removed. In a
+        distributed job this is a collective: all ranks must call it, and they write into one
+        folder. Parts that cannot be saved (sparse tensors, a library's caches) are listed in
+        `run.lost`.
 
         Args:
             folder: the folder. For several ranks it must be on a disk that all of them share.

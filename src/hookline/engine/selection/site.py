@@ -57,7 +57,8 @@ class Site:
         path: the dotted path of the module or parameter; the empty string for the root.
         port: "input", "output", "grad_input", "grad_output"; "grad" of a parameter or tensor.
         leaf: the keys that lead to one part of the value; () is the whole value.
-        call: the k-th run of the module within a pass, from 0; None is every run.
+        call: the k-th run of the module within a pass, from 0; None is every run. If a module
+            calls itself, inputs are counted when a run begins, and outputs when a run ends.
         aliases: the other paths of a shared module.
         module_type: the name of the module's class; for a parameter, `Linear.weight`.
     """

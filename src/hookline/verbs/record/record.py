@@ -151,8 +151,9 @@ def record(
         selector: which sites, as in `hl.select`. None selects every module.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad" (of
             parameters), for selectors that name no port. An input is the tensor if the module got
-            one tensor alone, else a dict of the arguments by name. A gradient has the structure
-            of its value.
+            one tensor alone, else a dict of the arguments by name; `**x` is a keyword
+            argument if a positional one is named `x`, too. A gradient has the structure of its
+            value.
         to: a new folder, or a URL of fsspec (`s3://bucket/acts`), for a store that grows pass by
             pass: a row for each item of each pass. None keeps all passes in memory.
         every_thread: True records in every thread and async task. False records in the calling
@@ -166,7 +167,8 @@ def record(
         dtype: the dtype in which floating tensors are kept. Other tensors keep theirs. None, the
             default, converts nothing.
         detach: True, the default, detaches tensors from the autograd graph. False keeps the graph,
-            and with it the memory of the whole pass.
+            and with it the memory of the whole pass. Tensors with a graph are then copied only with
+            `copy=True`; the model does not use this copy, so the loss has no gradient for it.
         copy: True copies every tensor, False none. None copies where torch cannot report changes.
             The default is None, and True with `to=`.
 
