@@ -20,6 +20,9 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
     Steps are reported when Lightning logs: every `log_every_n_steps`, under the number that
     Lightning logs. Without `to=`, they go to the trainer's loggers.
 
+    A step that a `GradScaler` skips is not reported. With manual optimization, a step ends with the
+    batch in which an optimizer has stepped.
+
     Args:
         selector: which modules and parameters, as in `hl.monitor`.
         every: every so many steps are reported; None is the trainer's `log_every_n_steps`.

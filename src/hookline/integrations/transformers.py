@@ -19,7 +19,8 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         seen.curves["model.layers.0"].std
 
     Steps are reported when the `Trainer` logs: every `logging_steps`, counted from 1. Without
-    `to=`, they go to the runs of W&B and MLflow that `report_to` names.
+    `to=`, they go to the runs of W&B and MLflow that `report_to` names. A step that a `GradScaler`
+    skips is not reported.
 
     Args:
         selector: which modules and parameters, as in `hl.monitor`.

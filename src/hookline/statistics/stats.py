@@ -50,10 +50,10 @@ def moments(*, compile: bool | None = None) -> Statistic[Moments]:
     Args:
         compile: whether floating tensors are measured by a function that inductor compiles. The
             function is faster, because it reads each tensor once. Compilation takes about 4
-            seconds, once for each dtype and device, and needs a C++ compiler. True compiles for the
-            first tensor of 16,384 elements or more. None compiles when such tensors add up to
-            2,147,483,648 elements, because by then compilation would have saved its own time. False
-            never compiles.
+            seconds, once for each dtype, device and number of torch's threads, and needs a C++
+            compiler. True compiles for the first tensor of 16,384 elements or more. None compiles
+            when such tensors add up to 2,147,483,648 elements, because by then compilation would
+            have saved its own time. False never compiles.
 
     Returns:
         A statistic whose result is `Moments`. It keeps 8 numbers, its slots.
@@ -118,6 +118,7 @@ def quantiles(
     0. The estimate differs from this element by at most `error` times the element. The smallest and
     the greatest element are exact. The sketch is that of Masson, Rim and Lee, "DDSketch", VLDB
     2019, in the form with a fixed range. An error of 0.01 takes 7,688 numbers, which are 60 KiB.
+    `hl.monitor` names the quantiles as percentiles: `p1`, `p50`, `p99_9`.
 
     Args:
         q: which quantiles, from 0 to 1.
