@@ -130,7 +130,8 @@ class EventHooks(ModuleHooks):
             0.
 
         Args:
-            where: which modules, as in `hl.select`; or an optimizer.
+            where: which modules, as in `hl.select`, also containers such as `ModuleList`; or an
+                optimizer.
             hook: the function. It must return None.
 
         Returns:
@@ -160,7 +161,8 @@ class EventHooks(ModuleHooks):
             ['weight']
 
         Args:
-            where: which modules, as in `hl.select`; or an optimizer.
+            where: which modules, as in `hl.select`, also containers such as `ModuleList`; or an
+                optimizer.
             hook: the function. A module's hook changes the state dict in place and returns None.
                 An optimizer's hook may return another state dict.
 
@@ -193,7 +195,8 @@ class EventHooks(ModuleHooks):
             <All keys matched successfully>
 
         Args:
-            where: which modules, as in `hl.select`; or an optimizer.
+            where: which modules, as in `hl.select`, also containers such as `ModuleList`; or an
+                optimizer.
             hook: the function. A module's hook changes the state dict in place and returns None.
                 An optimizer's hook may return another state dict.
 
@@ -223,7 +226,8 @@ class EventHooks(ModuleHooks):
             ['weight', 'bias']
 
         Args:
-            where: which modules, as in `hl.select`; or an optimizer.
+            where: which modules, as in `hl.select`, also containers such as `ModuleList`; or an
+                optimizer.
             hook: the function. It must return None, and may change `incompatible_keys` in place.
 
         Returns:
