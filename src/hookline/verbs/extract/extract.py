@@ -70,7 +70,8 @@ def extract(
             - a `Dataset`, a list or any other sequence, whose elements are items
             - a `DataLoader` that does not shuffle
             - an array or tensor, or a dict or tuple of these, whose rows are items
-            - an iterator, or another iterable that is no sequence, which gives batches
+            - an iterator, or another iterable that is no sequence, which gives batches; the first
+              dimension of a batch's first tensor is the number of its items
             - a data set of Hugging Face
             - the path of a folder of images, of a saved data set of Hugging Face, or of a `.npy`,
               `.npz`, `.txt`, `.jsonl` or `.parquet` file
@@ -82,7 +83,7 @@ def extract(
             makes them on a Ray cluster, in as many actors as the cluster has room for. This is the
             cluster that `ray.init(...)` has connected this process to, or else that of the
             environment variable `RAY_ADDRESS`. Without either, a cluster is started here, and ended
-            afterwards.
+            afterwards; Ray keeps its access token in `~/.ray/auth_token`.
         keep: a function of each value; its result is stored. None, the default, stores the value.
         dtype: the dtype of floating tensors as stored; None, the default, keeps theirs.
         mask: for a row for each token, without padding: the key of the mask in a batch that is a
@@ -95,10 +96,14 @@ def extract(
         on_error: "raise", the default, stops at an item that cannot be loaded. "skip" leaves it
             out, and lists it in `store.skipped`.
         preprocess: for images: a function that makes a tensor of a picture.
-        tokenize: for texts: a tokenizer of transformers, or a function that takes a list of strings
-            and returns the batch.
+        tokenize: for texts: a function that takes a list of strings and returns a dict of tensors,
+            padded to one length. Or a tokenizer of transformers: it pads to the longest text of the
+            batch, and cuts texts at its `model_max_length`. For one length in all batches give
+            `functools.partial(tokenizer, max_length=128, padding="max_length", truncation=True,
+            return_tensors="pt")`.
         eval: True, the default, runs the model in eval mode. False leaves each module in its mode.
-        shard_bytes: about the size of a shard in bytes; 32 MiB by default.
+        shard_bytes: about the size of a shard in bytes; 32 MiB by default. A shard has whole
+            batches, at least one.
         progress: False shows no progress bar. By default, a terminal shows one.
 
     Returns:
