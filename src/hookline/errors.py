@@ -21,20 +21,20 @@ class SelectionError(HooklineError, LookupError):
 
 
 class SiteError(HooklineError, LookupError):
-    """A value lacks the leaf that a site names, or holds a tensor that cannot be copied.
+    """A value lacks the part that a selector names, or holds a tensor that cannot be copied.
 
-    A leaf is a part of a nested value, such as `[0]` in `lstm:output[0]`.
+    A part is one item of a nested value, such as `[0]` in `lstm:output[0]`.
     """
 
 
 class NotRecordedError(HooklineError, KeyError):
-    """A site has no recorded value: it was not selected, or its hook was never called."""
+    """A value was not recorded: it was not selected, or its hook was never called."""
 
     __str__ = Exception.__str__  # KeyError would show the message quoted, on one line
 
 
 class AmbiguousError(HooklineError, LookupError):
-    """A site or a look-up matches several calls, passes or backward passes, where one is needed."""
+    """A name matches several calls, runs of the model or backwards, where one is needed."""
 
 
 class OverwrittenError(HooklineError, RuntimeError):

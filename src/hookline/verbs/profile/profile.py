@@ -252,13 +252,15 @@ class Profile(VerbLine[Line]):
         return self.table.fold(depth)
 
     def trace(self, path: str | Path) -> Path:
-        """Write all calls as a Chrome trace: a JSON file that opens in Perfetto.
+        """Write the calls as a Chrome trace: a JSON file that opens in Perfetto.
 
             >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
             >>> with hl.profile(model) as prof:
             ...     _ = model(torch.ones(4, 2))
             >>> prof.trace(tmp_path / "trace.json").name
             'trace.json'
+
+        The file has at most 200,000 events of each thread. It says how many are left out.
 
         Args:
             path: the file to write.
@@ -404,7 +406,8 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
         model: the model.
         flops: False counts no FLOPs and no peak memory.
         every_thread: True measures every thread and async task. False measures the calling thread
-            or task, and code that runs in a copy of its context.
+            or task, and code that runs in a copy of its context. `prof.total.outside` is the time
+            of the calling thread alone.
 
     Returns:
         A line that also holds the numbers. Use it in a `with` block, or end it with

@@ -59,7 +59,7 @@ class Row:
             counts as two.
         self_flops: the floating-point operations of its own code.
         activation_bytes: the bytes that it keeps for backward, with the modules inside. It is the
-            amount of one pass.
+            largest amount of any pass. Memory that several modules save counts for the first one.
         self_activation_bytes: the bytes that its own operations keep.
         peak_bytes: the most bytes of tensors, made in the pass, that were alive during its calls.
         n_inner: the number of calls of modules in it, its own included.
