@@ -127,14 +127,6 @@ def test_every_link_leads_somewhere():
                 assert anchor in anchors(target), f"{path.name}: {link}#{anchor}"
 
 
-def test_the_tests_that_the_traps_name_exist():
-    text = (ROOT / "docs" / "traps.md").read_text()
-    file = ""
-    for target, name in re.findall(r"`([\w/]*\.?p?y?)::(\w+)`", text):
-        file = target or file
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
-
-
 def test_the_layout_in_the_docs_is_the_layout_on_disk():
     drawn = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
     for package in (ROOT / "src" / "hookline").rglob("__init__.py"):

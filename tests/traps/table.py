@@ -1,9 +1,8 @@
-"""The last column of docs/traps.md, from the marks on the tests that are named for a trap.
+"""The list of tests of docs/traps.md, from the marks on the tests that are named for a trap.
 
     @pytest.mark.trap(17)
 
-`python tests/traps/table.py` writes it anew; a test says when that was forgotten. Rows without a
-number name their tests by hand.
+`python tests/traps/table.py` writes it anew; a test says when that was forgotten.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent.parent
 PAGE = TESTS.parent / "docs" / "traps.md"
-ROW = re.compile(r"^\| (\d+) \|(.*?)\|(.*?)\|.*\|$", re.MULTILINE)
-NUMBERS = range(1, 42)
+BEGIN = "<!-- made by tests/traps/table.py -->\n"
+ROW = re.compile(r"^\| (\d+) \|", re.MULTILINE)
+NUMBERS = range(1, 46)
 
 
 class Proof(NamedTuple):
@@ -51,20 +51,24 @@ def _proofs_of(path: Path, file: str) -> Iterator[Proof]:
                 yield Proof(number, file, node.name, fails)
 
 
-def cell(trap: int, found: list[Proof]) -> str:
-    """The tests of one trap: the file once, `::test` for the next ones in it."""
-    shown, last = [], ""
+def tests_of(trap: int, found: list[Proof]) -> str:
+    """The tests of one trap: each file once, with its tests."""
+    files: dict[str, list[str]] = {}
     for proof in found:
         if proof.trap == trap:
-            name = f"`{proof.file if proof.file != last else ''}::{proof.test}`"
-            shown.append(name + " (it does not pass yet)" * proof.fails)
-            last = proof.file
-    return ", ".join(shown)
+            name = f"`{proof.test}`" + " (it does not pass yet)" * proof.fails
+            files.setdefault(proof.file, []).append(name)
+    return "; ".join(f"`{file}`: {', '.join(names)}" for file, names in files.items())
 
 
 def page(text: str, found: list[Proof]) -> str:
-    """The page, with the tests of every numbered row in their place."""
-    return ROW.sub(lambda row: f"| {row[1]} |{row[2]}|{row[3]}| {cell(int(row[1]), found)} |", text)
+    """The page, with the tests of every row in the list at its end."""
+    head, begin, _ = text.partition(BEGIN)
+    traps = sorted({proof.trap for proof in found})
+    lines = [f"- **{trap}**: {tests_of(trap, found)}" for trap in traps]
+    summary = "<summary>The tests of each row, in <code>tests/</code></summary>"
+    folded = ['<details markdown="1">', summary, "", *lines, "", "</details>", ""]
+    return head + begin + "\n" + "\n".join(folded)
 
 
 if __name__ == "__main__":

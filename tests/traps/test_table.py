@@ -1,4 +1,4 @@
-"""The table of docs/traps.md has a row for each trap, and names its tests."""
+"""docs/traps.md has a row for each trap, and names its tests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ def test_tests_of_one_file_name_it_once_and_failing_ones_say_so(tmp_path):
         "@pytest.mark.trap(3)\n@pytest.mark.trap(4)\ndef test_a(): ...\n"
         "@pytest.mark.xfail(strict=True)\n@pytest.mark.trap(3)\ndef test_b(): ...\n"
     )
-    text = MAKER["page"](
-        "| 3 | raw | line | old |\n| | raw | line | by hand |\n", MAKER["proofs"](tmp_path)
-    )
-    assert text == (
-        "| 3 | raw | line | `test_one.py::test_a`, `::test_b` (it does not pass yet) |\n"
-        "| | raw | line | by hand |\n"
-    )
+    text = MAKER["page"](f"| 3 | raw | line |\n{MAKER['BEGIN']}old", MAKER["proofs"](tmp_path))
+    assert text.startswith(f"| 3 | raw | line |\n{MAKER['BEGIN']}")
+    assert "- **3**: `test_one.py`: `test_a`, `test_b` (it does not pass yet)\n" in text
+    assert "- **4**: `test_one.py`: `test_a`\n" in text
+    assert "old" not in text
 
 
 def test_a_trap_that_there_is_not_is_an_error(tmp_path):
-    (tmp_path / "test_one.py").write_text("@pytest.mark.trap(42)\ndef test_a(): ...\n")
-    with pytest.raises(ValueError, match="no trap 42"):
+    (tmp_path / "test_one.py").write_text("@pytest.mark.trap(46)\ndef test_a(): ...\n")
+    with pytest.raises(ValueError, match="no trap 46"):
         MAKER["proofs"](tmp_path)

@@ -55,6 +55,7 @@ def test_values_can_be_replaced_everywhere():
         assert layer(torch.ones(1)).item() == layer.bias.item() + 1
 
 
+@pytest.mark.trap(42)
 def test_another_thread_sees_nothing():
     seen = []
     with hl.attach(hl.EVERYWHERE) as line:

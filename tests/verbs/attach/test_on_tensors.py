@@ -152,6 +152,7 @@ def test_a_line_in_a_block_sees_the_backward_of_its_own_thread(net, image):
     assert seen == ["grad", "accumulated"]
 
 
+@pytest.mark.trap(42)
 def test_a_backward_in_a_thread_of_autograd_belongs_to_the_line(net, image):
     """Such threads have no context, and Python's threading does not know them."""
     seen, done, errors = [], _thread.allocate_lock(), []

@@ -138,6 +138,7 @@ def test_the_gradients_of_a_structure_are_autograds_in_form(kind):
 
 @pytest.mark.trap(18)
 @pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.trap(44)
 def test_the_gradients_of_in_place_layers_are_autograds(net, image, mode):
     getattr(net, mode)()
     net.requires_grad_(True)

@@ -117,7 +117,7 @@ def _exploding(table: CurveTable) -> Alert | None:
     return Alert(
         "Exploding",
         f"{plural(len(worst), 'site')}",
-        f"The norm of the last step is at least {_TIMES:g} times its median of all steps.",
+        f"The norm of the last step is at least {_TIMES:g} times the median of the columns' norms.",
         [(int(k), f"{times[k]:.3g} times") for k in worst],
     )
 
