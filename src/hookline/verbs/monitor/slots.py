@@ -76,26 +76,30 @@ class SiteSlots:
                 value = local_part(value)
             if value.requires_grad:
                 value = value.detach()
-            device = value.device
-            if device != self._device or value.dtype is not self._dtype or not value.numel():
-                self._prepare(value)
-                if self.is_off:
+            # Another thread may prepare or move the slots, so the look at them is locked, too.
+            with self._of.lock:
+                if not self._is_ready(value):
                     return
-            if torch.is_autocast_enabled(device.type):
-                with torch.autocast(device.type, enabled=False):
+                if torch.is_autocast_enabled(value.device.type):
+                    with torch.autocast(value.device.type, enabled=False):
+                        self._update(value)
+                else:
                     self._update(value)
-            else:
-                self._update(value)
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
 
+    def _is_ready(self, value: Tensor) -> bool:
+        device, dtype = value.device, value.dtype
+        if device != self._device or dtype is not self._dtype or not value.numel():
+            self._prepare(value)
+        return not self.is_off
+
     def _update(self, value: Tensor) -> None:
-        with self._of.lock:
-            slots = self._empty if self.slots is None else self.slots
-            pairs = zip(self._of.statistics, slots, strict=True)
-            self.slots = [one.update(mine, value) for one, mine in pairs]
+        slots = self._empty if self.slots is None else self.slots
+        pairs = zip(self._of.statistics, slots, strict=True)
+        self.slots = [one.update(mine, value) for one, mine in pairs]
 
     def take(self) -> list[Tensor] | None:
         """Return the slots of this step, and begin a new step; None without a value."""

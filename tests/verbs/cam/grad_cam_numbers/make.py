@@ -1,6 +1,6 @@
 """Writes numbers.json: the maps of the package grad-cam (pytorch-grad-cam) on a small network.
 
-    pip install -c constraints.txt ".[bench]" && python tests/verbs/grad_cam_numbers/make.py
+    pip install -c constraints.txt ".[bench]" && python tests/verbs/cam/grad_cam_numbers/make.py
 
 The package draws in OpenCV, 150 MB, so the tests need its numbers and not the package.
 """
@@ -26,7 +26,7 @@ CASES = {
 
 
 def network():
-    """Three layers, in numbers that no random generator makes."""
+    """Three layers, in numbers that no random generator makes; float64 is alike on every CPU."""
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
         nn.Conv2d(4, 6, 3, stride=2, padding=1),
@@ -41,7 +41,7 @@ def network():
         for k, parameter in enumerate(net.parameters()):
             parameter.copy_(waves(parameter.shape, 1.3 + k))
         net[-1].weight.mul_(100)  # the package adds constants to small gradients
-    return net.eval()
+    return net.double().eval()
 
 
 def images():
@@ -50,7 +50,7 @@ def images():
 
 def waves(shape, step):
     n = torch.Size(shape).numel()
-    return (torch.arange(n, dtype=torch.float64) * step).sin().reshape(shape).float()
+    return (torch.arange(n, dtype=torch.float64) * step).sin().reshape(shape)
 
 
 def main():
