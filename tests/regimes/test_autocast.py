@@ -52,7 +52,8 @@ def error(found, expected):
 @pytest.mark.cell(
     "autocast",
     "statistics",
-    note="A statistic of a 16-bit value, such as `keep=torch.norm`, is computed in float32.",
+    note="Sums, means, norms and powers of 16-bit values, as in `hl.record(...,"
+    " keep=torch.norm)`, are computed in float32.",
 )
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("name", STATISTICS)

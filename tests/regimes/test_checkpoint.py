@@ -141,8 +141,8 @@ def test_records_come_from_the_first_run_each_once(way):
 @every_way
 @pytest.mark.cell(
     "activation checkpointing", "gradients",
-    note="If several regions with `use_reentrant=True` share a parameter, its gradient arrives"
-    " in parts, one from each region.",
+    note="If several checkpoints with `use_reentrant=True` use one parameter, its gradient"
+    " arrives in parts, one from each checkpoint.",
 )  # fmt: skip
 def test_gradients_are_those_without_checkpointing_each_once(way):
     options = {"ports": ("grad_output", "grad_input"), "selector": "**"}

@@ -139,8 +139,8 @@ def test_calls_are_kept_apart_and_one_of_them_can_be_meant(form):
 
 @pytest.mark.cell(
     "torch.compile", "watch",
-    note="Modules in compiled code are printed after this code has run, without inputs and"
-    " times.",
+    note="`hl.watch` prints modules in compiled code after this code has run, without inputs"
+    " and times.",
 )  # fmt: skip
 def test_watch_prints_what_compiled_code_has_done():
     model, out = steps(), io.StringIO()
@@ -159,7 +159,8 @@ def test_watch_prints_what_compiled_code_has_done():
 @pytest.mark.cell(
     "torch.compile",
     "features",
-    note="The whole graph runs, because compiled code cannot stop in the middle.",
+    note="`hl.features` runs the whole compiled graph, because compiled code cannot stop in"
+    " the middle.",
 )
 @pytest.mark.parametrize("form", ["whole", "by part"])
 def test_features_are_those_of_the_eager_model(form):
@@ -419,8 +420,8 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     "torch.compile",
     "raw hooks",
     refused="AttachError",
-    note="Backward hooks (`line.backward`) and hooks on saved tensors (`line.saved`) raise"
-    " dynamo's error, which quotes hookline's `AttachError`.",
+    note="Backward hooks and hooks on saved tensors raise dynamo's error, which quotes"
+    " hookline's `AttachError`.",
 )
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
@@ -657,7 +658,7 @@ def test_an_operator_that_keeps_gradients_is_dead_code_if_unused():
     sunk.clear()
 
 
-@pytest.mark.cell("torch.compile", "raw hooks", note="Forward hooks are traced into the graph.")
+@pytest.mark.cell("torch.compile", "raw hooks", note="Dynamo traces forward hooks into the graph.")
 @pytest.mark.trap(14)
 def test_paths_are_those_of_the_model():
     model = steps()

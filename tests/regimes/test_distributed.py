@@ -245,8 +245,8 @@ def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
 @pytest.mark.cell(
     "FSDP2",
     "statistics",
-    note="A statistic of a gradient covers this rank's shard. `run.reduced` of a recording"
-    " `run` combines all ranks.",
+    note="A statistic of a parameter's gradient covers this rank's shard. `run.reduced` of a"
+    " recording `run` combines all ranks.",
 )
 @pytest.mark.trap(30)
 @on_ranks

@@ -197,7 +197,7 @@ def test_nested_tensors_inside_the_encoder_are_recorded(x, padding, tmp_path):
 @pytest.mark.trap(34)
 @pytest.mark.cell(
     "TransformerEncoder, torch's fast path on", "raw hooks", refused="HooklineWarning",
-    note="Hooks on every model (`hl.EVERYWHERE`) are not called on modules inside an encoder"
+    note="Hooks by `hl.attach(hl.EVERYWHERE)` are not called on modules inside an encoder"
     " layer. A `HooklineWarning` says so.",
 )  # fmt: skip
 def test_everywhere_says_that_it_does_not_see_into_fused_layers(x):

@@ -61,7 +61,7 @@ GRADS = {
 @pytest.mark.cell(
     "torch.func.grad, vjp",
     "record",
-    note="Recorded values are plain tensors once the transform has ended.",
+    note="After the transform, recorded values are plain tensors.",
 )
 @pytest.mark.parametrize("name", [*GRADS, "jvp", "jacrev", "jacfwd"])
 def test_values_come_out_plain_whatever_the_transform(name, net, image, left_as_found):
@@ -300,8 +300,8 @@ def test_gradients_of_each_example_are_those_of_it_alone(net, image):
     "gradients",
     "raw hooks",
     refused="AttachError",
-    note="If the gradient is computed outside `vmap`, as by `loss.backward()` after it, hooks"
-    " on gradients raise `AttachError`.",
+    note="Hooks on gradients raise `AttachError` if the model runs in `vmap` without `grad`"
+    " inside it.",
 )
 @pytest.mark.parametrize("port", ["grad_output", "grad_input", "raw"])
 def test_gradients_that_flow_past_one_examples_value_are_refused(port, net, image):

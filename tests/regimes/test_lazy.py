@@ -76,8 +76,8 @@ def test_after_the_first_run_lazy_types_match_nothing(model, x):
 
 @pytest.mark.cell(
     "lazy modules, before their first run", "gradients", "clip", refused="AttachError",
-    note="Hooks on the gradient of a lazy parameter raise `AttachError`. Run the model once"
-    " first.",
+    note="Attaching a hook to the gradient of a lazy parameter raises `AttachError`. Run the"
+    " model once first.",
 )  # fmt: skip
 def test_hooks_on_lazy_parameters_are_refused_until_a_first_run(model, x):
     def hook(line, what):

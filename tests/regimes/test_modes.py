@@ -198,8 +198,8 @@ def test_compiled_code_meets_hooklines_numbers_on_any_default(mode, model):
 
 @pytest.mark.cell(
     "forward-mode AD", "record", "edit",
-    note="Recorded values have no tangent. To keep it, write `detach=False,"
-    " keep=forward_ad.unpack_dual`.",
+    note="Recorded values have no tangent. `hl.record(..., detach=False,"
+    " keep=torch.autograd.forward_ad.unpack_dual)` records it, too.",
 )  # fmt: skip
 def test_dual_numbers_are_recorded_whole_where_that_is_asked_for(model):
     tangent = torch.ones_like(X)

@@ -76,8 +76,8 @@ def test_in_inference_mode_overwritten_values_were_copied(net, image):
 @pytest.mark.trap(26)
 @pytest.mark.cell(
     "no_grad, inference_mode", "gradients", "edit gradients", "raw hooks", "clip",
-    note="There is no gradient, so hooks on gradients are not called, and a warning says why."
-    " The look-up of a gradient raises `NotRecordedError`.",
+    note="Hooks on gradients are not called, and a warning says why. The look-up of a gradient"
+    " in the recording raises `NotRecordedError`.",
     refused="NotRecordedError",
 )  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
@@ -138,7 +138,8 @@ class Thawed(Frozen):
 
 @pytest.mark.cell(
     "`no_grad` or `enable_grad` inside forward", "record", "gradients", "edit", "edit gradients",
-    note="Where the model turns gradients off, there is no gradient. A warning says so.",
+    note="The outputs of modules that run without gradients are recorded and edited, but have"
+    " no gradient. A warning says so.",
 )  # fmt: skip
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "thawed"])

@@ -96,8 +96,8 @@ def test_what_a_parametrization_computes_is_a_site_of_its_own(name, x):
 @pytest.mark.cell(
     "parametrized weights",
     "record",
-    note="Under `parametrize.cached()`, torch computes the weight in the first run of the"
-    " model only. So only this run records the weight.",
+    note="Under `parametrize.cached()`, only the first run of the model computes and records"
+    " the weight.",
 )
 def test_a_cached_parametrization_runs_once_later_passes_say_so(x):
     model = build(parametrizations.spectral_norm)

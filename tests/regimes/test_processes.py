@@ -61,8 +61,8 @@ def child(action):
 
 @pytest.mark.cell(
     "`os.fork` while hooks are attached", "record", "gradients", "edit", "edit gradients", "clip",
-    note="The child goes on with a copy of the hooks. The parent's recording holds nothing of"
-    " the child.",
+    note="The child process has a copy of the hooks, so edits apply there. What it records is"
+    " missing from the parent's recording.",
 )  # fmt: skip
 def test_a_child_goes_on_alone_and_the_parents_line_is_untouched(model, x):
     plain = model(x)
@@ -219,7 +219,7 @@ def test_forked_workers_edit_and_keep_what_they_record(model):
     "spawned processes",
     "record",
     "edit",
-    note="Hooks do nothing on the copy of the model that the new process gets.",
+    note="The new process gets a copy of the model. Hooks do nothing on this copy.",
 )
 def test_a_spawned_process_gets_a_model_whose_hooks_are_inert(model, x):
     plain = model.requires_grad_(False)(x)

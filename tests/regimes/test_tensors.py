@@ -94,8 +94,8 @@ def wide(tensor):
 @pytest.mark.cell(
     "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors", "record", "features",
     "watch",
-    note="Recorded tensors are unchanged. `run.save` of a recording `run` skips sparse,"
-    " quantised, nested and complex32 tensors, and lists them in `run.lost`.",
+    note="`hl.record` keeps these tensors unchanged. `run.save` of a recording `run` skips"
+    " sparse, quantised, nested and complex32 tensors, and lists them in `run.lost`.",
 )  # fmt: skip
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
 def test_a_tensor_is_recorded_as_saved_or_named_as_lost(name, tmp_path):
@@ -164,8 +164,8 @@ WORKS = {
 @pytest.mark.cell(
     "sparse, complex, quantised, 8-bit, nested, empty and viewed tensors",
     "edit",
-    note="If torch lacks the edit's operation for a kind of tensor, the edit raises"
-    " `StructureError`.",
+    note="If torch lacks the operation of an edit, such as an addition, for a kind of tensor,"
+    " the edit raises `StructureError`.",
 )
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", [*SAVED, *LOST])
@@ -327,7 +327,8 @@ def test_nested_values_are_those_of_torchs_hooks(layout, path):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="Hooks that change gradients, and `line.backward`, work in the jagged layout only.",
+    note="Backward hooks, and changes of gradients by `hl.edit` or `hl.clip`, work in the"
+    " jagged layout only.",
 )
 @pytest.mark.parametrize("site", ["act:grad_output", "act:grad_input"])
 def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
@@ -348,7 +349,8 @@ def test_jagged_gradients_are_changed_as_by_torchs_hooks(site):
     "nested tensors",
     "edit gradients",
     "raw hooks",
-    note="Hooks that change gradients, and `line.backward`, work in the jagged layout only.",
+    note="Backward hooks, and changes of gradients by `hl.edit` or `hl.clip`, work in the"
+    " jagged layout only.",
 )
 def test_gradients_of_jagged_tensors_are_changed_and_hooked():
     torch.manual_seed(0)
@@ -375,7 +377,8 @@ def with_holes():
 @pytest.mark.cell(
     "nested tensors",
     "clip",
-    note="Hooks that change gradients, and `line.backward`, work in the jagged layout only.",
+    note="Backward hooks, and changes of gradients by `hl.edit` or `hl.clip`, work in the"
+    " jagged layout only.",
 )
 @pytest.mark.parametrize("make", [lambda: nested(torch.jagged), with_holes])
 @pytest.mark.parametrize(

@@ -112,8 +112,9 @@ def test_every_verb_in_a_thread_sees_only_its_own(model, capsys):
 @pytest.mark.cell(
     "thread pools",
     "record",
-    note="Hooks are called if they are attached with `every_thread=True`, or if the model is"
-    " run by `pool.submit(copy_context().run, model, x)`.",
+    note="Pass `every_thread=True` to `hl.record`, or run the model by"
+    " `pool.submit(copy_context().run, model, x)`. Otherwise no hook is called in the"
+    " pool's threads.",
 )
 def test_a_pool_is_not_seen_by_a_block_and_the_warning_says_how(model):
     with ThreadPoolExecutor(2) as pool:
@@ -161,7 +162,7 @@ def test_tasks_that_are_gathered_keep_their_lines_apart(model, is_shared):
 @pytest.mark.cell(
     "async tasks",
     "raw hooks",
-    note="Hooks on every model (`hl.EVERYWHERE`) are called only in the task that attached them.",
+    note="Hooks by `hl.attach(hl.EVERYWHERE)` are called only in the task that attached them.",
 )
 def test_everywhere_is_of_one_task(model):
     async def work(k):
@@ -181,8 +182,8 @@ def test_everywhere_is_of_one_task(model):
 
 @pytest.mark.cell(
     "DataParallel", "record", "edit",
-    note="On several devices, attach with `every_thread=True`. Each replica then counts as one"
-    " run of the model.",
+    note="On several devices, pass `every_thread=True` to `hl.record` and `hl.edit`. Each"
+    " replica then counts as one run of the model.",
 )  # fmt: skip
 def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     # What DataParallel does on several devices, which are not here: replicas, one thread each.
@@ -210,7 +211,7 @@ def test_replicas_share_the_hooks_and_run_in_their_own_threads(model):
     "DataParallel",
     "record",
     "gradients",
-    note="On the CPU, `DataParallel` makes no replicas and calls the module directly.",
+    note="Tested on the CPU, where `DataParallel` calls the module directly.",
 )
 def test_data_parallel_on_the_cpu_is_the_module(model):
     parallel = nn.DataParallel(model)

@@ -83,7 +83,7 @@ def code(traced):
     "raw hooks",
     "watch",
     refused="AttachError",
-    note="Tracing raises `AttachError`, because it would write the hooks into the graph.",
+    note="Tracing raises `AttachError` while hooks of hookline are on the model.",
 )
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("tracer", TRACERS)

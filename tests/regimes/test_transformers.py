@@ -156,7 +156,8 @@ def test_transformers_hooks_inside_a_block_see_the_edit_and_stay(llama):
 @pytest.mark.cell(
     "models of transformers",
     "record",
-    note="Attention patterns need the `eager` attention. With `sdpa`, they are None.",
+    note='Attention patterns need `model.set_attn_implementation("eager")`. With `sdpa`, they'
+    " are None.",
 )
 def test_attention_patterns_are_there_under_eager_not_under_sdpa(llama):
     with torch.no_grad():
@@ -238,8 +239,8 @@ class Outer(nn.Module):
 @pytest.mark.cell(
     "`generate` of transformers",
     "record",
-    note="Each step counts as one run of the model. If you attach to a wrapper and"
-    " call `generate` on the model inside, all steps count as one run, and a warning says so.",
+    note="Each step of `generate` counts as one run of the model. If you attach to a wrapper"
+    " that `generate` does not call, all steps count as one run, and a warning says so.",
 )
 def test_a_root_that_generate_does_not_call_is_reported(llama):
     outer = Outer(llama)

@@ -93,7 +93,7 @@ def test_a_traced_model_has_the_paths_of_the_modules_it_calls(model, x):
     "edit",
     "raw hooks",
     refused="AttachError",
-    note="Tracing raises `AttachError`, because it would write the hooks into the graph.",
+    note="Tracing raises `AttachError` while hooks of hookline are on the model.",
 )
 def test_tracing_is_refused_as_hooks_would_become_code(model, x):
     handle = model[0].register_forward_hook(lambda module, args, output: output * 0)
@@ -124,8 +124,8 @@ def test_tracing_is_refused_as_hooks_would_become_code(model, x):
 
 @pytest.mark.cell(
     "a feature extractor made by `torch.fx`", "record",
-    note="The extractor calls only leaf modules, so hooks on the original model's other"
-    " modules are not called. A warning says so.",
+    note="The extractor calls only the leaf modules of the original model. Hooks on its other"
+    " modules are not called, and a warning says so.",
 )  # fmt: skip
 def test_a_traced_copy_calls_innermost_modules_and_reports_which(model, x):
     traced = torch.fx.symbolic_trace(model)
@@ -157,7 +157,7 @@ class Adding(nn.Module):
 @pytest.mark.cell(
     "modules with their own `__call__`",
     "record",
-    note="The recorded output is that of `forward`. If `__call__` does not call"
+    note="`hl.record` records what `forward` returns. If `__call__` does not call"
     " `super().__call__`, hooks on the module are not called, and a warning says so.",
 )
 def test_a_call_of_its_own_is_seen_from_within_or_explained(x):
