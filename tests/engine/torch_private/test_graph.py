@@ -110,6 +110,19 @@ def test_operations_are_counted_with_the_bytes_that_are_alive():
     assert [n_bytes // 128 for _, n_bytes in seen] == [1, 1, 2, 2]
 
 
+def test_views_of_what_was_there_before_are_not_made():
+    seen = []
+    weight, x = torch.ones(8, 4), torch.ones(2, 4)
+    with OperationCounter(lambda flops, n_bytes: seen.append(n_bytes)).counting():
+        view = weight.t()
+        y = x @ view
+        y.add_(1)
+        parts = y.split(4, dim=1)
+        rows = torch.cat(parts)
+    assert seen == [0, 64, 64, 64, 128]
+    assert rows.nbytes == 64
+
+
 class Odd(nn.Module):
     """Holds tensors in places of its own."""
 

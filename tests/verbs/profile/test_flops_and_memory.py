@@ -345,6 +345,13 @@ def test_the_peak_is_of_what_is_alive_at_once():
     assert prof["1.1"].peak_bytes == prof[""].peak_bytes == 2 * x.nbytes
 
 
+def test_weights_and_inputs_are_no_part_of_the_peak():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Flatten())
+    with torch.no_grad(), hl.profile(model) as prof:
+        model(torch.ones(2, 64))
+    assert prof["0"].peak_bytes == prof[""].peak_bytes == 2 * 64 * 4
+
+
 def test_the_zoos_checkpointed_model_is_measured():
     model = Checkpointed(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     with hl.profile(model) as prof:

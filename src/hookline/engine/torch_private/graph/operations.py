@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -62,18 +63,16 @@ class OperationCounter:
     def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
         formula = self.flop_registry.get(operation)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-        for one in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(one, Tensor):
-                self._hold(one)
+        # A view of a parameter or an input, or one that was written to, is not made here.
+        given = {storage._cdata for storage in _storages([*args, *kwargs.values()])}
+        for storage in _storages([out]):
+            if storage._cdata not in given:
+                self._hold(storage)
         self._done(flops, self._n_bytes)
         return out
 
-    def _hold(self, tensor: Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            key, n_bytes = storage._cdata, int(storage.nbytes())
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own
-            return
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, n_bytes = storage._cdata, int(storage.nbytes())
         known = self._alive.get(key)
         if known is None or known() is not storage:
 
@@ -84,3 +83,14 @@ class OperationCounter:
 
             self._n_bytes += n_bytes
             self._alive[key] = weakref.ref(storage, freed)
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Give the memory of the tensors among an operation's arguments or results."""
+    for value in values:
+        if isinstance(value, Tensor):
+            # A tensor without memory of its own, such as a sparse one, has none to give.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                yield value.untyped_storage()
+        elif isinstance(value, tuple | list):
+            yield from _storages(value)
