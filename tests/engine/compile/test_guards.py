@@ -572,3 +572,10 @@ def test_a_recompiled_graph_module_runs_its_new_graph():
         traced.recompile()
         assert model(torch.tensor([-1.0])) == -1
     assert [one["0"].item() for one in run.passes] == [0, -1]
+
+
+def test_marks_may_be_removed_while_they_are_renewed(monkeypatch):
+    found = marks.Marks()
+    found.add([nn.Linear(1, 1), nn.ReLU()])
+    monkeypatch.setattr(marks, "renew", lambda module: found.clear())
+    assert found.renew() == []

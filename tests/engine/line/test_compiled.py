@@ -16,6 +16,10 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 
 import hookline as hl
+from hookline.engine.compile.compiled_modules import Borders
+from hookline.engine.line import compiled as module
+from hookline.engine.taps.base import Tap
+from meeting import Meanwhile, ToldLock
 from zoo import Step, steps
 
 # Dynamo looks at the .grad of whatever comes into a graph, with or without hooks.
@@ -393,3 +397,38 @@ assert counters["stats"]["unique_graphs"] == 1, counters
 @pytest.mark.processes
 def test_a_line_made_before_dynamo_was_loaded_costs_one_graph():
     subprocess.run([sys.executable, "-c", BEFORE_DYNAMO], check=True)
+
+
+def test_two_threads_that_first_meet_dynamo_leave_nothing(monkeypatch, left_as_found):
+    model, lock = nn.Sequential(nn.Linear(2, 2)), ToldLock()
+    before = left_as_found(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "dynamo_config", lambda: None)
+        line = hl.record(model, every_thread=True)
+    line._line._compiled._lock = lock
+    meanwhile = Meanwhile(lambda: model(torch.ones(1, 2)), lock)
+    monkeypatch.setattr(module, "not_alone", meanwhile)
+    model(torch.ones(1, 2))
+    meanwhile.end()
+    line.remove()
+    assert not Borders._all
+    assert left_as_found(model) == before
+
+
+def test_a_line_that_ends_as_a_pass_begins_leaves_no_mark(monkeypatch, left_as_found):
+    model, lock = nn.Sequential(nn.Linear(2, 2)), ToldLock()
+    before, prepare = left_as_found(model), Tap.prepare
+    monkeypatch.setattr(module, "has_compiled", lambda: False)
+    line = hl.record(model, every_thread=True)
+    line._line._compiled._lock, line._line.options.quiet = lock, True
+    meanwhile = Meanwhile(line.remove, lock)
+
+    def slowly(tap):
+        meanwhile()
+        prepare(tap)
+
+    monkeypatch.setattr(Tap, "prepare", slowly)
+    monkeypatch.setattr(module, "has_compiled", lambda: True)
+    model(torch.ones(1, 2))
+    meanwhile.end()
+    assert left_as_found(model) == before

@@ -15,6 +15,7 @@ from torch.nn.modules import module as tables
 from torch.optim import optimizer as steps
 
 import hookline as hl
+from meeting import Meanwhile, ToldLock
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
 STATE_KINDS = ["state_dict_pre", "state_dict", "load_state_dict_pre", "load_state_dict"]
@@ -491,3 +492,26 @@ def test_a_gradient_in_another_thread_is_said_to_be_there(case):
     assert all("in another thread or async task" in text for text in why.values())
     assert "every_thread=True" in why["0.bias:grad"]
     assert "no gradient flowed back" not in str(caught[0].message)
+
+
+class Slow(list):
+    """A list that another thread adds to when it has been walked through."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.meanwhile()
+
+
+def test_a_hook_added_as_another_thread_removes_one_stays():
+    called, model = [], nn.Linear(2, 2)
+    with hl.attach(hl.EVERYWHERE, every_thread=True) as line:
+        line._registering = lock = ToldLock()
+        handle = line.forward(None, lambda *_: called.append("first"))
+        line._catch.taps = Slow(line._catch.taps)
+        line._catch.taps.meanwhile = meanwhile = Meanwhile(
+            lambda: line.forward(None, lambda *_: called.append("second")), lock
+        )
+        handle.remove()
+        meanwhile.end()
+        model(torch.ones(1, 2))
+    assert called == ["second"]

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.modules import module as tables
 
 import hookline as hl
+from hookline.engine.line import registration
+from meeting import Meanwhile, ToldLock
 from zoo import Two
 
 MODULE_KINDS = ["forward_pre", "forward", "backward_pre", "backward"]
@@ -392,3 +394,28 @@ def test_a_copy_with_several_hooks_on_its_state_dict_gives_one(model, has_foreig
     foreign = {"_state_dict_pre_hooks", "_load_state_dict_pre_hooks"}
     assert left == (foreign if has_foreign else set())
     assert not len(hl.inventory(model))
+
+
+class Slow(nn.Parameter):
+    """A parameter whose hook is registered while another thread acts."""
+
+    meanwhile = None
+
+    def register_hook(self, hook):
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return super().register_hook(hook)
+
+
+def test_a_tensor_hook_may_be_removed_as_another_is_registered(monkeypatch):
+    lock = ToldLock()
+    monkeypatch.setattr(registration, "_lock", lock)
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = Slow(torch.ones(1, 2))
+    first = hl.record(model, "weight:grad", every_thread=True)
+    first._line.options.quiet = True
+    model.weight.meanwhile = Meanwhile(first.remove, lock)
+    with hl.edit(model, "weight:grad", hl.edits.scale(2.0)):
+        model.weight.meanwhile.end()
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]

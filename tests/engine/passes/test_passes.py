@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.engine import Pass
 
 
 def test_each_run_of_the_root_is_a_pass(looped):
@@ -276,10 +277,10 @@ class EndsTheLine:
     """A lock that another thread gets just before: there it ends the line."""
 
     def __init__(self, line):
-        self.line, self.held = line, line.passes._lock
+        self.line, self.held = line, line.passes.lock
 
     def __enter__(self):
-        self.line.passes._lock = self.held
+        self.line.passes.lock = self.held
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self.line.remove).result()
 
@@ -292,7 +293,7 @@ def test_nothing_is_edited_after_another_thread_ends_the_line(net, image, part, 
     expected = net.get_submodule(part)(image)
     line = hl.edit(net, site, hl.edits.scale(0), every_thread=True)
     line.options.quiet = True
-    line.passes._lock = EndsTheLine(line)
+    line.passes.lock = EndsTheLine(line)
     assert torch.equal(net.get_submodule(part)(image), expected)
 
 
@@ -300,7 +301,7 @@ def test_a_pass_begun_as_another_thread_ends_the_line_is_ended(net, image):
     line = hl.record(net, "stem", every_thread=True)
     line._line.options.quiet = True
     passes, begins, may_begin = line._line.passes, threading.Event(), threading.Event()
-    held = passes._lock
+    held = passes.lock
 
     class Tells:  # when the thread that ends the line has to wait
         def __enter__(self):
@@ -316,7 +317,7 @@ def test_a_pass_begun_as_another_thread_ends_the_line_is_ended(net, image):
         assert may_begin.wait(60)
         yield 0
 
-    passes._lock, passes._numbers = Tells(), numbers()
+    passes.lock, passes._numbers = Tells(), numbers()
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(net, image)
         assert begins.wait(60)
@@ -392,3 +393,17 @@ def test_a_root_whose_parts_run_once_is_not_warned_of():
     with hl.edit(model, "decoder", lambda t: t + 0):  # passes do not matter to it
         for _ in range(3):
             model.training_step(torch.ones(1, 2))
+
+
+class Taken(list):
+    """A list that another thread has emptied since the last look at its length."""
+
+    def __len__(self):
+        return 1
+
+
+def test_a_pass_may_be_closed_by_two_threads_at_once():
+    current, called = Pass(0), []
+    current.at_end = Taken([lambda: called.append("ended")])
+    current.close()
+    assert called == ["ended"]

@@ -229,3 +229,13 @@ def test_an_interpreter_of_the_users_own_is_left_as_it_is():
     own.run()
     assert touched
     assert not any(touched)
+
+
+@pytest.mark.parametrize("verb", [hl.record, hl.check, hl.profile])
+def test_a_model_runs_while_another_thread_imports_dynamo(verb, monkeypatch):
+    """Its names are there one after the other, and OptimizedModule is a late one."""
+    monkeypatch.setattr(torch._dynamo.__spec__, "_initializing", True)
+    monkeypatch.delattr(torch._dynamo, "OptimizedModule")
+    model = nn.Linear(3, 3)
+    with verb(model):
+        assert model(X).shape == (2, 3)

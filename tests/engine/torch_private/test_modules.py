@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from functools import partial
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
+import hookline as hl
 from hookline.engine.torch_private import autograd, checkpoint, fused_ops, hooks, modes
 from hookline.engine.torch_private import modules as internals
+from meeting import Meanwhile
 
 
 @pytest.mark.parametrize(
@@ -366,3 +369,29 @@ def test_a_walk_sees_through_wrappers_and_asks_a_type_once(monkeypatch):
     assert bare == {nn.Linear}
     monkeypatch.setattr(internals, "unwrapping", None)  # not to be asked again
     assert internals.look_into(nn.Linear(1, 1), bare)[1:] == ([], {})
+
+
+class Slow:
+    """A foreign hook, at whose owner is looked while another thread runs the module."""
+
+    def __init__(self, meanwhile):
+        self.meanwhile = meanwhile
+
+    @property
+    def __self__(self):
+        self.meanwhile()
+
+    def __call__(self, *_):
+        pass
+
+
+def test_two_threads_at_once_may_run_a_copy_of_a_hooked_model():
+    model = nn.Linear(1, 1)
+    with hl.record(model):
+        twin = copy.deepcopy(model)
+        model(torch.ones(1, 1))
+    meanwhile = Meanwhile(lambda: twin(torch.ones(1, 1)))
+    twin.register_forward_hook(Slow(meanwhile), prepend=True)
+    twin(torch.ones(1, 1))
+    meanwhile.end()
+    assert len(twin._forward_hooks) == 1

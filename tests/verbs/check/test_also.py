@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.engine import Site
+from hookline.verbs.check import also
+from meeting import Meanwhile, ToldLock
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -141,3 +144,30 @@ def step(model, optimizer):
 def test_an_unknown_choice_names_the_others(model):
     with pytest.raises(hl.AttachError, match=r"also= must name some of magnitude, dead"):
         hl.check(model, also="explosions")
+
+
+class Alive:
+    """Units of which none was alive so far; another thread looks while they are compared."""
+
+    shape = torch.Size([1])
+
+    def __or__(self, other):
+        self.meanwhile()
+        return other
+
+
+def test_a_unit_alive_in_another_thread_at_once_is_not_dead(monkeypatch):
+    lock = ToldLock()
+    monkeypatch.setattr(also, "_lock", lock, raising=False)
+    habits = also.Habits(Site("fc"), frozenset({"dead"}))
+    dead, alive = (also.Look((), torch.tensor([one]), None) for one in (False, True))
+    first = Alive()
+    first.meanwhile = Meanwhile(lambda: habits.note(alive), lock)
+    habits.note(also.Look((), first, None))
+    habits.note(dead)
+    first.meanwhile.end()
+    for _ in range(10):
+        habits.note(dead)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        habits.end()

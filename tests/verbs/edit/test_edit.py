@@ -10,8 +10,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.verbs.edit import edits
+from meeting import Meanwhile, ToldLock
 from zoo import Two
 
 
@@ -560,3 +563,33 @@ def test_numbers_clamp_a_quantized_value():
 def test_clamp_is_given_a_bound():
     with pytest.raises(hl.AttachError, match=r"must be given a bound, got none.\n.*clamp\(min=0\)"):
         hl.edits.clamp()
+
+
+class InRegion(nn.Module):
+    """A layer in a checkpointed region."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return checkpoint(lambda t: self.fc(t).tanh(), x, use_reentrant=False)
+
+
+def test_noise_drawn_in_two_threads_is_recomputed_alike(monkeypatch):
+    lock, same_draws = ToldLock(), edits.same_draws
+    monkeypatch.setattr(edits, "fork_safe_lock", lambda: lock, raising=False)
+    noise = hl.edits.noise(1.0, seed=0)
+    meanwhile = Meanwhile(lambda: noise(torch.zeros(2)), lock)
+
+    def slowly(generator):
+        found = same_draws(generator)
+        meanwhile()
+        return found
+
+    monkeypatch.setattr(edits, "same_draws", slowly)
+    model = InRegion()
+    with hl.edit(model, "fc", noise):
+        model(torch.ones(1, 2)).sum().backward()
+    meanwhile.end()
+    assert model.fc.weight.grad.abs().sum() > 0

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from hookline.verbs.shared.run_model import in_eval_mode
 
 
 class TakesOneDict(nn.Module):
@@ -119,3 +120,14 @@ def test_the_buffers_of_a_compiled_model_are_written_back(fresh_dynamo, is_infer
         assert hl.summary(model, torch.zeros(2)).failure is None
     assert model.n is buffer
     assert model.n.tolist() == [1, 1]
+
+
+def test_modules_stay_in_eval_mode_until_the_last_thread_ends():
+    model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2).eval())
+    first, second = in_eval_mode(model.modules()), in_eval_mode(model.modules())
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [module.training for module in model.modules()] == [False, False, False]
+    second.__exit__(None, None, None)
+    assert [module.training for module in model.modules()] == [True, True, False]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from meeting import Meanwhile
 
 
 def watched(model, *args, **options):
@@ -135,3 +136,24 @@ def test_asked_for_gradients_that_do_not_come_are_warned_of(net, image):
     with pytest.warns(hl.HooklineWarning, match="no gradient flowed back"):
         with hl.watch(net, "fc", ports="grad_output", file=io.StringIO()):
             net(image)
+
+
+class SlowFile:
+    """A file to which another thread prints after the first write."""
+
+    def __init__(self):
+        self.text, self.meanwhile = "", None
+
+    def write(self, text):
+        self.text += text
+        self.meanwhile()
+
+
+def test_lines_that_two_threads_print_at_once_are_whole():
+    model, out = nn.Linear(2, 2), SlowFile()
+    out.meanwhile = Meanwhile(lambda: model(torch.ones(1, 2)))
+    with hl.watch(model, file=out, every_thread=True):
+        model(torch.ones(1, 2))
+        out.meanwhile.end()
+    lines = out.text.splitlines()
+    assert [one.count("Linear") for one in lines] == [1, 1]

@@ -28,8 +28,12 @@ from hookline.engine.torch_private.autograd import (
     version_counter,
 )
 from hookline.engine.torch_private.hooks import tensor_hooks
+from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[[Tensor], Any]
+
+# Held while hooks on a base change: a tensor that several threads give to a model is one base.
+_lock = fork_safe_lock()
 
 
 class GradHook(partial[Any]):
@@ -146,12 +150,13 @@ class HookedView:
         self, base: Tensor, owner: int, number: int | None, *, is_last: bool = False
     ) -> None:
         """Register a hook on the base, in case the view is written to."""
-        for _, hook in tensor_hooks(base):
-            other = getattr(hook.func, "__self__", None) if isinstance(hook, GradHook) else None
-            if isinstance(other, HookedView):
-                self._ledger.totals = other._ledger.totals
-        # Keep the key and not the hook: the view and the hook would hold each other.
-        self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
+        with _lock:
+            for _, hook in tensor_hooks(base):
+                other = getattr(hook.func, "__self__", None) if isinstance(hook, GradHook) else None
+                if isinstance(other, HookedView):
+                    self._ledger.totals = other._ledger.totals
+            # Keep the key and not the hook: the view and the hook would hold each other.
+            self._key = hook_gradient(base, GradHook(self.at_base), owner, number, is_last=is_last)
 
     def settle(self, *, is_over: bool = True) -> None:
         """Look for the node of a write to the view.
@@ -171,7 +176,8 @@ class HookedView:
             hook_node(node, GradHook(self.at_write))
         elif is_over and not n_writes:
             self._is_settled = True
-            unhook_gradient(base, self._key)
+            with _lock:
+                unhook_gradient(base, self._key)
 
     def base(self) -> Tensor | None:
         """Return the tensor whose memory the view shares; None if it has been freed."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from hookline.engine.torch_private.modules import children, holds_compiled_call
+from hookline.util.imported import imported
 from hookline.util.locks import fork_safe_lock
 from hookline.util.weak_map import WeakIdentityMap
 
@@ -121,7 +122,7 @@ def compiled_within(model: nn.Module) -> tuple[set[int], list[nn.Module]]:
 
 def inside_compiled(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile(module)`; return any other module unchanged."""
-    loaded = sys.modules.get("torch._dynamo")
+    loaded = imported("torch._dynamo")
     while loaded is not None and isinstance(module, loaded.OptimizedModule):
         module = module._orig_mod
     return module

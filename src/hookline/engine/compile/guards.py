@@ -92,7 +92,8 @@ class Marks:
         ):
             return []
         self._kinds, self._forwards = kinds, {kind: forward_of(kind) for kind in kinds}
-        return [module for module in self._marked.values() if renew(module)]
+        # A copy: another thread may add modules, or end the line.
+        return [module for module in list(self._marked.values()) if renew(module)]
 
     def is_stale(self, module: nn.Module) -> bool:
         """Renew the mark of a module whose class has got another forward; tell whether it had."""

@@ -181,7 +181,7 @@ class Compiled(Attachment):
     """
 
     __slots__ = (
-        "_marks", "_new", "_nodes", "_parts", "_passes", "_root", "_run", "_taps",
+        "_lock", "_marks", "_new", "_nodes", "_parts", "_passes", "_root", "_run", "_taps",
         "_traced", "border",
     )  # fmt: skip
 
@@ -197,6 +197,9 @@ class Compiled(Attachment):
         self._taps = taps
         self._nodes = nodes
         self.border: _Border | None = None
+        # Held while taps and marks change: passes may begin in several threads, and the line may
+        # end in another.
+        self._lock = fork_safe_lock()
         self._marks = Marks()
         self._run = CurrentRun(passes.switch)
         self._new: list[Tap] = []  # taps that earlier compiled code does not contain
@@ -216,15 +219,22 @@ class Compiled(Attachment):
         """
         if self.border is not None or self._root is None or dynamo_config() is None:
             return
-        not_alone(hook_functions)
-        self._root = inside_compiled(self._root)
-        self.border = _Border(self, self._passes, self._root)
-        self.border.open(compiled)
-        if self._taps:
-            self.hooked(self._taps)
+        with self._lock:
+            if self.border is not None or self._root is None:
+                return  # another thread has enabled or ended the line meanwhile
+            not_alone(hook_functions)
+            self._root = inside_compiled(self._root)
+            self.border = _Border(self, self._passes, self._root)
+            self.border.open(compiled)
+            if self._taps:
+                self.hooked(self._taps)
 
     def hooked(self, taps: list[Tap]) -> None:
         """Add taps that have been attached."""
+        with self._lock:
+            self._hooked(taps)
+
+    def _hooked(self, taps: list[Tap]) -> None:
         self._parts.clear()
         self._new += taps
         gradients = [tap for tap in taps if tap.site.port in GRADIENT_PORTS]
@@ -240,12 +250,13 @@ class Compiled(Attachment):
         if self.border is None:
             return
         gone = set(map(id, taps))
-        self._parts.clear()
-        self._new = [tap for tap in self._new if id(tap) not in gone]
-        self._run.drop(gone)
-        hooked = {self.owner_of(tap) for tap in self._taps if not tap.is_removed}
-        for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
-            self._marks.discard(number)
+        with self._lock:
+            self._parts.clear()
+            self._new = [tap for tap in self._new if id(tap) not in gone]
+            self._run.drop(gone)
+            hooked = {self.owner_of(tap) for tap in self._taps if not tap.is_removed}
+            for number in {self.owner_of(tap) for tap in taps} - hooked - {id(self._root)}:
+                self._marks.discard(number)
 
     def _make_ready(self) -> None:
         """Mark newly hooked modules, so that code compiled before is not used while the line lasts.
@@ -254,16 +265,19 @@ class Compiled(Attachment):
         calls a hook contains the hook's module, however the model was cut into pieces. The state
         that compiled code reads must exist before the code is called, or its guards would fail.
         """
-        if not self._new or self._root is None:
+        if not self._new:
             return
-        hooked = {id(self._root): self._root}
-        for tap in self._new:
-            tap.prepare()
-            node = self._nodes.get(id(tap))
-            if isinstance(node, ModuleNode):
-                hooked[id(node.module)] = node.module
-        self._marks.add(hooked.values())
-        self._new.clear()
+        with self._lock:
+            if self._root is None:
+                return
+            hooked = {id(self._root): self._root}
+            for tap in self._new:
+                tap.prepare()
+                node = self._nodes.get(id(tap))
+                if isinstance(node, ModuleNode):
+                    hooked[id(node.module)] = node.module
+            self._marks.add(hooked.values())
+            self._new.clear()
 
     def refuse_stale(self, module: nn.Module) -> None:
         """Refuse a call for which torch has fetched a forward that the class no longer has.
@@ -369,25 +383,28 @@ class Compiled(Attachment):
 
     def _taps_in(self, module: nn.Module) -> list[Tap]:
         """Return the taps that a compiled module may call."""
-        found = self._parts.get(id(module))
-        if found is None:
-            inside = {id(part) for part in module.modules()}
-            found = [tap for tap in self._taps if self.owner_of(tap) in inside]
-            self._parts[id(module)] = found
-        return found
+        with self._lock:
+            found = self._parts.get(id(module))
+            if found is None:
+                inside = {id(part) for part in module.modules()}
+                found = [tap for tap in self._taps if self.owner_of(tap) in inside]
+                self._parts[id(module)] = found
+            return found
 
     # -- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Undo all changes."""
-        self._root = None
-        border, self._nodes, self._new = self.border, {}, []
+        with self._lock:
+            self._root = None
+            border, self._nodes, self._new = self.border, {}, []
         if border is None:
             return
         self._run.end()  # the line may end while compiled code runs
-        self._marks.clear()
-        border.close()
-        self.border = None
+        with self._lock:
+            self._marks.clear()
+            border.close()
+            self.border = None
 
 
 @while_tracing

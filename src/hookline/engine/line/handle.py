@@ -6,6 +6,7 @@ model alive.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from types import TracebackType
@@ -25,13 +26,18 @@ class CallHooks:
     Args:
         registrations: the line's registrations.
         attached: all attachments of the line.
+        lock: held while hooks of the line are registered, in any thread.
     """
 
     __slots__ = (
-        "__weakref__", "_attached", "_entries", "_registrations", "_taps", "is_on", "sites",
+        "__weakref__", "_attached", "_entries", "_lock", "_registrations", "_taps", "is_on",
+        "sites",
     )  # fmt: skip
 
-    def __init__(self, registrations: Registrations, attached: list[Attachment]) -> None:
+    def __init__(
+        self, registrations: Registrations, attached: list[Attachment], lock: threading.RLock
+    ) -> None:
+        self._lock = lock
         self._registrations = registrations
         self._attached = attached
         self._taps: list[Tap] = []
@@ -47,7 +53,8 @@ class CallHooks:
 
     def remove(self) -> None:
         """Remove these hooks, also if interrupted meanwhile. Idempotent."""
-        surely(self._remove)
+        with self._lock:
+            surely(self._remove)
 
     def _remove(self) -> None:
         if not self.is_on:

@@ -264,7 +264,7 @@ class Line:
         # handle.
         with self._registering, self.all_or_nothing() as registrations:
             n_taps, n_placed = len(self.taps), len(registrations)
-            registration = CallHooks(registrations, self.attached)
+            registration = CallHooks(registrations, self.attached, self._registering)
             handle = HookHandle(kind, registration)
             self._handles[handle] = registration
             self._had_handles = True

@@ -174,12 +174,13 @@ class Registrations(Attachment):
             )
         name = "register_hook" if kind == "grad" else "register_post_accumulate_grad_hook"
         foreign = Order.GRAD_HOOK if kind == "grad" else Order.RECORD
-        before = tensor_hook_dict(tensor, kind) or OrderedDict()
-        later = _later(before, rank, foreign, prepend=prepend)
-        self._hold(getattr(tensor, name), hook)
-        hooks = tensor_hook_dict(tensor, kind)
-        assert hooks is not None
-        _move_to_end(hooks, later)
+        with _lock:
+            before = tensor_hook_dict(tensor, kind) or OrderedDict()
+            later = _later(before, rank, foreign, prepend=prepend)
+            self._hold(getattr(tensor, name), hook)
+            hooks = tensor_hook_dict(tensor, kind)
+            assert hooks is not None
+            _move_to_end(hooks, later)
 
     def register_on_optimizer(self, optimizer: Optimizer, kind: str, hook: Hook) -> None:
         """Register a hook on an optimizer: `step_pre`, `step_post`, or around its state dicts."""

@@ -83,7 +83,11 @@ class Pass:
     def close(self) -> None:
         """Call the functions that wait for the end of the pass, or of a call outside the root."""
         while self.at_end:
-            self.at_end.pop()()
+            try:
+                then = self.at_end.pop()
+            except IndexError:  # another thread, which ends the line, has taken it meanwhile
+                return
+            then()
 
 
 @final
@@ -162,11 +166,12 @@ class Passes:
         sink: an object to tell when passes begin.
         at_root: called with each pass that a run of the root begins, and the frame of the root's
             call; None for verbs that need neither.
+        lock: held while a pass begins.
     """
 
     __slots__ = (
-        "_latest", "_lock", "_numbers", "_open", "at_root", "closed", "compiler", "every_thread",
-        "failed", "in_thread", "other_contexts", "outside_root", "sink", "started", "switch",
+        "_latest", "_numbers", "_open", "at_root", "closed", "compiler", "every_thread", "failed",
+        "in_thread", "lock", "other_contexts", "outside_root", "sink", "started", "switch",
         "transformed",
     )  # fmt: skip
 
@@ -187,7 +192,7 @@ class Passes:
         self._numbers = itertools.count()
         self._open: dict[int, Pass] = {}
         self._latest: Pass | None = None
-        self._lock = fork_safe_lock()
+        self.lock = fork_safe_lock()
 
     def belong_here(self) -> None:
         """Bind the line to the present context, unless it sees every thread.
@@ -199,7 +204,7 @@ class Passes:
 
     def leave(self) -> None:
         """End all passes: from now on no hook of the line sees anything."""
-        with self._lock:  # a pass that another thread begins is open by now or never opens
+        with self.lock:  # a pass that another thread begins is open by now or never opens
             self.closed = True
         # Not ContextVar.reset: a line may end in another context than the one that made it.
         _made_here.set(_still_open())
@@ -263,7 +268,7 @@ class Passes:
             outside, local.outside = local.outside, None
             self._finish(outside, failed=False)
         if current is None:
-            with self._lock:
+            with self.lock:
                 if self.closed:  # another thread has closed the line since is_here()
                     return
                 current = local.current = self._start(is_transformed=mode is not None)
@@ -335,7 +340,7 @@ class Passes:
             return None  # the forward ran before the line was attached
         local = self.in_thread
         if local.outside is None:
-            with self._lock:
+            with self.lock:
                 if not self.closed:
                     local.outside = self._start(is_transformed=mode is not None)
                     self.outside_root += 1

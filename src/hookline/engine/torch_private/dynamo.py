@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import AttachError
+from hookline.util.imported import imported
 from hookline.util.weak_map import WeakIdentityMap
 
 # Dynamo before torch 2.13 has few ids in a graph, and calls the tensor hooks in a graph in reverse
@@ -40,8 +41,7 @@ class TracingAttachError(AttachError, AssertionError):
 
 def dynamo_config() -> Any:
     """Return dynamo's settings; None until dynamo is loaded, so that nothing is compiled."""
-    loaded = sys.modules.get("torch._dynamo")
-    return getattr(loaded, "config", None)
+    return getattr(imported("torch._dynamo"), "config", None)
 
 
 def has_compiled() -> bool:

@@ -96,13 +96,14 @@ def discard_hooks_of(module: nn.Module, owner: object, is_alike: Callable[[objec
     """
     for kind in HOOK_DICTS:
         hooks = hook_dict(module, kind)
-        unwanted = [key for key, hook in hooks.items() if _owner(hook) is owner]
+        placed = list(hooks.items())  # another thread may remove hooks meanwhile
+        unwanted = [key for key, hook in placed if _owner(hook) is owner]
         if "state_dict" in kind and unwanted:
-            is_last = unwanted[-1] == next(reversed(hooks))
-            alike = [key for key, hook in hooks.items() if is_alike(_owner(hook))]
+            is_last = unwanted[-1] == placed[-1][0]
+            alike = [key for key, hook in placed if is_alike(_owner(hook))]
             unwanted = alike if is_last else []
         for key in unwanted:
-            del hooks[key]
+            hooks.pop(key, None)
             for flag in ("with_kwargs", "always_called"):
                 module.__dict__.get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
 

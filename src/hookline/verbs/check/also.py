@@ -12,6 +12,7 @@ from hookline.display.text import plural
 from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
+from hookline.util.locks import fork_safe_lock
 from hookline.verbs.check.finiteness import flat, is_measurable
 
 CHOICES = ("magnitude", "dead", "constant", "shapes", "missing_grad")
@@ -21,6 +22,9 @@ _FACTOR = 1e4
 # A unit is dead if it was 0 in all of at least so many runs.
 _RUNS = 10
 _MOST_SAID = 4
+
+# Held while what is known of an output changes: outputs may come from several threads.
+_lock = fork_safe_lock()
 
 
 def choices(also: str | Iterable[str]) -> frozenset[str]:
@@ -129,10 +133,11 @@ class Habits:
             self._note_alive(look.alive)
 
     def _note_alive(self, alive: Tensor) -> None:
-        if self._alive is None or self._alive.shape != alive.shape:
-            self._alive, self._n_runs = alive, 1
-        else:
-            self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
+        with _lock:
+            if self._alive is None or self._alive.shape != alive.shape:
+                self._alive, self._n_runs = alive, 1
+            else:
+                self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
 
     def judge(self, least: float, greatest: float) -> None:
         """Judge the extremes of a run's output."""

@@ -175,6 +175,8 @@ class ForwardChecks:
         finally:
             current.opened[_SEEN] = []
             self._changing.copies_inputs |= run.are_inputs_overwritten()
+            if run.args is not None:
+                self._changing.learn()
             run.sums = current.log = []
             current.note = current.log.append
             if not run.has_grad:

@@ -14,6 +14,7 @@ from hookline.engine import every_tensor
 from hookline.engine.compile.compiled_modules import inside_compiled
 from hookline.engine.pytree import tree
 from hookline.engine.torch_private.modules import buffers, unwrap
+from hookline.util.locks import fork_safe_lock
 from hookline.verbs.shared.random_states import RandomStates, generators_of
 from hookline.verbs.shared.run_model import restore_state
 
@@ -151,8 +152,8 @@ class Run:
 class ChangingBuffers:
     """The buffers of a model that its forward writes to, as batch norm does.
 
-    All buffers are copied before the first run in each mode. From the second on, only those that
-    have changed in an earlier run are.
+    All buffers are copied until the first run in each mode has ended. From then on, only those that
+    have changed in that run are.
 
     Attributes:
         copies_inputs: whether an earlier run has overwritten its inputs, so that copies are kept.
@@ -160,7 +161,7 @@ class ChangingBuffers:
     """
 
     __slots__ = (
-        "_all", "_changing", "_is_training", "_versions", "copies_inputs", "generators",
+        "_all", "_changing", "_is_training", "_lock", "_versions", "copies_inputs", "generators",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -170,30 +171,34 @@ class ChangingBuffers:
         self._changing: list[tuple[dict[str, Tensor | None], str]] = []
         self._is_training: bool | None = None
         self._versions: list[tuple[int, int | None]] | None = None
+        self._lock = fork_safe_lock()  # runs may begin in several threads
 
     def copies(self, root: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
         """Copy the buffers that the run may change."""
-        if self._is_training is not root.training:
-            self._is_training = root.training
-            self.generators = generators_of(root)
-            self._all = [
-                (table, name)
-                for module in root.modules()
-                for table in (buffers(module),)
-                for name, held in table.items()
-                if held is not None and not held.is_meta
-            ]
-            self._versions = [_state(table, name) for table, name in self._all]
-            return self._copied(self._all)
-        if self._versions is not None:
-            self._learn(self._versions)
-        return self._copied(self._changing)
+        with self._lock:
+            if self._is_training is not root.training:
+                self._is_training = root.training
+                self.generators = generators_of(root)
+                self._all = [
+                    (table, name)
+                    for module in root.modules()
+                    for table in (buffers(module),)
+                    for name, held in table.items()
+                    if held is not None and not held.is_meta
+                ]
+                self._versions = [_state(table, name) for table, name in self._all]
+            return self._copied(self._changing if self._versions is None else self._all)
 
-    def _learn(self, before: list[tuple[int, int | None]]) -> None:
-        self._versions = None
-        self._changing = [
-            place for place, state in zip(self._all, before, strict=True) if _state(*place) != state
-        ]
+    def learn(self) -> None:
+        """Learn which buffers a run has changed that has ended."""
+        with self._lock:
+            before, self._versions = self._versions, None
+            if before is not None:
+                self._changing = [
+                    place
+                    for place, state in zip(self._all, before, strict=True)
+                    if _state(*place) != state
+                ]
 
     @staticmethod
     def _copied(

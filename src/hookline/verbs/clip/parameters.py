@@ -5,6 +5,7 @@ A norm over many ranks is a collective, so all of these ranks must clip.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
@@ -25,6 +26,13 @@ from hookline.engine import (
     say_by_rank,
 )
 from hookline.errors import RanksError, warn
+from hookline.util.locks import fork_safe_lock
+
+
+class _Came(dict[int, Tensor]):
+    """The parameters whose gradients were accumulated in a run of autograd, by their id."""
+
+    __slots__ = ("__weakref__",)
 
 
 @final
@@ -37,23 +45,27 @@ class ClipAfterBackward:
 
     def __init__(self, act: Callable[[list[Tensor]], None]) -> None:
         self._act = act
-        self._run: int | None = None
-        self._came: dict[int, Tensor] = {}
+        # By the run of autograd, since several threads may run backward at once. The callback at
+        # the end of a run holds its parameters. torch drops the callback of a run that raised.
+        self._came: weakref.WeakValueDictionary[int, _Came] = weakref.WeakValueDictionary()
+        self._lock = fork_safe_lock()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Note a parameter whose gradient has been accumulated."""
         run = outer_backward()
-        if run != self._run:  # torch skips the callback at the end of a backward that raised
-            self._run, self._came = run, {}
-            at_end_of_backward(self._behind_others)
-        self._came[id(parameter)] = parameter
+        with self._lock:  # autograd has a thread for each device
+            came = self._came.get(run)
+            if came is None:
+                came = self._came[run] = _Came()
+                at_end_of_backward(partial(self._behind_others, run, came))
+            came[id(parameter)] = parameter
 
-    def _behind_others(self) -> None:
-        at_end_of_backward(self._end)
+    def _behind_others(self, run: int, came: _Came) -> None:
+        at_end_of_backward(partial(self._end, run, came))
 
-    def _end(self) -> None:
-        came, self._came, self._run = list(self._came.values()), {}, None
-        self._act(came)
+    def _end(self, run: int, came: _Came) -> None:
+        self._came.pop(run, None)
+        self._act(list(came.values()))
 
 
 @final

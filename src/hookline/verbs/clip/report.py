@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from hookline.engine import Report, has_numbers, innermost
+from hookline.util.locks import fork_safe_lock
+
+# Held while counts change: gradients may come from several threads.
+_lock = fork_safe_lock()
 
 
 @final
@@ -100,6 +104,10 @@ class Tally:
     def add(self, size: Tensor, bound: float) -> None:
         """Count a gradient, given its norm or its largest element."""
         sizes = innermost(size.detach())  # under vmap, one size for each example
+        with _lock:
+            self._add(sizes, bound)
+
+    def _add(self, sizes: Tensor, bound: float) -> None:
         self.seen += sizes.numel()
         if not has_numbers(sizes):
             self._largest = torch.tensor(float("nan"), device="cpu")

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import same_draws
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, StructureError
+from hookline.util.locks import fork_safe_lock
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -121,6 +122,7 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             hold `std`.
     """
     generators: dict[torch.device, torch.Generator] = {}
+    lock = fork_safe_lock()
     given = _Given(std, "noise")
     try:
         std = float(std)
@@ -131,17 +133,23 @@ def noise(std: float, *, seed: int | None = None) -> Edit:
             "\nGive one number: hl.edits.noise(0.1)."
         ) from None
 
-    def change(tensor: Tensor) -> Tensor:
-        given.like(tensor)
-        if tensor.is_meta:  # a meta tensor has a shape and no numbers
-            return tensor + std
+    def draw(tensor: Tensor) -> Tensor:
         generator = generators.get(tensor.device)
         if generator is None:
             generator = generators[tensor.device] = torch.Generator(tensor.device)
             generator.seed() if seed is None else generator.manual_seed(seed)
-        drawn = torch.randn(
+        return torch.randn(
             tensor.shape, generator=same_draws(generator), dtype=tensor.dtype, device=tensor.device
         )
+
+    def change(tensor: Tensor) -> Tensor:
+        given.like(tensor)
+        if tensor.is_meta:  # a meta tensor has a shape and no numbers
+            return tensor + std
+        if is_dynamo_compiling():  # a graph holds no lock
+            return tensor + std * draw(tensor)
+        with lock:  # no other thread draws between a checkpoint's look at the generator and a draw
+            drawn = draw(tensor)
         return tensor + std * drawn
 
     return _edit("noise", change)

@@ -128,11 +128,12 @@ class SiteSlots:
                 self._move(value)
 
     def _leave_out(self, why: str) -> None:
-        self.is_off, self.slots = True, None
-        if self.widths:
-            self.widths = ()
-            self._of.changed()
-        self._of.complain(self.name, f"is left out: {why}")
+        with self._of.lock:
+            self.is_off, self.slots = True, None
+            if self.widths:
+                self.widths = ()
+                self._of.changed()
+            self._of.complain(self.name, f"is left out: {why}")
 
     def _move(self, value: Tensor) -> None:
         """Make empty slots on the value's device; the slots so far move along."""
@@ -223,8 +224,14 @@ class Slots:
 
     def sites(self) -> list[SiteSlots]:
         """Return the sites that ever had a value, in order."""
-        found = [one for one in self._sites.values() if one.widths]
+        with self.lock:
+            found = [one for one in self._sites.values() if one.widths]
         return sorted(found, key=lambda one: one.order)
+
+    def layout(self) -> tuple[list[SiteSlots], int]:
+        """Return the sites that ever had a value, in order, and the version that they belong to."""
+        with self.lock:
+            return self.sites(), self.version
 
     def take(self) -> dict[str, list[Tensor]]:
         """Return the slots of each site that had a value in this step, and begin a new step."""
@@ -238,7 +245,8 @@ class Slots:
 
     def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
         """Tell whether a module had a value, if any module is selected."""
-        modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
+        with self.lock:
+            modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
         return not modules or any(one.is_off or one.name in taken for one in modules)
 
     def missing(self, taken: dict[str, list[Tensor]]) -> list[Site]:

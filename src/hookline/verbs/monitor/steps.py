@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from hookline.curves import StepReport
 from hookline.display.text import type_and_line
 from hookline.engine import Pass
 from hookline.errors import HooklineWarning, warn
-from hookline.util.locks import fork_safe_lock
 from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.optimizer_pairs import OptimizerPairs
 from hookline.verbs.monitor.originals import Originals
@@ -78,6 +78,8 @@ class Steps:
         scaling: divides gradients by the scale of the loss.
         every: every so many steps are reported.
         to: takes the reports.
+        lock: the lock that is held while a pass of the line begins. A lock of its own would be
+            taken in another order by a user's function that gets the reports and runs the model.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Steps:
         scaling: Scaling,
         every: int,
         to: Reporter,
+        lock: threading.RLock,
     ) -> None:
         self.ranks = Ranks(slots.statistics)
         self.number = 0
@@ -121,7 +124,7 @@ class Steps:
         self.has_failed = False
         self._has_told = self._has_told_replaced = False
         self._originals = Originals(model)
-        self._lock = fork_safe_lock()  # passes may begin in several threads
+        self._lock = lock
 
     @property
     def every(self) -> int:
@@ -217,7 +220,8 @@ class Steps:
 
     def trains(self, optimizer: Any) -> bool:
         """Tell whether an optimizer trains the model."""
-        return bool(self._held_by(optimizer))
+        with self._lock:
+            return bool(self._held_by(optimizer))
 
     def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the ids of the model's parameters that an optimizer holds."""
@@ -342,7 +346,7 @@ class Steps:
         self._slots.tell()
         self._look_for_values(taken)
         self._look_for_replaced(taken)
-        sites, version = self._slots.sites(), self._slots.version
+        sites, version = self._slots.layout()
         layout, slots = self.ranks.report(sites, taken, version, is_last=is_last)
         if layout.entries:
             self.n_reported += 1

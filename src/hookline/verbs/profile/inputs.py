@@ -19,6 +19,7 @@ from hookline.engine.autograd.written_views import GradHook
 from hookline.engine.torch_private.autograd import hook_node_before
 from hookline.engine.torch_private.graph.nodes import memory_of
 from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, why_no_shapes
+from hookline.util.locks import fork_safe_lock
 
 _MOST_KINDS = 16
 _ATOMS = (int, float, bool, str, type(None))
@@ -119,6 +120,7 @@ class Kinds:
         self.copy: ShapesOnly | None = None
         self.failure = ""
         self.seconds = 0.0
+        self._lock = fork_safe_lock()  # runs may begin in several threads
 
     def begin(self, path: str, args: Any, kwargs: Any) -> Run:
         """Return the run that begins with these arguments."""
@@ -130,15 +132,16 @@ class Kinds:
         has_gradients = torch.is_grad_enabled()
         is_training = self._model is not None and self._model.training
         key = path, has_gradients, is_training, autocast, _form(args), _form(kwargs)
-        kind = self._by_key.get(key)
         memory = None
-        if kind is None:
-            kind = Kind(path, has_gradients=has_gradients, autocast=autocast)
-            self._by_key[key] = kind
-            self.found.append(kind)
-            memory = self._memory()
-            self._copy_inputs(kind, args, kwargs)
-        kind.n_runs += 1
+        with self._lock:
+            kind = self._by_key.get(key)
+            if kind is None:
+                kind = Kind(path, has_gradients=has_gradients, autocast=autocast)
+                self._by_key[key] = kind
+                self.found.append(kind)
+                memory = self._memory()
+                self._copy_inputs(kind, args, kwargs)
+            kind.n_runs += 1
         return Run(kind, memory)
 
     def _memory(self) -> set[int]:

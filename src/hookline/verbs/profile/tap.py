@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hookline.engine import Order, Pass, Passes, Site, backward_number
 from hookline.engine.compile.compiled_modules import Borders
 from hookline.engine.taps.base import HookSpec, Tap, call_frame, no_callback
+from hookline.util.imported import imported
 from hookline.verbs.profile.clocks import Clock
 from hookline.verbs.profile.contexts import Context
 from hookline.verbs.profile.inputs import Kinds
@@ -195,7 +196,7 @@ class CompiledRegions:
         self._ledger = ledger
         self._passes = passes
         self._paths = paths
-        self._borders = Borders(self) if "torch._dynamo" in sys.modules else None
+        self._borders = Borders(self) if imported("torch._dynamo") is not None else None
 
     def open(self, compiled: list[nn.Module]) -> None:
         """Begin to watch the modules that hold their compiled call, and all others."""

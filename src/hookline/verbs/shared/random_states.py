@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
+
+from hookline.util.imported import imported
 
 
 @final
@@ -26,7 +28,7 @@ class RandomStates:
         is_cuda_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state_all() if is_cuda_used else []
         self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy.random")
+        numpy = imported("numpy.random")
         self._numpy = None if numpy is None else numpy.get_state(legacy=False)
         self._own = [(one, one.get_state()) for one in generators]
 

@@ -15,8 +15,13 @@ from torch.nn.parameter import is_lazy
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.torch_private.modules import buffers
 from hookline.errors import InputError
+from hookline.util.locks import fork_safe_lock
 
 _N_KEYS_SHOWN = 3
+
+# How many blocks keep a module in eval mode, by the id of a module that was in training mode.
+_n_blocks: dict[int, int] = {}
+_lock = fork_safe_lock()
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 
@@ -92,17 +97,30 @@ def eval_without_side_effects(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules in eval mode in the block, and restore each module's mode afterwards."""
-    # A frozen ScriptModule has no training flag.
-    training = [module for module in modules if getattr(module, "training", False)]
+    """Put modules in eval mode in the block, and restore each module's mode afterwards.
+
+    Where several threads do so at once, the last one restores the mode.
+    """
+    training: list[nn.Module] = []
     try:
-        # Only the flags: an overridden `train()` or `eval()` may merge or unpack weights.
-        for module in training:
-            module.training = False
+        with _lock:
+            for module in modules:
+                n_blocks = _n_blocks.get(id(module), 0)
+                # A frozen ScriptModule has no training flag.
+                if n_blocks or getattr(module, "training", False):
+                    training.append(module)
+                    _n_blocks[id(module)] = n_blocks + 1
+                    # Only the flag: an overridden `train()` or `eval()` may merge weights.
+                    module.training = False
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _lock:
+            for module in training:
+                n_left = _n_blocks.pop(id(module), 1) - 1
+                if n_left:
+                    _n_blocks[id(module)] = n_left
+                else:
+                    module.training = True
 
 
 def lazy_name(model: nn.Module) -> str | None:

@@ -168,8 +168,8 @@ class _Printer:
         self.say(f"{'< ' + name:{width}}  {site.module_type:18} {site.port} {_shown(value)}")
 
     def say(self, text: str) -> None:
-        """Print a line."""
-        print(text, file=self._file if self._file is not None else sys.stdout)
+        """Print a line in one write: another thread may print at the same time."""
+        print(f"{text}\n", end="", file=self._file if self._file is not None else sys.stdout)
 
 
 @final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -17,6 +16,7 @@ from hookline.errors import InputError
 from hookline.models.loaded import Preprocess
 from hookline.models.packages import in_short
 from hookline.models.places import is_file
+from hookline.util.imported import imported
 from hookline.verbs.extract.inputs.fingerprints import files_fingerprint
 from hookline.verbs.extract.inputs.images import prepared
 from hookline.verbs.extract.inputs.loading import Loaded, load_each
@@ -196,7 +196,7 @@ class HuggingFaceItems:
 
 def is_huggingface(data: Any) -> bool:
     """Return whether a value is a data set of the package datasets."""
-    datasets = sys.modules.get("datasets")
+    datasets = imported("datasets")
     return datasets is not None and isinstance(data, datasets.Dataset)
 
 

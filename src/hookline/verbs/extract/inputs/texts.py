@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -16,6 +15,7 @@ from xxhash import xxh3_128
 
 from hookline.errors import InputError, warn
 from hookline.models.packages import in_short
+from hookline.util.imported import imported
 from hookline.verbs.extract.inputs.loading import Loaded, Refusal, Skip, load_each
 
 KEY = "text"  # of a line of .jsonl, or the column of a table
@@ -154,7 +154,7 @@ def tokenizer_of(
         )
     if isinstance(tokenize, Tokenizing):
         return tokenize
-    transformers = sys.modules.get("transformers")  # a tokenizer of it has imported it
+    transformers = imported("transformers")  # a tokenizer of it has imported it
     if transformers is None or not isinstance(tokenize, transformers.PreTrainedTokenizerBase):
         return Tokenizing(tokenize, {})
     if tokenize.pad_token is None:

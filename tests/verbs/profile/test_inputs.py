@@ -1,0 +1,26 @@
+"""The kinds of runs, where several threads run the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hookline.verbs.profile import inputs
+from meeting import Meanwhile, ToldLock
+
+
+def test_first_runs_of_two_threads_at_once_are_one_kind(monkeypatch):
+    lock, make = ToldLock(), inputs.Kind
+    monkeypatch.setattr(inputs, "fork_safe_lock", lambda: lock, raising=False)
+    model, args = nn.Linear(2, 2), (torch.ones(1, 2),)
+    kinds = inputs.Kinds(model, {"": model}, wants_flops=True)
+    meanwhile = Meanwhile(lambda: kinds.begin("", args, {}), lock)
+
+    def slowly(*given, **options):
+        meanwhile()
+        return make(*given, **options)
+
+    monkeypatch.setattr(inputs, "Kind", slowly)
+    kinds.begin("", args, {})
+    meanwhile.end()
+    assert [kind.n_runs for kind in kinds.found] == [2]
