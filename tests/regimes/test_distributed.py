@@ -72,7 +72,7 @@ def test_a_parameters_gradient_under_ddp_is_local_and_reduced(rank, folder):
     "DDP",
     "statistics",
     note="A statistic covers this rank's part of the batch. `run.reduced` of a recording `run`"
-    " combines all ranks.",
+    " gives the mean, sum, maximum or minimum over the ranks.",
 )
 @on_ranks
 def test_statistics_are_each_ranks_own_until_they_are_reduced(rank, folder):
@@ -246,7 +246,7 @@ def test_lines_under_fsdp2_change_and_see_as_in_one_process(rank, folder):
     "FSDP2",
     "statistics",
     note="A statistic of a parameter's gradient covers this rank's shard. `run.reduced` of a"
-    " recording `run` combines all ranks.",
+    " recording `run` gives the mean, sum, maximum or minimum over the ranks.",
 )
 @pytest.mark.trap(30)
 @on_ranks

@@ -524,6 +524,22 @@ def test_a_scaler_is_found_and_its_scale_named():
     assert ratio.tolist() == pytest.approx([1024, 1])
 
 
+def test_a_scaler_is_found_after_steps_that_went_past_it():
+    model = net()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.warns(hl.HooklineWarning, match="step 1 are multiplied by GradScaler's 1024"):
+        with hl.monitor(model, "1", ports="grad_output") as seen:
+            train(model, optimizer, 1)
+            train_scaled(model, optimizer, scaler, 2)
+    plain = net()
+    optimizer = sgd(plain)
+    with hl.monitor(plain, "1", ports="grad_output") as expected:
+        train(plain, optimizer, 1)
+        train(plain, optimizer, 2)
+    ratio = seen["1:grad_output"].std / expected["1:grad_output"].std
+    assert ratio.tolist() == pytest.approx([1, 1024, 1])
+
+
 def test_fused_optimizers_under_a_scaler_give_unscaled_gradients():
     plain, scaled = net(), net()
     with hl.monitor(plain, ports="grad") as expected:

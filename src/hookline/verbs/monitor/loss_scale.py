@@ -35,7 +35,6 @@ class Scaling:
                 "\nLeave it out: the scaler is found at its first step."
             )
         self._scaler = None if scaler is None else weakref.ref(scaler)
-        self._has_looked = scaler is not None
 
     def unscaled(self, grad: Tensor) -> Tensor:
         """Return a gradient without the scale of the loss."""
@@ -48,9 +47,9 @@ class Scaling:
 
     def look(self, step: int) -> None:
         """Look for a scaler that is stepping an optimizer: called in the optimizer's hook."""
-        if self._has_looked:
+        if self._scaler is not None:
             return
-        self._has_looked = True
+        # At each step: the first ones may go past the scaler, as in a warm-up.
         frame, left = sys._getframe(1), _MOST_FRAMES
         while frame.f_back is not None and left:
             frame, left = frame.f_back, left - 1
