@@ -420,8 +420,8 @@ def test_an_interrupt_while_attaching_or_ending_leaves_nothing(interrupted):
     "torch.compile",
     "raw hooks",
     refused="AttachError",
-    note="Backward hooks and hooks on saved tensors raise dynamo's error, which quotes"
-    " hookline's `AttachError`.",
+    note="Backward hooks and hooks on saved tensors do not work. The call of the model raises"
+    " dynamo's error, whose message contains hookline's `AttachError`.",
 )
 def test_packing_what_is_saved_is_refused_with_the_remedy():
     model = steps()
