@@ -5,10 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import operator
 import os
-import pickle
-import signal
 import threading
-import warnings
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
+from forks import child
 from hookline.util import locks
 
 pytestmark = [
@@ -33,30 +31,6 @@ def model():
 @pytest.fixture
 def x():
     return torch.ones(1, 2)
-
-
-def child(action):
-    """What the action returns in a forked child, which is killed if it hangs."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: other threads are on
-        pid = os.fork()
-    if not pid:
-        signal.alarm(60)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                os.write(writing, pickle.dumps(action()))
-        except BaseException as error:
-            os.write(writing, pickle.dumps(repr(error)))
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
-    assert said, "the child hung, and was killed"
-    return pickle.loads(said)
 
 
 @pytest.mark.cell(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hookline as hl
+from forks import child
 from hookline.stores import place as place_module
 from hookline.stores.place import LocalPlace, place_of
 
@@ -121,6 +122,16 @@ def test_a_lock_ends_though_another_process_has_its_file(tmp_path):
             pass
     finally:
         os.close(copy)
+
+
+@pytest.mark.processes
+def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
+    lock = LocalPlace(tmp_path).locked()
+    lock.__enter__()
+    child(lambda: lock.__exit__(None, None, None))
+    with pytest.raises(hl.FolderError, match="another process"), LocalPlace(tmp_path).locked():
+        pass
+    lock.__exit__(None, None, None)
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path):

@@ -234,6 +234,7 @@ class LocalPlace:
             raise FolderError(
                 f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
             ) from error
+        process = os.getpid()
         try:
             self._acquire(handle)
             for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
@@ -242,8 +243,10 @@ class LocalPlace:
             yield
         finally:
             self._lock = None
-            # Closing does not release it where a process that was forked meanwhile runs on.
-            fcntl.flock(handle, fcntl.LOCK_UN)
+            # Closing does not release it where a process that was forked meanwhile runs on. Such a
+            # process must not release it itself.
+            if os.getpid() == process:
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _acquire(self, handle: int) -> None:

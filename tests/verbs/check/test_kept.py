@@ -11,7 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 import hookline as hl
+from forks import child
 from hookline.cli.app import app
+from hookline.verbs.check import kept as kept_module
 from hookline.verbs.check.kept import read
 
 NET = """
@@ -136,6 +138,23 @@ def test_an_argument_that_cannot_be_saved_hides_no_finding(net, tmp_path):
         line._line.root(torch.tensor([-1.0]), endless)
     assert caught.value.finding.function == "log"
     assert "no file is kept: RecursionError" in str(caught.value.finding)
+
+
+@pytest.mark.processes
+def test_a_child_that_writes_meanwhile_gets_another_file(net, tmp_path, monkeypatch):
+    save, files = kept_module.save_file, []
+
+    def save_later(*args, **options):
+        monkeypatch.setattr(kept_module, "save_file", save)
+        files.append(child(lambda: kept(net["make"](), tmp_path).file))
+        save(*args, **options)
+
+    monkeypatch.setattr(kept_module, "save_file", save_later)
+    files.append(kept(net["make"](), tmp_path).file)
+    assert [os.path.basename(one) for one in files] == [
+        "step0-1.safetensors", "step0-1-1.safetensors",
+    ]  # fmt: skip
+    assert all(read(one).finding.path == "1" for one in files)
 
 
 def test_nothing_half_written_stays(net, tmp_path, monkeypatch):

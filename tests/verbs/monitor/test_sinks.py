@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from forks import child, told_by
 from hookline.models._torchvision_import import import_torchvision
 
 # Each has a warning or two of its own, about names that it uses itself.
@@ -565,3 +567,50 @@ def test_an_existing_file_or_folder_is_refused(tmp_path, name):
     with pytest.raises(hl.FolderError, match=r"must be (empty|a new file), got"):
         train(path)
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["run", "run.jsonl", "run.parquet", "tensorboard"])
+def test_a_forked_child_writes_nothing_and_says_so_once(tmp_path, name):
+    from torch.utils.tensorboard import SummaryWriter
+
+    model, x = nn.Linear(4, 2), torch.ones(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    to = SummaryWriter(tmp_path / name) if name == "tensorboard" else tmp_path / name
+    line = hl.monitor(model, to=to)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+
+    def run():
+        for _ in range(20):
+            step()
+        line.remove()
+
+    def action():
+        nonlocal line
+        told, steps = told_by(run), line.curves.steps.tolist()
+        del line
+        gc.collect()  # pyarrow ends the file of a writer that is let go of
+        return told, steps
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    step()
+    step()
+    if name == "tensorboard":
+        to.flush()
+    before = files()
+    assert before
+    told, steps = child(action)
+    assert ["a forked process" in one for one in told] == [True]
+    assert steps == [*range(22)]
+    assert files() == before
+    step()
+    line.remove()
+    if name == "tensorboard":
+        to.close()
+    assert files() != before
+    assert line.curves.steps.tolist() == [0, 1, 2]

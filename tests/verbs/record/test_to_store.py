@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hookline as hl
+from forks import child, forked, told_by
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -136,3 +137,55 @@ def test_a_gradient_that_comes_too_late_is_named(net, tmp_path):
             first = net(X)
             net(X)
             first.sum().backward()
+
+
+@pytest.mark.processes
+def test_a_forked_child_writes_nothing_and_says_so_once(net, tmp_path):
+    expected = net(X)
+    line = hl.record(net, "0", to=tmp_path / "s")
+    net(X)
+
+    def run():
+        assert all(torch.equal(net(X), expected) for _ in range(3))
+        line.remove()
+
+    def action():
+        told = told_by(run)
+        with hl.record(net, "0", to=tmp_path / "own") as own:
+            net(X[:2])
+        return told, len(own.store)
+
+    told, n_own = child(action)
+    assert [f"not written to {tmp_path / 's'}" in one for one in told] == [True]
+    assert n_own == 2
+    assert os.listdir(tmp_path / "s") == [".lock"]
+    with pytest.raises(hl.FolderError, match="another process is writing"):
+        hl.record(net, "0", to=tmp_path / "s")
+    net(X[:3])
+    line.remove()
+    assert torch.equal(line.store["0"][:], torch.cat([net[0](X), net[0](X[:3])]).detach())
+
+
+@pytest.mark.processes
+def test_a_child_that_goes_on_longer_leaves_a_whole_store(net, tmp_path, monkeypatch):
+    module = importlib.import_module("hookline.verbs.record.to_store")
+    monkeypatch.setattr(module, "SHARD_BYTES", 1)  # a shard a pass
+    line = hl.record(net, "0", to=tmp_path / "s")
+    net(X)
+    net(X)
+    reading, writing = os.pipe()
+
+    def action():
+        os.read(reading, 1)  # until the parent has ended
+        for _ in range(5):
+            net(X * 2)
+        line.remove()
+
+    answer = forked(action)
+    line.remove()
+    before = {path: path.read_bytes() for path in (tmp_path / "s").iterdir()}
+    os.write(writing, b"x")
+    assert answer() is None
+    assert {path: path.read_bytes() for path in (tmp_path / "s").iterdir()} == before
+    assert len(hl.open(tmp_path / "s")) == 2 * len(X)
+    os.close(reading), os.close(writing)

@@ -5,10 +5,11 @@ Nothing is pickled, so a file of somebody else is safe to open.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,16 +87,17 @@ class Situation:
         }
         finding = self.finding
         rank = "" if finding.rank is None else f"-rank{finding.rank}"
-        path = _free(folder, f"step{finding.step}{rank}-{finding.path or 'root'}")
+        name = f"step{finding.step}{rank}-{finding.path or 'root'}"
         text = json.dumps(body)
         try:
             # In a folder of its own, so that nothing half written stays.
             with TemporaryDirectory(prefix=".part", dir=folder) as part:
-                save_file(tensors, Path(part, path.name), metadata={_KEY: text})
-                os.replace(Path(part, path.name), path)
+                save_file(tensors, Path(part, "whole"), metadata={_KEY: text})
+                path = _reserve(folder, name)
+                os.replace(Path(part, "whole"), path)
         except (OSError, SafetensorError) as error:
             raise FolderError(
-                f"{path} cannot be written: {first_line(error)}."
+                f"{folder / name} cannot be written: {first_line(error)}."
                 "\nGive keep= a folder with enough space that can be written."
             ) from error
         return str(path)
@@ -190,12 +192,14 @@ def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situat
     )
 
 
-def _free(folder: Path, name: str) -> Path:
-    """Return a path in a folder that is not taken."""
+def _reserve(folder: Path, name: str) -> Path:
+    """Create an empty file in a folder, under a name that no process has taken."""
     safe = "".join(char if char.isalnum() or char in "-_." else "_" for char in name)[:100]
-    number = 0
-    while (path := folder / f"{safe}{f'-{number}' if number else ''}.safetensors").exists():
-        number += 1
+    for number in itertools.count():
+        path = folder / f"{safe}{f'-{number}' if number else ''}.safetensors"
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, final
 
@@ -15,6 +16,8 @@ from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
 class Reporting:
     """Keep reports in memory, and write them where the user asked.
 
+    A forked child only keeps them: the files and the loggers are its parent's.
+
     Args:
         to: the argument of `hl.monitor`.
         writes: whether this rank writes.
@@ -24,18 +27,29 @@ class Reporting:
         self._reports = Reports()
         self.curves = Curves(self._reports)
         self._writers = [_Guarded(one) for one in writers_for(to)] if writes else []
+        self._process = os.getpid()
+        self._has_told = False
 
     def add(self, report: StepReport) -> None:
         """Keep and write the report of a step."""
         self._reports.add(report)
-        for writer in self._writers:
-            writer.add(report)
+        if os.getpid() == self._process:
+            for writer in self._writers:
+                writer.add(report)
+        elif self._writers and not self._has_told:
+            self._has_told = True
+            warn(
+                "hl.monitor: a forked process runs the model. Its numbers are kept in its memory,"
+                " and not written to the to= of its parent.\nTo write them, call hl.monitor in"
+                " this process, with a to= of its own."
+            )
         report.forget()  # the numbers take more memory than the slots
 
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""
-        for writer in self._writers:
-            writer.close()
+        if os.getpid() == self._process:
+            for writer in self._writers:
+                writer.close()
 
 
 @final

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookline.engine import Line, Pass, Report
 from hookline.engine.pytree import describe, tree
-from hookline.errors import AttachError, FolderError, HooklineError, StructureError
+from hookline.errors import AttachError, FolderError, HooklineError, StructureError, warn
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import ColumnForm, columns_of
@@ -62,6 +62,8 @@ class StoreLine(VerbLine[Line]):
 class StoreSink:
     """Write the passes of a recording to a store, each when the next pass begins.
 
+    A forked child writes nothing: the store, its lock and its thread are its parent's.
+
     Args:
         place: the place of the store.
         model: the model.
@@ -82,6 +84,8 @@ class StoreSink:
         self._offload = Offload(next((one.device for one in model.parameters()), _CPU))
         self._job = _job_of(model, recording, options)
         self._is_open = True
+        self._process = os.getpid()
+        self._has_told = False
         with ExitStack() as stack:
             _check_empty(place)
             stack.enter_context(place.locked())
@@ -91,7 +95,11 @@ class StoreSink:
 
     def begin_pass(self, current: Pass) -> None:
         """Write the passes before this one, because their gradients have arrived by now."""
-        self._write(self._recording.take())
+        passes = self._recording.take()
+        if self._is_forked():
+            self._tell()
+        else:
+            self._write(passes)
         self._recording.begin_pass(current)
 
     def finish(self, report: Report) -> None:
@@ -100,6 +108,8 @@ class StoreSink:
             return
         self._is_open = False
         self._recording.finish(report)
+        if self._is_forked():
+            return
         problem = None
         with self._open:
             try:
@@ -113,6 +123,18 @@ class StoreSink:
             write_manifest(self.place, self._job.as_json(), environment(), shards)
         if problem is not None:
             raise problem
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _tell(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            warn(
+                f"hl.record: a forked process runs the model. Its values are not written to"
+                f" {self.place}, the store of its parent.\nTo record them, call hl.record in this"
+                " process, with a folder of its own."
+            )
 
     def _write(self, passes: list[PassRecord]) -> None:
         for one in passes:

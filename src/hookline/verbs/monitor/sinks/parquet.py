@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
@@ -32,6 +34,7 @@ class ParquetWriter:
         self.name = str(path)
         self._path = path
         self._file: Any = None
+        self._disk: Any = None
         self._rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         if path.exists():
             raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
@@ -49,7 +52,8 @@ class ParquetWriter:
 
         kinds = {"i": pyarrow.int64(), "f": pyarrow.float64(), "s": pyarrow.string()}
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
-        self._file = parquet.ParquetWriter(self._path, schema)
+        self._disk = _OwnFile(self._path)
+        self._file = parquet.ParquetWriter(self._disk, schema)
 
     def write(self, report: StepReport) -> None:
         """Add the rows of a report."""
@@ -74,11 +78,29 @@ class ParquetWriter:
                 self._flush()
             finally:  # the rows before a full disk stay readable
                 file, self._file = self._file, None
-                file.close()
+                try:
+                    file.close()
+                finally:
+                    self._disk.close()
             if not self._path.exists():
                 raise FolderError(
                     f"{self._path} was deleted or moved while the monitor wrote to it."
                 )
+
+
+@final
+class _OwnFile(FileIO):
+    """A file that a forked child never writes: pyarrow ends it when the child drops its writer."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self._process = os.getpid()
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data if os.getpid() == self._process else b"")
+        while left:
+            left = left[super().write(left) :]
+        return len(data)
 
 
 _COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}
