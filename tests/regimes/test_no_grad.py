@@ -76,8 +76,8 @@ def test_in_inference_mode_overwritten_values_were_copied(net, image):
 @pytest.mark.trap(26)
 @pytest.mark.cell(
     "no_grad, inference_mode", "gradients", "edit gradients", "raw hooks", "clip",
-    note="Hooks on gradients are not called, and a warning says why. The look-up of a gradient"
-    " in the recording raises `NotRecordedError`.",
+    note="Hooks on gradients are not called. If you selected modules, a warning says why. The"
+    " look-up of a gradient in the recording raises `NotRecordedError`.",
     refused="NotRecordedError",
 )  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
