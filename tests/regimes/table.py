@@ -154,7 +154,8 @@ def tables(found: list[Cell]) -> str:
             rows.append(f"| {regime} | " + " | ".join(shown) + " |")
             notes += _notes(regime, cells_of)
             proofs.append(_proof(regime, cells_of))
-        lines = ["Notes:", "", *notes, ""] if notes else []
+        legend = "Notes on `yes*` (works, with a condition) and `refused` (an error or a warning):"
+        lines = [legend, "", *notes, ""] if notes else []
         parts += [f"## {heading}", "", f"Guides: {guides}.", "", *rows, "", *lines]
     opening = [
         '<details markdown="1">',
