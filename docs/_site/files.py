@@ -31,5 +31,5 @@ def _section(folder: Path, root: Path) -> str:
 def _first_line(path: Path) -> str:
     said = ast.get_docstring(ast.parse(path.read_text("utf-8")))
     if not said:
-        raise ValueError(f"{path} has no docstring")
+        raise ValueError(f"{path} must begin with a docstring, got none.")
     return " ".join(said.partition("\n\n")[0].split()).replace("|", "\\|")

@@ -25,6 +25,7 @@ from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import sync
 from hookline.util.open_regular import open_regular
+from hookline.util.own_process import OwnProcess
 
 try:
     import fcntl
@@ -234,7 +235,7 @@ class LocalPlace:
             raise FolderError(
                 f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
             ) from error
-        process = os.getpid()
+        process = OwnProcess()
         try:
             self._acquire(handle)
             for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
@@ -245,7 +246,7 @@ class LocalPlace:
             self._lock = None
             # Closing does not release it where a process that was forked meanwhile runs on. Such a
             # process must not release it itself.
-            if os.getpid() == process:
+            if process.is_here:
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 

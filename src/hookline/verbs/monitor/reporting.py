@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, final
 
 from hookline.curves import Curves, Reports, StepReport
 from hookline.display.text import type_and_line
 from hookline.errors import HooklineWarning, warn
+from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
 
 
@@ -27,13 +27,13 @@ class Reporting:
         self._reports = Reports()
         self.curves = Curves(self._reports)
         self._writers = [_Guarded(one) for one in writers_for(to)] if writes else []
-        self._process = os.getpid()
+        self._process = OwnProcess()
         self._has_told = False
 
     def add(self, report: StepReport) -> None:
         """Keep and write the report of a step."""
         self._reports.add(report)
-        if os.getpid() == self._process:
+        if self._process.is_here:
             for writer in self._writers:
                 writer.add(report)
         elif self._writers and not self._has_told:
@@ -47,7 +47,7 @@ class Reporting:
 
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""
-        if os.getpid() == self._process:
+        if self._process.is_here:
             for writer in self._writers:
                 writer.close()
 

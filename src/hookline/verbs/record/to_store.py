@@ -22,6 +22,7 @@ from hookline.stores.offload import Offload
 from hookline.stores.place import Place, place_of
 from hookline.stores.shard_file import Chunk, Shard
 from hookline.stores.writer import Writer
+from hookline.util.own_process import OwnProcess
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.shared.verb_line import VerbLine
 
@@ -84,7 +85,7 @@ class StoreSink:
         self._offload = Offload(next((one.device for one in model.parameters()), _CPU))
         self._job = _job_of(model, recording, options)
         self._is_open = True
-        self._process = os.getpid()
+        self._process = OwnProcess()
         self._has_told = False
         with ExitStack() as stack:
             _check_empty(place)
@@ -96,10 +97,10 @@ class StoreSink:
     def begin_pass(self, current: Pass) -> None:
         """Write the passes before this one, because their gradients have arrived by now."""
         passes = self._recording.take()
-        if self._is_forked():
-            self._tell()
-        else:
+        if self._process.is_here:
             self._write(passes)
+        else:
+            self._tell()
         self._recording.begin_pass(current)
 
     def finish(self, report: Report) -> None:
@@ -108,7 +109,7 @@ class StoreSink:
             return
         self._is_open = False
         self._recording.finish(report)
-        if self._is_forked():
+        if not self._process.is_here:
             return
         problem = None
         with self._open:
@@ -124,10 +125,8 @@ class StoreSink:
         if problem is not None:
             raise problem
 
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._process
-
     def _tell(self) -> None:
+        """Warn once that a forked child writes nothing."""
         if not self._has_told:
             self._has_told = True
             warn(

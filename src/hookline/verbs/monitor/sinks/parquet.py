@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, final
 from hookline.curves import StepReport
 from hookline.errors import AttachError, FolderError
 from hookline.util.install import how_to_install
+from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks.files import make_parent
 
 _GROUP_ROWS = 2**16
@@ -94,10 +94,10 @@ class _OwnFile(FileIO):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb")
-        self._process = os.getpid()
+        self._process = OwnProcess()
 
     def write(self, data: Any) -> int:
-        left = memoryview(data if os.getpid() == self._process else b"")
+        left = memoryview(data if self._process.is_here else b"")
         while left:
             left = left[super().write(left) :]
         return len(data)
