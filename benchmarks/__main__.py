@@ -10,6 +10,7 @@ from time import monotonic
 import torch
 
 from benchmarks import report
+from benchmarks.models import Placement
 from benchmarks.rows import ROWS, measure
 from benchmarks.timing import CLOCKS, Plan
 
@@ -19,27 +20,31 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     # Fixed, so that runs compare; one, so that a neighbour on the other cores disturbs least.
     torch.set_num_threads(options.threads)
+    Placement.device = torch.device(options.device)
+    clock = "device" if Placement.device.type == "cuda" else options.clock
     globs = options.only or ["*"]
     rows = [row for row in ROWS if any(fnmatch.fnmatchcase(row.name, glob) for glob in globs)]
     if not rows:
         print(f"no row is called {', '.join(globs)}; the rows are:", file=sys.stderr)
         print("\n".join(f"  {row.name}" for row in ROWS), file=sys.stderr)
         return 2
-    about = report.machine(options.clock)
+    about = report.machine(clock, Placement.device)
     print(
-        f"{about['processor']}, {about['cores']} cores, torch on {about['threads']} threads;"
+        f"{about['processor']}, {about['cores']} cores, torch on {about['threads']} threads,"
+        f" models on {about['device']};"
         f" torch {about['torch']}, hookline {about['hookline']}, Python {about['python']}"
     )
     results = []
     for row in rows:
         rounds = options.rounds or (row.quick_rounds if options.quick else row.rounds)
         start = monotonic()
-        results.append(measure(row, Plan(rounds, CLOCKS[options.clock])))
+        results.append(measure(row, Plan(rounds, CLOCKS[clock])))
         print(f"\n{report.as_text(results[-1])}")
         print(f"  {rounds} rounds, {monotonic() - start:.0f} s", flush=True)
     print(f"\n{report.as_markdown(results, about)}")
     # Only a whole run at full length replaces the table that the README quotes.
     stem = "quick" if options.quick or options.rounds else "partial" if options.only else "latest"
+    stem += "" if clock != "device" else "-device"
     kind = "quick" if options.quick else str(options.rounds or "full")
     for path in report.write(results, about, stem, kind):
         print(f"written: {path.relative_to(report.RESULTS.parent.parent)}")
@@ -54,9 +59,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds of each row")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="for torch; default 1")
+    parser.add_argument("--device", default="cpu", help="where models run: cpu (default) or cuda")
     parser.add_argument(
         "--clock",
-        choices=CLOCKS,
+        choices=[name for name in CLOCKS if name != "device"],
         default="wall",
         help="cpu: processor time, for a machine that others use too; default wall",
     )

@@ -18,7 +18,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from benchmarks.models import Case
-from benchmarks.timing import Clock, Contender, Measure, Plan, Result, run_rounds
+from benchmarks.timing import (
+    Clock,
+    Contender,
+    Measure,
+    Plan,
+    Result,
+    device_clock,
+    run_rounds,
+)
 
 
 def extracting_row(
@@ -39,7 +47,8 @@ def extracting_row(
             Contender("bare", "for batch in loader: model(batch)", _bare(case.model, loader)),
             Contender("hookline", "hl.extract", _extract(case.model, loader, sites, result)),
         ]
-        run_rounds(result, contenders, Plan(plan.rounds, perf_counter))
+        clock = plan.clock if plan.clock is device_clock else perf_counter
+        run_rounds(result, contenders, Plan(plan.rounds, clock))
         result.notes.append(_disk())
         return result
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,25 @@ class Case:
         return [found[path] for path in self.paths]
 
 
-@functools.cache
+class Placement:
+    """The device that models are made for; `python -m benchmarks --device cuda` sets it."""
+
+    device = torch.device("cpu")
+
+
+def made_once(make: Callable[[], Case]) -> Callable[[], Case]:
+    """Make a case at its first use, and put its model and input on the device."""
+
+    @functools.cache
+    def placed() -> Case:
+        case = make()
+        case.model.to(Placement.device)
+        return replace(case, inputs=case.inputs.to(Placement.device))
+
+    return placed
+
+
+@made_once
 def tiny() -> Case:
     """200 linear layers of 8 numbers, batch 1: nearly all of the time is torch's own overhead."""
     torch.manual_seed(0)
@@ -50,7 +68,7 @@ def tiny() -> Case:
     return Case(model, torch.randn(1, 8), paths, nn.Linear, r"^\d+$")
 
 
-@functools.cache
+@made_once
 def tiny_identities() -> Case:
     """100 linear layers of 8 numbers and 100 identities in turn, batch 4: bare layers so quick that
     little but the hooks is left to measure, as on a machine with faster cores."""
@@ -67,7 +85,7 @@ class OwnLinear(nn.Linear):
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-@functools.cache
+@made_once
 def tiny_own() -> Case:
     """200 tiny layers of a class of one's own: each output is asked whether it shares memory with a
     parameter, of whose changes torch does not always tell."""
@@ -77,7 +95,7 @@ def tiny_own() -> Case:
     return Case(model, torch.randn(1, 8), paths, nn.Linear, r"^\d+$")
 
 
-@functools.cache
+@made_once
 def resnet34() -> Case:
     """ResNet-34, 4 images of 224 x 224, recorded at its 36 convolutions."""
     torch.manual_seed(0)
@@ -87,7 +105,7 @@ def resnet34() -> Case:
     return Case(model, torch.randn(4, 3, 224, 224), paths, nn.Conv2d, pattern)
 
 
-@functools.cache
+@made_once
 def gpt2() -> Case:
     """A GPT-2 of 12 blocks, 4 x 64 tokens, recorded at its blocks.
 
@@ -122,7 +140,7 @@ def gpt2_prefix() -> Callable[[], Tensor]:
     model, tokens = gpt2().model, gpt2().inputs
 
     def prefix() -> Tensor:
-        positions = torch.arange(tokens.shape[1])[None]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         hidden = model.drop(model.wte(tokens) + model.wpe(positions))
         for block in model.h[:3]:
             hidden = block(hidden)

@@ -23,8 +23,8 @@ _LIBRARIES = ("torchvision", "transformers", "nnsight", "captum", "tdhook", "num
 _OURS = ("bare", "hand-written", "hookline")
 
 
-def machine(clock: str) -> dict[str, Any]:
-    """What the numbers depend on: processor, threads, versions."""
+def machine(clock: str, device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on: processor, device, threads, versions."""
     versions = {}
     for name in _LIBRARIES:
         try:
@@ -36,6 +36,7 @@ def machine(clock: str) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "device": "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "clock": clock,
         "system": platform.system(),
         "python": platform.python_version(),
@@ -125,8 +126,9 @@ def as_markdown(results: list[Result], about: dict[str, Any]) -> str:
         "Ratios to the bare model (x bare), medians over interleaved rounds of the ratio within a"
         f" round; eager mode, gradients only where a row says so; {about['clock']} time."
         f" {about['processor']}, {about['cores']} cores, torch on {about['threads']}"
-        f" thread{'s' * (about['threads'] != 1)}; Python {about['python']}, torch {about['torch']},"
-        f" hookline {about['hookline']}; {libraries}. {about['date'][:10]}.",
+        f" thread{'s' * (about['threads'] != 1)}, models on {about['device']};"
+        f" Python {about['python']}, torch {about['torch']}, hookline {about['hookline']};"
+        f" {libraries}. {about['date'][:10]}.",
     ]
     return "\n".join(lines) + "\n"
 
