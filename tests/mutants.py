@@ -3,6 +3,7 @@
     python tests/mutants.py                  # 60 changes, drawn by the day's number
     python tests/mutants.py --seed 7 --n 20  # others, or fewer
     python tests/mutants.py --only engine/passes/passes.py --all
+    python tests/mutants.py --since main~20  # only changes of lines that differ from a commit
     python tests/mutants.py --reach          # record anew which test runs which line
 
 Each change is made in a copy of the source. Only tests that run the changed line can notice it:
@@ -13,6 +14,9 @@ code that dynamo traces or a profiling function; the tests of these are listed i
 last. A test notices a change if it fails with it and passes without it. A change that no test
 notices is printed: a test is missing, the change makes no difference, or a test beyond the first
 SPENT_S seconds would notice.
+
+With --since, nothing needs to be recorded: a change is tried on the tests named for its file, and
+on the tests of its folder that differ from the commit.
 
 Left out are changes that cannot make a difference: those of annotations, messages, `zip(strict=)`
 and asserts, `return None` for `return False`, and a negated `if` that equals a changed comparison.
@@ -30,8 +34,10 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +114,7 @@ class Mutant(NamedTuple):
         return f"{where}:{self.line}\n    - {self.before}\n    + {self.after}"
 
 
-def mutants_of(path: Path) -> Iterator[Callable[[], Mutant]]:
+def mutants_of(path: Path, wanted: set[int] | None = None) -> Iterator[Callable[[], Mutant]]:
     """Every change of one file that this script knows how to make, to be made when it is drawn."""
     source = path.read_text()
     tree = ast.parse(source)
@@ -117,7 +123,8 @@ def mutants_of(path: Path) -> Iterator[Callable[[], Mutant]]:
         for holder in ast.iter_child_nodes(node):
             holder.parent = node  # type: ignore[attr-defined]
     for node in list(ast.walk(tree)):
-        if hasattr(node, "lineno") and not _is_not_run(node):
+        is_left_out = wanted is not None and getattr(node, "lineno", 0) not in wanted
+        if hasattr(node, "lineno") and not is_left_out and not _is_not_run(node):
             for changed in _changes(node):
                 yield partial(_mutant, path, lines, node, changed)
 
@@ -244,6 +251,8 @@ class Batch(NamedTuple):
 @cache
 def _reach() -> tuple[dict[str, reached_lines.Reach], dict[str, str]]:
     """What each test runs, and the source as it was then."""
+    if not REACHED.exists():
+        return {}, {}
     found = json.loads(REACHED.read_text())
     tests = {
         name: reached_lines.Reach(*reach)
@@ -268,8 +277,13 @@ def _lines_then(name: str) -> dict[int, int]:
     return found
 
 
-def batches(mutant: Mutant, spent_s: float) -> Iterator[Batch]:
+def batches(mutant: Mutant, spent_s: float, since: str | None = None) -> Iterator[Batch]:
     """The tests that can notice a change, the likeliest first."""
+    if since is not None:
+        own = _named_for(mutant.path)
+        yield Batch(own, ())
+        yield Batch(_changed_tests(mutant.path, since, own), ())
+        return
     tests, _ = _reach()
     name = mutant.path.relative_to(SRC).as_posix()
     lines = {_lines_then(name)[k] for k in range(mutant.line, mutant.last_line + 1)}
@@ -308,16 +322,43 @@ def _named_for(path: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys(test.relative_to(ROOT).as_posix() for test in found))
 
 
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _changed_tests(path: Path, since: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The tests of a file's folder, and of the regimes, that differ from a commit."""
+    folders = ("tests" / path.parent.relative_to(SRC), Path("tests/regimes"))
+    names = _git("diff", "--name-only", "--diff-filter=d", since, "--", *map(str, folders)).split()
+    tests = [name for name in names if Path(name).name.startswith("test_")]
+    return tuple(name for name in tests if name not in known)
+
+
+@cache
+def _changed_lines(since: str) -> dict[Path, set[int]]:
+    """The lines of each source file that differ from a commit."""
+    changed: dict[Path, set[int]] = {}
+    path = SRC
+    for line in _git("diff", "-U0", since, "--", str(SRC)).splitlines():
+        if line.startswith("+++ b/"):
+            path = ROOT / line.removeprefix("+++ b/")
+        elif match := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(match[1]), int(match[2] or 1)
+            changed.setdefault(path, set()).update(range(first, first + count))
+    return changed
+
+
 _running: set[Any] = set()  # the processes that run tests
 
 
-def noticed_by(mutant: Mutant, spent_s: float = SPENT_S) -> str | None:
+def noticed_by(mutant: Mutant, spent_s: float = SPENT_S, since: str | None = None) -> str | None:
     """The test that fails with the change and passes without it, or None."""
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "src"
         shutil.copytree(ROOT / "src", copied)
         (copied / mutant.path.relative_to(ROOT / "src")).write_text(mutant.source)
-        for batch in batches(mutant, spent_s):
+        for batch in batches(mutant, spent_s, since):
             for test in failures(copied, batch):
                 if passes_unchanged(test):
                     return test
@@ -432,12 +473,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--verbose", action="store_true", help="also print what was noticed, by what"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--since", help="only lines that differ from this commit")
     parser.add_argument("--reach", action="store_true", help="record anew what each test runs")
     options = parser.parse_args(arguments)
-    if options.reach or not REACHED.exists():
+    if options.reach or not (REACHED.exists() or options.since):
         reached_lines.record(REACHED, options.jobs)
-    files = [path for name in options.only or ROOMS for path in _files(SRC / name)]
-    drawn = [make for path in files for make in mutants_of(path)]
+    if options.since:
+        changed = _changed_lines(options.since)
+        files = sorted(path for path in changed if path.exists())
+        drawn = [make for path in files for make in mutants_of(path, changed[path])]
+    else:
+        files = [path for name in options.only or ROOMS for path in _files(SRC / name)]
+        drawn = [make for path in files for make in mutants_of(path)]
     if not options.all:
         drawn = random.Random(options.seed).sample(drawn, min(options.n, len(drawn)))
     found = [make() for make in drawn]
@@ -445,7 +492,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            waiting = {pool.submit(noticed_by, mutant): mutant for mutant in found}
+            waiting = {
+                pool.submit(noticed_by, mutant, SPENT_S, options.since): mutant for mutant in found
+            }
             for one in as_completed(waiting):
                 mutant, test = waiting[one], one.result()
                 room = mutant.path.relative_to(SRC).parts[0]
