@@ -115,9 +115,7 @@ class Habits:
 
     __slots__ = ("_add", "_alive", "_first", "_kinds", "_n_runs", "_told", "_wanted", "site")
 
-    def __init__(
-        self, site: Site, wanted: frozenset[str], add: Callable[[Finding], Any]
-    ) -> None:
+    def __init__(self, site: Site, wanted: frozenset[str], add: Callable[[Finding], Any]) -> None:
         self.site = site
         self._wanted = wanted
         self._add = add

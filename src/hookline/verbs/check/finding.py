@@ -158,33 +158,36 @@ class Finding:
     @property
     def message(self) -> str:
         """The message of the error, in two lines; or of the warning, in one."""
-        type_name = f" ({self.module_type})" if self.module_type else ""
+        what, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
         if self.also is not None:
-            what = "parameter" if self.kind == "gradient" else "the output of"
-            return f"{what} {self.site}{type_name} {self.observation}."
+            return f"{what}{type_name} {self.observation}."
         where = f" at {self.line}" if self.line else ""
         by = self.function or self.operation
         verb = "made" if self.kind in ("forward", "backward") else "read"
         made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        if self.kind == "loss":
-            what = f"the gradient of the output {self.site}"
-        elif self.kind == "backward":
-            what = f"gradients in the backward of {self.site}"
-        elif self.kind == "forward":
-            what = f"the output of {self.site}"
-        elif self.kind == "gradient":
-            what = f"the gradient of {self.site}"
-        elif self.kind == "constant":
-            what = "a tensor besides parameters, buffers and inputs"
-        else:
-            what = f"the {self.kind} {self.site}"
         loss = ": the loss made it" if self.kind == "loss" else ""
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
             f"{what}{type_name} must be finite, got {self._counts()} {step}"
             f"{rank}{made}{loss}.\n{self._remedy()}"
         )
+
+    def _what(self) -> str:
+        """Name the value, as the subject of the message."""
+        if self.also is not None and self.kind == "gradient":
+            return f"parameter {self.site}"
+        if self.kind == "loss":
+            return f"the gradient of the output {self.site}"
+        if self.kind == "backward":
+            return f"gradients in the backward of {self.site}"
+        if self.kind == "forward":
+            return f"the output of {self.site}"
+        if self.kind == "gradient":
+            return f"the gradient of {self.site}"
+        if self.kind == "constant":
+            return "a tensor besides parameters, buffers and inputs"
+        return f"the {self.kind} {self.site}"
 
     def _counts(self) -> str:
         parts = [f"{self.n_nan} NaN" * bool(self.n_nan), f"{self.n_inf} inf" * bool(self.n_inf)]
