@@ -30,7 +30,7 @@ from hookline.verbs.cam.layers import (
 from hookline.verbs.cam.methods import Method, method_named, scaled
 from hookline.verbs.cam.targets import Goal, Target, goal
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.run_model import call, eval_without_side_effects
+from hookline.verbs.shared.run_model import call, eval_without_side_effects, without_list
 
 
 def cam(
@@ -64,7 +64,8 @@ def cam(
         model: a classifier of images, convolutional or a vision transformer.
         inputs: the images as the model takes them: floating, shape `(batch, channels, height,
             width)`. Or the model's arguments as a tuple, or by name in a dict; the first such
-            tensor is the images. Give a dict that is one argument as `({...},)`.
+            tensor is the images. Give a dict that is one argument as `({...},)`. A list of one
+            tensor is this tensor, unless the model takes the list.
         layer: the layers whose outputs make the maps, as in `hl.select`; several are averaged. None
             is the last layer that returns maps; `layers` of the result names it. A vision
             transformer may compute the score from its class token alone. Then None is the last
@@ -120,6 +121,7 @@ def cam(
         torch.set_grad_enabled(way.needs == "gradients"),
         eval_without_side_effects(model),
     ):
+        inputs = without_list(model, inputs)
         return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)
 
 

@@ -24,8 +24,8 @@ from hookline.verbs.doctor.causes import Facts, finding
 from hookline.verbs.doctor.diagnosis import Diagnosis, Finding
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Look, Uses, watching
-from hookline.verbs.doctor.trial_run import copied, hooked_run, untouched
-from hookline.verbs.shared.run_model import Inputs, call, lazy_name
+from hookline.verbs.doctor.trial_run import copied, hooked_run
+from hookline.verbs.shared.run_model import Inputs, call, lazy_name, untouched, without_list
 
 
 def doctor(
@@ -59,7 +59,8 @@ def doctor(
             alone.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
             arguments that runs the model and returns the loss, for gradients of that loss. Give a
-            dict that is one argument as `({...},)`. None finds only causes that need no run.
+            dict that is one argument as `({...},)`. A list of one tensor is this tensor, unless the
+            model takes the list. None finds only causes that need no run.
         selector: which sites, as in `hl.select`. None is every module.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad", for
             selectors that name no port.
@@ -135,6 +136,7 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
             "run the model once yourself, then call hl.doctor again",
         )
         return
+    inputs = without_list(model, inputs)
     is_eager = not any(is_compiled(module) for module in model.modules())
     can_look = is_eager and sys.getprofile() is None  # a thread has one profiling function
     if can_look:
