@@ -45,8 +45,8 @@ class Kind:
     """
 
     __slots__ = (
-        "autocast", "closed", "flags", "has_gradients", "inputs", "n_backwards", "n_nodes", "n_runs",
-        "path", "seeds",
+        "autocast", "closed", "flags", "has_gradients", "inputs", "n_backwards", "n_nodes",
+        "n_runs", "path", "seeds",
     )  # fmt: skip
 
     def __init__(self, path: str, *, has_gradients: bool, autocast: tuple[Any, ...]) -> None:
