@@ -232,7 +232,7 @@ class BackwardChecks:
 
     def _written_meanwhile(self) -> Finding | None:
         """Describe gradients that something else than a backward through the outputs has made."""
-        if any(one.is_error for one in self._outcome.all):
+        if any(finding.is_error for finding in self._outcome.all):
             return None  # said already
         if self._at_start.are_same(self._weights) or self._gradients_are_finite():
             return None

@@ -95,7 +95,7 @@ class CheckLine(VerbLine[Line]):
     def _judge_weights(self) -> None:
         """Look for weights that the last step has poisoned: no run came after it to show them."""
         outcome, root = self._outcome, self._line.root
-        is_told = outcome.at_end is not None or any(one.is_error for one in outcome.all)
+        is_told = outcome.at_end is not None or any(finding.is_error for finding in outcome.all)
         if is_told or root is None:
             return
         finding = _poisoned(walk(root), self._forward.last_step, with_buffers=False)
@@ -112,7 +112,7 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            swallowed = [one for one in self.findings if one.is_error]
+            swallowed = [finding for finding in self.findings if finding.is_error]
             if swallowed:
                 warn(
                     f"hl.check: {swallowed[0].message.splitlines()[0]}"

@@ -177,8 +177,8 @@ def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Fac
 def _unlike(nodes: list[ModuleNode], ran: set[int], again: Look) -> ModuleNode | None:
     """Find a module that was called in one of two runs alone."""
     others = _ran(again)
-    differing = (one for one in nodes if (id(one.module) in ran) != (id(one.module) in others))
-    return next(differing, None)
+    keys = ((node, id(node.module)) for node in nodes)
+    return next((node for node, key in keys if (key in ran) != (key in others)), None)
 
 
 def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:

@@ -165,18 +165,17 @@ def _dead_units(table: CurveTable, recent: Sequence[StepReport]) -> Alert | None
     """Name units by index, at the sites whose covariance is measured."""
     if len(recent) < RECENT:
         return None
-    found: list[tuple[int, list[int]]] = []
+    dead: list[tuple[int, list[int]]] = []
     for at, site in enumerate(table.sites):
-        dead = [_is_dead(one, site) for one in recent]
-        known = [one for one in dead if one is not None]
-        if len(known) == RECENT and len({one.shape for one in known}) == 1:
-            found.append((at, np.flatnonzero(np.all(known, axis=0)).tolist()))
+        masks = [mask for report in recent if (mask := _is_dead(report, site)) is not None]
+        if len(masks) == RECENT and len({mask.shape for mask in masks}) == 1:
+            dead.append((at, np.flatnonzero(np.all(masks, axis=0)).tolist()))
     sites = [
         (at, ", ".join(map(str, units[:_MOST_UNITS])) + ", …" * (len(units) > _MOST_UNITS))
-        for at, units in found
+        for at, units in dead
         if units
     ]
-    n_units = sum(len(units) for _, units in found)
+    n_units = sum(len(units) for _, units in dead)
     return Alert(
         "Dead units",
         f"{plural(n_units, 'unit')} at {plural(len(sites), 'site')}",
