@@ -22,7 +22,7 @@ def said(action) -> str:
 def test_a_selector_that_matches_nothing(net):
     assert said(lambda: hl.record(net, "layer1.0.cnov")) == (
         "'layer1.0.cnov' matches no module of SmallNet. Did you mean 'layer1.0.conv',"
-        " 'layer2.0.conv', 'layer1.1.conv', 'layer1.0.bn'?"
+        " 'layer1.0.bn', 'layer1.0.relu'?"
         "\nIts 21 modules begin: stem, layer1, layer1.0, layer1.0.conv, layer1.0.bn,"
         " layer1.0.relu, layer1.1, layer1.1.conv, …."
     )

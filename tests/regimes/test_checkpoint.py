@@ -209,6 +209,44 @@ def test_an_edit_that_depends_on_how_often_it_ran_is_refused(way):
         step(model)
 
 
+def raw(model, change):
+    line = hl.attach(model)
+    line.forward("**.up", lambda module, args, output: change(output))
+    return line
+
+
+@every_way
+@pytest.mark.parametrize("attach", [lambda model, change: hl.edit(model, "**.up", change), raw])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_edit_in_one_of_the_two_runs_only_is_refused(way, attach, is_first):
+    model = Net(way)
+
+    def change(t):
+        return t * 2 if is_running == is_first else None
+
+    is_running = True
+    with (
+        pytest.raises(AttachError, match=r"up(:forward)? gave another value when torch computed"),
+        attach(model, change),
+    ):
+        loss = model(X).sum()
+        is_running = False
+        loss.backward()
+
+
+@every_way
+def test_a_hook_that_leaves_every_value_is_not_compared(way):
+    model = Net(way)
+    with hl.attach(model) as line:
+        line.forward(None, lambda module, args, output: None)
+        line.forward(None, lambda module, args, output: None, always_call=True)
+        step(model)
+    with hl.attach(model) as line:
+        line.forward(None, lambda module, args, output: None)
+        loss = model(X).sum()
+    loss.backward()
+
+
 @every_way
 @pytest.mark.parametrize("element", [0, 100, -1])  # the last lies behind equal parts of a value
 def test_an_edit_of_one_element_is_compared_in_both_runs(way, element):

@@ -19,7 +19,7 @@ from hookline.engine.selection.module_tree import require_model
 from hookline.engine.torch_private.graph.operations import attention_formulas
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
-from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects
+from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects, without_list
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -186,8 +186,9 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     Args:
         model: the model.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
-            arguments that runs the model. Give a dict that is one argument as `({...},)`. None
-            describes the parameters only, and does not run the model.
+            arguments that runs the model. Give a dict that is one argument as `({...},)`. A list of
+            one tensor is this tensor, unless the model takes the list. None describes the
+            parameters only, and does not run the model.
 
     Returns:
         The table. If the forward raises, the table holds the modules that ran. Its `failure` then
@@ -203,7 +204,7 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
     table, rows = describe_modules(line, model)
     if inputs is None:
         return table
-    inputs = _to_meta_if(model, inputs)
+    inputs = without_list(model, _to_meta_if(model, inputs))
     table.input_bytes = describe.n_bytes(inputs)
     counter = _counter()
     with eval_without_side_effects(model), line:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -76,8 +80,8 @@ def test_what_is_near_and_what_is_there_are_named(selector, says):
 def test_parameters_are_named_where_gradients_were_asked_for():
     assert said(Parts(), "zzz:grad") == "'zzz:grad' matches no parameter of Parts." + PARAMETERS
     assert said(Parts(), "head.bais", ports="grad") == (
-        "'head.bais' matches no parameter of Parts. Did you mean 'head.bias', 'head.weight',"
-        " 'many.3.bias', 'many.2.bias'?" + PARAMETERS
+        "'head.bais' matches no parameter of Parts. Did you mean 'head.bias', 'head.weight'?"
+        + PARAMETERS
     )
 
 
@@ -101,6 +105,12 @@ def test_eight_paths_are_all_named_and_nine_are_cut():
             nn.ReLU(),
             "z:grad",
             "Select a module's gradient, as in ':grad_output': it has no parameters.",
+        ),
+        (nn.ModuleList(), "z:grad", "It has no parameters."),
+        (
+            nn.ModuleList([nn.ReLU()]),
+            "z:grad",
+            "Select a module's gradient, as in '**:grad_output': it has no parameters.",
         ),
         (nn.PReLU(), "z:grad", "Its 1 parameter begins: weight."),
         (nn.ModuleList(), nn.ModuleList, "Select a module that has a forward: it holds none."),
@@ -190,17 +200,17 @@ def test_a_computed_weight_names_what_it_is_computed_from():
     prune.l1_unstructured(model.head, "weight", amount=1)
     parametrize.register_parametrization(model.many[0], "weight", nn.Identity())
     assert said(model, "head.weight").startswith(
-        "'head.weight' matches no module of Parts. It is computed before each call, from"
-        " 'head.weight_orig'.\n"
+        "'head.weight' matches no module of Parts. It is computed before each call; the"
+        " gradients of its parameters are 'head.weight_orig:grad'.\n"
     )
     assert said(model, "many.0.weight").startswith(
         "'many.0.weight' matches no module of Parts. It is computed by a parametrization: select"
         " 'many.0.parametrizations.weight' for the computed value,"
-        " 'many.0.parametrizations.weight:grad_output' for its gradient, or the"
-        " parameters: 'many.0.parametrizations.weight.original'.\n"
+        " 'many.0.parametrizations.weight:grad_output' for its gradient, or"
+        " for those of the parameters: 'many.0.parametrizations.weight.original:grad'.\n"
     )
     # Of the model itself, there is nothing before the name.
-    assert "from 'weight_orig'.\n" in said(model.head, "weight")
+    assert "are 'weight_orig:grad'.\n" in said(model.head, "weight")
 
 
 def test_tensors_that_were_given_by_name_are_called_tensors():
@@ -215,14 +225,48 @@ def test_tensors_that_were_given_by_name_are_called_tensors():
     )
 
 
-def test_a_part_of_an_output_is_written_behind_the_port():
-    root = nn.Sequential(nn.ReLU())
-    assert "Part of an output is written '(root):output.logits'." in said(root, "(root).logits")
-    assert "Part of an output" not in said(Parts(), "(root).logits")  # it has no forward
-    assert "Part of an output is written 'head:output.logits'." in said(Parts(), "head.logits")
-    for name in ("head.bais", "block.convv", "logits", "head.0", "nowhere.logits"):
-        assert "Part of an output" not in said(Parts(), name)
-    assert "Part of an output" not in said(Parts(), "head.logits", ports="grad")
+class Fields(NamedTuple):
+    logits: torch.Tensor
+
+
+class Annotated(nn.Module):
+    def forward(self, x) -> Fields | tuple:
+        return self.fields(x)
+
+    def fields(self, x):
+        return Fields(x)
+
+
+class Keys(nn.Module):
+    def forward(self, x) -> dict[str, torch.Tensor]:
+        return {"logits": x, "hidden": x * 2}
+
+
+class Built(nn.Module):
+    def forward(self, x):
+        return Fields(x)
+
+
+class Pairs(nn.Module):
+    def forward(self, logits) -> tuple[torch.Tensor, ...]:
+        return {"logits": logits}["logits"], logits
+
+
+@pytest.mark.parametrize("kind", [Annotated, Keys, Built])
+def test_a_part_of_an_output_is_written_behind_the_port(kind):
+    for model, above in ((nn.Sequential(kind()), "0"), (kind(), "(root)")):
+        part = f"{above}:output.logits"
+        assert f"Part of an output is written {part!r}." in said(model, f"{above}.logits")
+        with hl.record(model, part) as run:
+            model(torch.ones(1))
+        assert run[part].tolist() == [1.0]
+
+
+def test_a_part_that_an_output_cannot_have_is_not_proposed():
+    model = nn.Sequential(Pairs(), Keys(), nn.Linear(2, 2), nn.LSTM(2, 2))
+    for name in ("0.logits", "1.weights", "2.logits", "3.q", "1.hiddn", "(root).logits", "logits"):
+        assert "Part of an output" not in said(model, name)
+    assert "Part of an output" not in said(model, "1.logits", ports="grad")
 
 
 class Functions(nn.Module):
@@ -250,3 +294,98 @@ def test_a_module_deeper_than_written_is_proposed_at_any_depth():
 def test_an_index_behind_a_list_of_modules_is_proposed_as_a_path():
     assert said(Parts(), "many[2]").endswith("\nSelect a module inside it: 'many.2'.")
     assert said(Parts(), "many[7]").endswith("\nSelect a module inside it: 'many.*'.")
+
+
+def test_the_parts_of_the_module_that_was_named_are_listed():
+    model = nn.Sequential(Parts(), Parts())
+    assert "'*.block' has '*.block.conv', '*.block.norm'." in said(model, "*.block.q")
+    assert "'**.many' has '**.many.0', '**.many.1', '**.many.2', '**.many.3'." in said(
+        model, "many.query"
+    )
+    assert "Did you mean '0.block.conv:input', '0.block.norm:input'?" in said(
+        model, "0.block.cnv:input"
+    )
+    assert "'0.head' has '0.head.weight:grad', '0.head.bias:grad'." in said(model, "0.head.q:grad")
+    model[0].many.append(nn.ReLU())
+    assert "'0.many.3', …." in said(model, "0.many.query")
+
+
+class Calls(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def parametrized():
+    layer = nn.Linear(1, 1)
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
+
+def pruned():
+    return prune.l1_unstructured(nn.Linear(1, 1), "weight", amount=1)
+
+
+NAMES = st.sampled_from(["a", "b", "ab", "conv", "weight", "q", "x y", "a:b", "c[0]", "(root)"])
+LEAVES = st.sampled_from([lambda: nn.Linear(1, 1), nn.ReLU, Keys, Built, parametrized, pruned])
+
+
+@st.composite
+def trees(draw, depth=3):
+    """A model of random modules, some of which only hold others."""
+    if not depth or draw(st.booleans()):
+        return draw(LEAVES)()
+    model = draw(st.sampled_from([Calls, nn.ModuleList, nn.ModuleDict]))()
+    for name in draw(st.lists(NAMES, min_size=1, max_size=3, unique=True)):
+        part = draw(trees(depth - 1))
+        if isinstance(model, nn.ModuleList):
+            model.append(part)
+        else:
+            model.add_module(name, part)
+    return model
+
+
+@st.composite
+def slips(draw, model):
+    """A selector that is near to a path of the model."""
+    paths = [*dict(model.named_modules()), *dict(model.named_parameters())]
+    segments = draw(st.sampled_from(paths)).split(".")
+    for _ in range(draw(st.integers(1, 2))):
+        at = draw(st.integers(0, len(segments)))
+        words = draw(
+            st.lists(st.one_of(NAMES, st.sampled_from(["*", "Linear", "logits"])), max_size=1)
+        )
+        segments[at : at + draw(st.integers(0, 1))] = words
+    rests = ["", "", ":grad", ":input", ":grad_output", ":output[0]", "#1", "[0]"]
+    return ".".join(segments) + draw(st.sampled_from(rests))
+
+
+TEXT = re.compile(r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")( has )?""")
+TYPE = re.compile(r"the type itself: (?:nn\.)?(\w+)(?:, ports='(\w+)')?")
+
+
+def proposed(message, selector, model):
+    """The selectors that a message proposes, each with its ports."""
+    head, _, advice = message.partition("\n")
+    if "matches no" in head:
+        advice = message.removeprefix(repr(selector))
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    for name, port in TYPE.findall(advice):
+        yield kinds[name], port or None
+    for match in TEXT.finditer(TYPE.sub("", advice)):
+        if not match[1]:
+            yield ast.literal_eval(match[0]), None
+
+
+@given(st.data())
+def test_each_proposal_selects_a_site(data):
+    model = data.draw(trees())
+    selector = data.draw(slips(model))
+    ports = data.draw(st.sampled_from(["output", "grad", ("output", "grad_output")]))
+    try:
+        hl.select(model, selector, ports)
+        message = ""
+    except hl.SelectionError as error:
+        message = str(error)
+    if re.search("matches no|nothing flows|has no parameters", message):  # else it cannot be read
+        for proposal, port in proposed(message, selector, model):
+            assert len(hl.select(model, proposal, port or ports)), message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -346,3 +347,25 @@ def test_the_demo_says_which_layer_it_used():
     assert repr(found) == (
         "ClassMaps of 8 images 8 x 8, by gradcam at block3: classes 0, 1, 2, 3, 4, 5, 6, 7"
     )
+
+
+class Noisy(nn.Module):
+    """A model with noise from a generator that no verb can put back."""
+
+    def __init__(self, share):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.noise = lambda: share * torch.rand(5, generator=generator)
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).relu().mean((2, 3))) * (1 + self.noise())
+
+
+def test_scores_of_runs_that_do_not_repeat_are_said():
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(hl.HooklineWarning, match="the run did not repeat itself: the same images"):
+        hl.cam(Noisy(1.0), images, target=1, method="scorecam")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hl.cam(Noisy(1e-4), images, target=1, method="scorecam")  # as a GPU may round

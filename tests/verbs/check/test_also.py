@@ -1,7 +1,8 @@
-"""What a check looks for by choice is warned of, once, and raises nothing."""
+"""What a check looks for by choice is warned of, once, kept as a finding, and raises nothing."""
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 import hookline as hl
 from hookline.engine import Site
 from hookline.verbs.check import also
+from hookline.verbs.check.finding import Finding
+from hookline.verbs.check.outcome import Outcome
 from meeting import Meanwhile, ToldLock
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -26,7 +29,18 @@ class Scaled(nn.Module):
 
 
 def said(model, also, *factors, part=1, x=X, run=None):
-    """The warnings of runs in which a part scales by these factors."""
+    """The warnings of runs in which a part scales by these factors; each is a finding, too."""
+    texts, findings = observed(model, also, *factors, part=part, x=x, run=run)
+    assert [f"hl.check: {finding.message}" for finding in findings] == texts
+    assert all(finding.also in also and not finding.is_error for finding in findings)
+    for finding in findings:
+        assert Finding.from_json(json.loads(json.dumps(finding.as_json()))) == finding
+        assert str(finding) == finding.message
+    return texts
+
+
+def observed(model, also, *factors, part=1, x=X, run=None):
+    """The warnings and the findings of runs in which a part scales by these factors."""
     run = run or model
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -34,8 +48,7 @@ def said(model, also, *factors, part=1, x=X, run=None):
             for factor in factors:
                 model[part].factor = factor
                 run(x)
-    assert line.findings == []
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught], line.findings
 
 
 @pytest.fixture
@@ -66,8 +79,60 @@ def test_units_that_are_dead():
     found = said(model, "dead", *[1.0] * 12)
     dead = [text for text in found if "2 (ReLU)" in text]
     assert dead
-    assert "of 5 units: 0 in all of 12 runs" in dead[0]
+    assert "of 5 units" in dead[0]
+    assert "0 in all of 12 runs" in dead[0]
     assert said(model, "dead", *[1.0] * 9) == []  # too few to tell
+
+
+def test_dead_units_are_named_by_index():
+    model = nn.Sequential(nn.Linear(4, 7), Scaled())
+    with torch.no_grad():
+        for unit in (0, 2, 3, 5, 6):
+            model[0].weight[unit], model[0].bias[unit] = 0.0, 0.0
+    texts, findings = observed(model, "dead", *[1.0] * 10)
+    units = "5 dead of 7 units (indices 0, 2, 3, 5, …): 0 in all of 10 runs"
+    assert texts == [
+        f"hl.check: the output of {name} has {units}." for name in ("0 (Linear)", "1 (Scaled)")
+    ]
+    assert [(one.path, one.also, one.units, one.step) for one in findings] == [
+        ("0", "dead", (0, 2, 3, 5, 6), None),
+        ("1", "dead", (0, 2, 3, 5, 6), None),
+    ]
+
+
+def test_a_finding_has_the_number_of_its_run(model):
+    _, findings = observed(model, ("magnitude", "constant"), 1.0, 1.0, 1e5, 0.0)
+    steps = {(one.observation.split()[0], one.step) for one in findings}
+    assert steps == {("explodes:", 2), ("vanishes:", 3), ("is", 3)}
+
+
+def test_findings_by_choice_displace_no_nan(model):
+    outcome = Outcome(None)
+    for number in range(150):
+        outcome.add(Finding("forward", str(number), also="constant", observation="is 0 everywhere"))
+    nan = outcome.add(Finding("forward", "fc", n_nan=1))
+    assert len(outcome.all) == 101
+    assert outcome.all[-1] == nan
+
+
+def test_an_error_is_told_also_after_findings_by_choice(model):
+    with pytest.warns(hl.HooklineWarning) as caught, hl.check(model, also="constant") as line:
+        model[1].factor = 0.0
+        model(X)
+        with pytest.raises(hl.NonFiniteError):
+            model(X * float("nan"))
+    assert [one.also for one in line.findings] == ["constant", None]
+    assert any("The error was caught on its way" in str(one.message) for one in caught)
+
+
+def test_a_finding_of_an_older_file_is_read():
+    data = Finding("forward", "fc").as_json()
+    for name in ("also", "observation", "units"):
+        del data[name]
+    assert Finding.from_json(data) == Finding("forward", "fc")
+    del data["file"]
+    with pytest.raises(KeyError):
+        Finding.from_json(data)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (2, 5, 3, 4), (2, 5, 3, 4, 2)])
@@ -77,7 +142,7 @@ def test_units_are_channels_of_pictures_else_the_last_dimension(shape):
     mask.select(unit, 1).zero_()
     found = said(nn.Sequential(nn.Identity(), Scaled()), "dead", *[mask] * 10, x=torch.ones(shape))
     (text,) = [text for text in found if "1 (Scaled)" in text]
-    assert f"has 1 dead of {shape[unit]} units" in text
+    assert f"has 1 dead of {shape[unit]} units (index 1)" in text
 
 
 def test_shapes_and_dtypes_that_change(model):
@@ -127,18 +192,26 @@ def test_gradients_that_are_missing():
     model = Half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(hl.HooklineWarning, match=r"2 parameters had no gradient") as caught:
-        step(model, optimizer)
+        findings = step(model, optimizer)
     assert len(caught) == 1
     assert "forgotten.weight, forgotten.bias" in str(caught[0].message)
+    assert [(one.kind, one.path, one.also, one.step) for one in findings] == [
+        ("gradient", "forgotten.weight", "missing_grad", 0),
+        ("gradient", "forgotten.bias", "missing_grad", 0),
+    ]
+    assert findings[0].message == (
+        "parameter forgotten.weight had no gradient when the optimizer stepped."
+    )
     model.forgotten.requires_grad_(False)
-    step(model, optimizer)
+    assert step(model, optimizer) == []
 
 
 def step(model, optimizer):
-    with hl.check(model, also="missing_grad"):
+    with hl.check(model, also="missing_grad") as line:
         for _ in range(2):
             model(X).sum().backward()
             optimizer.step()
+    return line.findings
 
 
 def test_an_unknown_choice_names_the_others(model):
@@ -159,15 +232,15 @@ class Alive:
 def test_a_unit_alive_in_another_thread_at_once_is_not_dead(monkeypatch):
     lock = ToldLock()
     monkeypatch.setattr(also, "_lock", lock, raising=False)
-    habits = also.Habits(Site("fc"), frozenset({"dead"}))
+    habits = also.Habits(Site("fc"), frozenset({"dead"}), [].append)
     dead, alive = (also.Look((), torch.tensor([one]), None) for one in (False, True))
     first = Alive()
-    first.meanwhile = Meanwhile(lambda: habits.note(alive), lock)
-    habits.note(also.Look((), first, None))
-    habits.note(dead)
+    first.meanwhile = Meanwhile(lambda: habits.note(alive, 1), lock)
+    habits.note(also.Look((), first, None), 0)
+    habits.note(dead, 2)
     first.meanwhile.end()
     for _ in range(10):
-        habits.note(dead)
+        habits.note(dead, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         habits.end()

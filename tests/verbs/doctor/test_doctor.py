@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -351,3 +352,52 @@ def test_a_selector_without_match_and_a_wrong_model_raise(net):
         hl.doctor(torch.ones(2))
     with pytest.raises(KeyError, match="stem must be a selected site"):
         hl.doctor(net, None, "fc")["stem"]
+
+
+class Branches(nn.Module):
+    """A model that calls one of two layers, by something that a run does not put back."""
+
+    def __init__(self, chosen):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.chosen = chosen
+
+    def forward(self, x):
+        return (self.one if next(self.chosen) else self.two)(x)
+
+
+DIFFERS = "was called in one run and not in another"
+
+
+@pytest.mark.parametrize(
+    "pattern", [(1, 0), (0, 1), (0, 0, 1), (1, 1, 0), (1, 1, 1, 0), (1, 1, 1, 1, 0)]
+)
+@pytest.mark.parametrize("selector", [None, "one", "two"])
+def test_a_run_that_does_not_repeat_itself_is_said(pattern, selector):
+    found = hl.doctor(Branches(itertools.cycle(pattern)), torch.ones(1, 2), selector)
+    for site in found.sites:
+        assert site.calls == 1 or site.why.startswith("the run did not repeat itself: ")
+        assert site.calls == 1 or DIFFERS in site.why
+    silent = any(not site.calls for site in found.sites)
+    noted = [note for note in found.notes if note.about == "the runs"]
+    assert bool(noted) >= silent
+    assert all(DIFFERS in note.what for note in noted)
+
+
+def test_a_parameter_of_a_run_that_differs_is_not_explained():
+    model = Branches(itertools.cycle((1, 0, 0)))
+    found = hl.doctor(model, torch.ones(1, 2), "one", ports="grad")
+    assert all(DIFFERS in site.why for site in found.sites)
+
+
+def test_a_choice_by_torchs_generator_repeats_itself():
+    class Drops(Branches):
+        def forward(self, x):
+            return (self.one if torch.rand(()) < 0.5 else self.two)(x)
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found = hl.doctor(Drops(None), torch.ones(1, 2))
+        assert not [note for note in found.notes if note.about == "the runs"]
+        assert sum(site.calls for site in found.sites) == 2
+        assert not any("mode" in site.why for site in found.sites)

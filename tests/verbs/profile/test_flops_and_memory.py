@@ -386,6 +386,42 @@ def test_code_that_does_other_work_on_the_same_shapes_is_said():
     )
 
 
+class Longer(nn.Module):
+    """A model that does more in each pass, by functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.n_passes = nn.Parameter(torch.ones(2, 2)), 0
+
+    def forward(self, x):
+        self.n_passes += 1
+        for _ in range(self.n_passes):
+            x = x @ self.weight
+        return x
+
+
+def test_functions_that_differ_from_pass_to_pass_are_said():
+    model, x = Longer(), torch.ones(1, 2)
+    with hl.profile(model) as prof:
+        for _ in range(3):
+            model(x).sum().backward()
+    assert prof.table.notes == (
+        "FLOPs and peaks are not those of all passes: the run of (root) did not repeat itself: with"
+        " inputs of the same shapes it made graphs of 1 to 3 operations for backward.",
+    )
+
+
+def test_passes_that_repeat_each_other_have_no_note():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.BatchNorm1d(2), nn.GELU())
+    with hl.profile(model) as prof:
+        for number in range(4):
+            model.train(number % 2 == 0)
+            model(torch.ones(3 + number // 2, 2)).sum().backward()
+        with torch.no_grad():
+            model(torch.ones(3, 2))
+    assert prof.table.notes == ()
+
+
 def test_a_pass_that_did_not_finish_is_said():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with hl.profile(model) as prof:

@@ -284,7 +284,19 @@ def test_a_list_is_one_argument_and_an_error_says_so(net, image):
     assert torch.equal(feats["net.stem#1"], net.stem(image))
     with pytest.raises(TypeError) as caught:
         hl.features(net, [image, image], "stem")
-    assert "iter(batches)" in caught.value.__notes__[0]
+    assert caught.value.__notes__[:2] == [
+        "hookline: a list is one argument of the model.\nGive several arguments as a tuple, and a"
+        " batch with labels without them, such as batch[0].",
+        "hookline: to run a list of batches one after the other, give iter(batches).",
+    ]
+
+
+def test_a_loaders_lists_of_one_tensor_are_tensors(net):
+    images = torch.randn(5, 3, 8, 8)
+    loader = DataLoader(TensorDataset(images), batch_size=2)
+    feats = hl.features(net, loader, "stem")
+    assert len(feats.passes) == 3
+    assert torch.equal(feats.cat("stem"), torch.cat([net.stem(one) for one in images.split(2)]))
 
 
 def test_a_batch_that_does_not_reach_a_site_is_named(net, image):

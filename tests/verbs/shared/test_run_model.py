@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.verbs.shared.run_model import in_eval_mode
+from hookline.verbs.shared.run_model import call, in_eval_mode, without_list
 
 
 class TakesOneDict(nn.Module):
@@ -131,3 +132,91 @@ def test_modules_stay_in_eval_mode_until_the_last_thread_ends():
     assert [module.training for module in model.modules()] == [False, False, False]
     second.__exit__(None, None, None)
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+class Counting(nn.Module):
+    """A model that counts its calls and changes all that a run can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.drop(self.norm(self.fc(x)))
+
+
+class TakesList(Counting):
+    def forward(self, tensors):
+        return [super(TakesList, self).forward(tensor) for tensor in tensors]
+
+
+class TakesListLate(Counting):
+    def forward(self, tensors):
+        super().forward(torch.ones(3, 2))
+        raise ValueError(len(tensors))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_tensor"), [(Counting, True), (TakesList, False), (TakesListLate, False)]
+)
+def test_a_list_of_one_tensor_is_the_tensor_where_lists_fail(kind, is_tensor, left_as_found):
+    model, x = kind(), torch.ones(3, 2)
+    before, state = left_as_found(model), torch.get_rng_state()
+    with pytest.warns(hl.HooklineWarning, match="saw nothing"), hl.record(model) as run:
+        inputs = without_list(model, [x])
+    assert inputs is x if is_tensor else inputs == [x]
+    assert len(run.passes) == model.calls == 0
+    assert left_as_found(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_inputs_stay_as_they_are():
+    model, x = Counting(), torch.ones(3, 2)
+    for inputs in (x, (x,), {"x": x}, [x, x], [], [3], [[x]]):
+        assert without_list(model, inputs) is inputs
+    lazy = nn.LazyLinear(2)
+    assert without_list(lazy, [x]) == [x]
+    assert lazy.in_features == 0
+
+
+def test_verbs_take_the_list_that_a_loader_makes_of_a_tensor():
+    (images,) = loaded = next(iter(DataLoader(TensorDataset(torch.rand(2, 3, 8, 8)), 2)))
+    assert type(loaded) is list
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert hl.summary(model, loaded).rows[1].output == "[2, 4, 6, 6]"
+    assert hl.doctor(model, loaded)["0"].calls == 1
+    assert torch.equal(hl.features(model, loaded, "0")["0"], hl.features(model, images, "0")["0"])
+    assert torch.equal(hl.cam(model, loaded).maps, hl.cam(model, images).maps)
+    with torch.device("meta"):
+        large = nn.Linear(8, 4)
+    assert hl.summary(large, [torch.rand(2, 8)]).rows[0].output == "[2, 4]"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "refusal"),
+    [
+        (torch.ones(1), "1 argument: missing a required argument: 'mask'"),
+        ((torch.ones(1),) * 3, "3 arguments: too many positional arguments"),
+    ],
+)
+def test_arguments_that_the_forward_refuses_are_said(inputs, refusal):
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return x * mask
+
+    with pytest.raises(TypeError) as caught:
+        call(Masked(), inputs)
+    assert caught.value.__notes__ == [
+        f"hookline: the model's forward takes (x, mask), and refuses {refusal}."
+        "\nGive its arguments as a tuple, or by name in a dict."
+    ]
+
+
+def test_a_forward_that_has_no_signature_gets_no_advice():
+    model = nn.Module()
+    model.forward = getattr
+    with pytest.raises(TypeError) as caught:
+        call(model, torch.ones(1))
+    assert not getattr(caught.value, "__notes__", [])

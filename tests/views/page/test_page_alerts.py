@@ -93,3 +93,38 @@ def test_an_update_far_off_a_thousandth_is_said(update, is_far):
 )
 def test_a_site_is_split_into_path_and_port(site, parts):
     assert path_and_port(site) == parts
+
+
+def test_dead_units_are_named_where_features_are_measured(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid())
+    with torch.no_grad():
+        for unit in (1, 2, 4, 5, 6):
+            model[0].weight[unit], model[0].bias[unit] = 0.0, 0.0
+    statistics = (hl.stats.moments(), hl.stats.covariance())
+    with hl.monitor(model, ports="output", stats=statistics, to=str(tmp_path / "run")):
+        for step in range(12):
+            if step == 11:
+                model[0].bias.data[6] = 1.0  # alive again
+            model(torch.randn(3, 4))
+    table, reports = CurveTable(), RunReader(tmp_path / "run").read()
+    table.add(reports)
+    (alert,) = alerts_of(table, reports)
+    assert (alert.title, alert.text) == ("Dead units", "4 units at 1 site")
+    assert [(table.sites[k], note) for k, note in alert.sites] == [("0", "1, 2, 4, 5")]
+    assert alerts_of(table, reports[:9]) == []
+    (alert,) = alerts_of(table, reports[:11])
+    assert [note for _, note in alert.sites] == ["1, 2, 4, 5, …"]
+
+
+def test_units_of_a_step_without_a_finite_row_are_not_dead(tmp_path):
+    model = nn.Identity()
+    with hl.monitor(
+        model, "", ports="output", stats=hl.stats.covariance(), to=str(tmp_path / "run")
+    ):
+        for step in range(12):
+            model(torch.full((3, 2), 0.0 if step else NAN))
+    table, reports = CurveTable(), RunReader(tmp_path / "run").read()
+    table.add(reports)
+    texts = {one.title: one.text for one in alerts_of(table, reports)}
+    assert texts["Dead units"] == "2 units at 1 site"
+    assert "Dead units" not in {one.title for one in alerts_of(table, reports[:10])}

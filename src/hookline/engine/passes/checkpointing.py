@@ -38,7 +38,7 @@ class CheckpointedRegion:
             the pass.
 
     Attributes:
-        changes: the changes of values, in order.
+        changes: the changes of values, in order, and the hooks that left theirs as it was.
         calls: how often each tap that counts calls had run when the region began.
         waiting: the calls whose gradients have been pending since the first run.
         runs: the numbers of the compiled code's runs; gradients come back under these numbers.
@@ -83,6 +83,10 @@ class CheckpointedRegion:
         """Record that a hook changed a value; the recomputation must make the same change."""
         self.note(Change(where, _fingerprint(value), _fingerprint(new)))
 
+    def left(self, where: str) -> None:
+        """Record that a hook left a value as it was; the recomputation must leave it, too."""
+        self.note(Change(where, [], None))
+
     def note(self, change: Change) -> None:
         """Keep a change for this region and for each region around it."""
         self.changes.append(change)
@@ -91,11 +95,17 @@ class CheckpointedRegion:
 
 
 class Change(NamedTuple):
-    """A change of a value, with fingerprints to compare the two runs."""
+    """A change of a value, with fingerprints to compare the two runs.
+
+    Attributes:
+        where: the hook's site.
+        before: the fingerprint of the value that the hook got.
+        after: that of the value that it returned; None if it left the value as it was.
+    """
 
     where: str
     before: list[Tensor]
-    after: list[Tensor]
+    after: list[Tensor] | None
 
 
 @final
@@ -174,6 +184,10 @@ class Recomputation:
         """Record that a hook changed a value, to compare it with the first run's change."""
         self.note(Change(where, _fingerprint(value), _fingerprint(new)))
 
+    def left(self, where: str) -> None:
+        """Record that a hook left a value as it was, to compare this with the first run."""
+        self.note(Change(where, [], None))
+
     def note(self, change: Change) -> None:
         """Keep a change for `close`, so that the device need not be synchronised now."""
         self._changes.append(change)
@@ -204,6 +218,8 @@ def _is_other(first: Change, second: Change) -> bool:
 
     A value that already differs before the hook is not the hook's fault.
     """
+    if first.after is None or second.after is None:
+        return first.after is not second.after
     if not _match(first.before, second.before) or not all(
         torch.equal(old.nan_to_num(), now.nan_to_num())
         for old, now in zip(first.before, second.before, strict=True)
@@ -346,6 +362,8 @@ def _refuse_late(regions: list[CheckpointedRegion]) -> None:
         for late in region.at_late:
             late()
         for change in region.changes:
+            if change.after is None:
+                continue
             raise AttachError(
                 f"{change.where or 'the root'} was changed in the forward, but its line ended"
                 " before this backward, in which torch computes that checkpointed region again,"

@@ -295,10 +295,12 @@ def _find(
     return found, Asked(selector, text, matched, wanted, functools.partial(_works, tree, ports))
 
 
-def _works(tree: ModuleTree, ports: tuple[str, ...], selector: Selector) -> bool:
+def _works(
+    tree: ModuleTree, ports: tuple[str, ...], selector: Selector, port: str | None = None
+) -> bool:
     """Tell whether a selector matches anything; a selector with a syntax error matches nothing."""
     try:
-        return bool(_find(tree, selector, ports)[0])
+        return bool(_find(tree, selector, ports if port is None else (port,))[0])
     except SelectionError:
         return False
 

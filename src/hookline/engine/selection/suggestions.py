@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +14,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hookline.display.text import plural
 from hookline.engine.pytree.describe import in_words
+from hookline.engine.selection.globs import glob
 from hookline.engine.selection.module_tree import ModuleNode, ModuleTree
+from hookline.engine.selection.output_parts import may_return
 from hookline.engine.selection.site import ROOT, SiteText, path_text
+from hookline.errors import SelectionError
+
+_MOST_CLOSE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +32,15 @@ class Asked:
         text: the parts of the selector, if it is a text.
         matched: the modules that it matches, none of which has one of the wanted ports.
         wanted: the ports.
-        works: tells whether another selector would match; only such selectors are proposed.
+        works: tells whether another selector would match, at the ports that the verb was given or
+            at another one; only such selectors are proposed.
     """
 
     selector: Any
     text: SiteText
     matched: list[ModuleNode]
     wanted: tuple[str, ...]
-    works: Callable[[Any], bool]
+    works: Callable[..., bool]
 
     @property
     def rest(self) -> str:
@@ -102,7 +109,12 @@ def _inventory(asked: Asked, nodes: list[Any], what: str) -> str:
     """List the model's first modules, parameters or tensors."""
     paths = [path for node in nodes for path in node.paths if path]
     if not nodes and what == "parameter":
-        return "Select a module's gradient, as in ':grad_output': it has no parameters."
+        gradient = next(iter(asked.working(":grad_output", "**:grad_output")), None)
+        return (
+            f"Select a module's gradient, as in {gradient!r}: it has no parameters."
+            if gradient
+            else "It has no parameters."
+        )
     if not nodes:
         return "Give tensors by name, as in hl.attach({'x': x}): it has none."
     if not paths:
@@ -119,16 +131,17 @@ def _suggestion(tree: ModuleTree, asked: Asked, nodes: list[Any]) -> str:
     if deeper := asked.working(f"**.{name}{rest}"):
         return f" Did you mean {deeper[0]!r}, at any depth?"
     kind = next((type(node.module) for node in tree.nodes if node.type_name == name), None)
-    if kind is not None and asked.works(kind):
+    if kind is not None and asked.works(kind, asked.text.port):
         there = f"nn.{name}" if getattr(nn, name, None) is kind else name
         port = f", ports={asked.text.port!r}" if asked.text.port else ""
         return f" For every {name}, give the type itself: {there}{port}, not its name."
     if any(name in node.paths for node in tree.tensors):
-        return f" It is a parameter; its gradient is {name + ':grad'!r}."
-    computed = _computed(tree, name)
+        gradient = asked.working(f"{name}:grad")
+        return f" It is a parameter; its gradient is {gradient[0]!r}." if gradient else ""
+    computed = _computed(tree, asked)
     if computed:
         return computed
-    return _below(tree, asked) or _close(asked, paths)
+    return _below(tree, asked) or _inside(asked, paths) or _close(asked, paths)
 
 
 def _below(tree: ModuleTree, asked: Asked) -> str | None:
@@ -141,10 +154,30 @@ def _below(tree: ModuleTree, asked: Asked) -> str | None:
     return None if part is None else f" Part of an output is written {part!r}."
 
 
+def _inside(asked: Asked, paths: list[str]) -> str | None:
+    """Propose the parts of the modules in which the last name of the path was looked for."""
+    above, _, last = asked.text.path.rpartition(".")
+    for holder in (above, f"**.{above}") if above.strip("*.") else ():
+        try:
+            matches = glob(holder).fullmatch
+        except SelectionError:  # a brace that the dot has cut
+            return None
+        pairs = (path.rpartition(".") for path in paths)
+        parts = list(dict.fromkeys(part for held_by, _, part in pairs if matches(held_by)))
+        near = difflib.get_close_matches(last, parts, n=_MOST_CLOSE, cutoff=0.5)
+        selectors = (f"{holder}.{part}{asked.rest}" for part in dict.fromkeys([*near, *parts]))
+        working = list(islice(filter(asked.works, selectors), _MOST_CLOSE + 1))
+        if working:
+            names = ", ".join(map(repr, working[:_MOST_CLOSE]))
+            more = ", …" * (len(working) > _MOST_CLOSE)
+            return f" Did you mean {names}?" if near else f" {holder!r} has {names}{more}."
+    return None
+
+
 def _close(asked: Asked, paths: list[str]) -> str:
     """Propose the paths that are closest to the given path."""
-    near = difflib.get_close_matches(asked.text.path, paths, n=8, cutoff=0.5)
-    close = asked.working(*(f"{path}{asked.rest}" for path in near))[:4]
+    near = difflib.get_close_matches(asked.text.path, paths, n=2 * _MOST_CLOSE, cutoff=0.5)
+    close = asked.working(*(f"{path}{asked.rest}" for path in near))[:_MOST_CLOSE]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
 
 
@@ -155,34 +188,38 @@ def _part_of_output(tree: ModuleTree, asked: Asked) -> str | None:
     node = next((node for node in tree.nodes if holder in node.paths), None)
     if not dot or node is None or "output" not in asked.wanted or not name.isidentifier():
         return None
-    tensors = (node.module.named_parameters, node.module.named_buffers)
-    known = {path.rpartition(".")[2] for node in tree.nodes for path in node.paths}
-    known |= {one for named in tensors for one, _ in named(recurse=False)}
-    if asked.rest or difflib.get_close_matches(name, known, cutoff=0.5):
+    if asked.rest or not may_return(node.module, name):
         return None
     return next(iter(asked.working(f"{path_text(holder)}:output.{name}")), None)
 
 
-def _computed(tree: ModuleTree, asked: str) -> str | None:
+def _computed(tree: ModuleTree, asked: Asked) -> str | None:
     """Propose the parameters from which a module computes the requested weight."""
-    above, _, name = asked.rpartition(".")
+    above, _, name = asked.text.path.rpartition(".")
     node = next((node for node in tree.nodes if above in node.paths), None)
     if node is None or not name:
         return None
+    paths = [tensor.path for tensor in tree.tensors]
     prefix = f"{above}." if above else ""
     if is_parametrized(node.module, name):
         value = f"{prefix}parametrizations.{name}"
-        own = [one.path for one in tree.tensors if one.path.startswith(f"{value}.")]
-        return (
-            f" It is computed by a parametrization: select {value!r} for the computed value,"
-            f" {f'{value}:grad_output'!r} for its gradient, or the parameters:"
-            f" {', '.join(map(repr, own))}."
-        )
+        computed = asked.working(value, f"{value}:grad_output")
+        own = _gradients(asked, [path for path in paths if path.startswith(f"{value}.")])
+        if len(computed) == 2:
+            return (
+                f" It is computed by a parametrization: select {computed[0]!r} for the computed"
+                f" value, {computed[1]!r} for its gradient"
+                f"{own and f', or for those of the parameters: {own}'}."
+            )
     if isinstance(node.module.__dict__.get(name), Tensor):  # computed by a hook, as in pruning
-        own = [one.path for one in tree.tensors if one.path.startswith(f"{asked}_")]
-        if own:
-            return f" It is computed before each call, from {', '.join(map(repr, own))}."
+        computed_from = [path for path in paths if path.startswith(f"{asked.text.path}_")]
+        if own := _gradients(asked, computed_from):
+            return f" It is computed before each call; the gradients of its parameters are {own}."
     return None
+
+
+def _gradients(asked: Asked, paths: list[str]) -> str:
+    return ", ".join(map(repr, asked.working(*(f"{path}:grad" for path in paths))))
 
 
 def _full_name(kind: type) -> str:

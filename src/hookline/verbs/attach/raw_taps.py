@@ -84,6 +84,8 @@ class RawTap(OutputTap):
     """
 
     __slots__ = ("check", "function")
+    # Whether the hook gets the same value in a checkpointed region's recomputation.
+    is_comparable: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class RawTap(OutputTap):
     def _call(self, current: Pass, values: tuple[Any, ...]) -> Any:
         result = self.function(*values)
         if result is None:
+            if current.region is not None and self.is_comparable:
+                current.region.left(str(self.site))
             return None
         if current.region is not None:
             current.region.changed(str(self.site), values[1:], result)
@@ -118,6 +122,7 @@ class AlwaysCalledTap(RawTap):
     """A raw tap that torch also calls when the module raises, while it iterates over its hooks."""
 
     __slots__ = ()
+    is_comparable = False  # torch ends a recomputation by an exception, inside any module
 
     def fire(self, module: nn.Module, *values: Any) -> Any:
         """Call the tap, and note that torch is iterating over the module's hooks."""

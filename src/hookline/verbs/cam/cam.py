@@ -30,7 +30,11 @@ from hookline.verbs.cam.layers import (
 from hookline.verbs.cam.methods import Method, method_named, scaled
 from hookline.verbs.cam.targets import Goal, Target, goal
 from hookline.verbs.shared.failing_module import note_failing_module
-from hookline.verbs.shared.run_model import call, eval_without_side_effects
+from hookline.verbs.shared.run_model import call, eval_without_side_effects, without_list
+
+# Scores of two runs that repeat themselves may differ by this part of the greatest one: kernels of
+# GPUs add up in any order, in half precision too.
+_REPEATED = 1e-2
 
 
 def cam(
@@ -64,7 +68,8 @@ def cam(
         model: a classifier of images, convolutional or a vision transformer.
         inputs: the images as the model takes them: floating, shape `(batch, channels, height,
             width)`. Or the model's arguments as a tuple, or by name in a dict; the first such
-            tensor is the images. Give a dict that is one argument as `({...},)`.
+            tensor is the images. Give a dict that is one argument as `({...},)`. A list of one
+            tensor is this tensor, unless the model takes the list.
         layer: the layers whose outputs make the maps, as in `hl.select`; several are averaged. None
             is the last layer that returns maps; `layers` of the result names it. A vision
             transformer may compute the score from its class token alone. Then None is the last
@@ -120,6 +125,7 @@ def cam(
         torch.set_grad_enabled(way.needs == "gradients"),
         eval_without_side_effects(model),
     ):
+        inputs = without_list(model, inputs)
         return _CamRunner(model, inputs, target, way, reshape).maps(layer, batch_size)
 
 
@@ -159,7 +165,9 @@ class _CamRunner:
         sites = [self._last()] if layer is None else select_outputs(self._model, layer)
         shot = self._shoot(sites)
         if self._method.needs == "scores":
-            shot = shot._replace(weights=self._scores_of_masks(shot, batch_size))
+            weights = self._scores_of_masks(shot, batch_size)
+            self._compare_again(shot)
+            shot = shot._replace(weights=weights)
         raw = {
             str(one.site): self._method.formula(activations, weights).detach()
             for one, activations, weights in zip(
@@ -332,6 +340,19 @@ class _CamRunner:
             ]
             found.append(torch.stack(rows).to(activations))
         return found
+
+    def _compare_again(self, shot: _Forward) -> None:
+        """Warn if the same images get other scores in a second run: then masks say nothing."""
+        assert shot.goal is not None
+        assert shot.scores is not None
+        again = shot.goal.scores(self._run(self._images), self._n)
+        apart = (again - shot.scores).abs().max().item()
+        if apart > _REPEATED * shot.scores.abs().max().item():
+            warn(
+                "hl.cam compares the scores of many runs, and the run did not repeat itself: the"
+                f" same images got scores that differ by {apart:.3g}.\nLet each run begin alike,"
+                " such as with one seed; or give method='gradcam', which needs one run."
+            )
 
     def _scores_of_one(self, aim: Goal, image: int, channels: Tensor, batch_size: int) -> Tensor:
         """Compute the score of one image masked by each channel, shape `(channels,)`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,6 +13,7 @@ from hookline.engine import Site
 from hookline.engine.pytree import tree
 from hookline.errors import AttachError, warn
 from hookline.util.locks import fork_safe_lock
+from hookline.verbs.check.finding import Finding
 from hookline.verbs.check.finiteness import flat, is_measurable
 
 CHOICES = ("magnitude", "dead", "constant", "shapes", "missing_grad")
@@ -109,26 +110,29 @@ class Habits:
     Args:
         site: the module's output.
         wanted: what is looked for.
+        add: called with each finding.
     """
 
-    __slots__ = ("_alive", "_first", "_kinds", "_n_runs", "_told", "_wanted", "site")
+    __slots__ = ("_add", "_alive", "_first", "_kinds", "_n_runs", "_told", "_wanted", "site")
 
-    def __init__(self, site: Site, wanted: frozenset[str]) -> None:
+    def __init__(self, site: Site, wanted: frozenset[str], add: Callable[[Finding], Any]) -> None:
         self.site = site
         self._wanted = wanted
+        self._add = add
         self._first: float | None = None
         self._alive: Tensor | None = None
         self._n_runs = 0
         self._kinds: tuple[tuple[torch.dtype, torch.Size], ...] | None = None
         self._told: set[str] = set()
 
-    def note(self, look: Look) -> None:
-        """Compare a look at an output with those before."""
+    def note(self, look: Look, step: int) -> None:
+        """Compare a look at an output with those before, in the run of this number."""
         if "shapes" in self._wanted:
             before, self._kinds = self._kinds, self._kinds or look.kinds
             if before is not None and before != look.kinds:
                 was, now = _in_words(before), _in_words(look.kinds)
-                self._say("shapes", f"has changed from {was} to {now} since the first run")
+                text = f"has changed from {was} to {now} since the first run"
+                self._say("shapes", text, step)
         if look.alive is not None:
             self._note_alive(look.alive)
 
@@ -139,33 +143,48 @@ class Habits:
             else:
                 self._alive, self._n_runs = self._alive | alive, self._n_runs + 1
 
-    def judge(self, least: float, greatest: float) -> None:
-        """Judge the extremes of a run's output."""
+    def judge(self, least: float, greatest: float, step: int) -> None:
+        """Judge the extremes of the output of the run of this number."""
         largest = max(-least, greatest)
         if "constant" in self._wanted and least == greatest:
-            self._say("constant", f"is {least + 0.0:.4g} everywhere")
+            self._say("constant", f"is {least + 0.0:.4g} everywhere", step)
         if "magnitude" not in self._wanted:
             return
         if self._first is None and largest > 0:
             self._first = largest
         elif self._first is not None and largest > self._first * _FACTOR:
-            self._say("exploding", f"explodes: from {self._first:.3g} at most to {largest:.3g}")
+            self._say_change("explodes", self._first, largest, step)
         elif self._first is not None and largest < self._first / _FACTOR:
-            self._say("vanishing", f"vanishes: from {self._first:.3g} at most to {largest:.3g}")
+            self._say_change("vanishes", self._first, largest, step)
 
     def end(self) -> None:
         """Judge what only all runs together tell."""
         if self._alive is None or self._n_runs < _RUNS:
             return
-        dead = int((~self._alive).sum())
+        dead = tuple((~self._alive).nonzero().flatten().tolist())
         if dead:
+            names = f"{'index' if len(dead) == 1 else 'indices'} {_first_of(dead)}"
             units = plural(len(self._alive), "unit")
-            self._say("dead", f"has {dead} dead of {units}: 0 in all of {self._n_runs} runs")
+            text = f"has {len(dead)} dead of {units} ({names}): 0 in all of {self._n_runs} runs"
+            self._say("dead", text, None, units=dead)
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            warn(f"hl.check: the output of {self.site} ({self.site.module_type}) {text}.")
+    def _say_change(self, verb: str, first: float, largest: float, step: int) -> None:
+        text = f"{verb}: from {first:.3g} at most to {largest:.3g}"
+        self._say("magnitude", text, step, key=verb)
+
+    def _say(
+        self, also: str, text: str, step: int | None, *, key: str = "", units: tuple[int, ...] = ()
+    ) -> None:
+        """Warn of an observation and keep it as a finding, once for each key."""
+        if (key or also) in self._told:
+            return
+        self._told.add(key or also)
+        finding = Finding(
+            "forward", self.site.path, self.site.module_type, step=step,
+            also=also, observation=text, units=units,
+        )  # fmt: skip
+        self._add(finding)
+        warn(f"hl.check: {finding.message}")
 
 
 def _in_words(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
@@ -175,24 +194,39 @@ def _in_words(kinds: Iterable[tuple[torch.dtype, torch.Size]]) -> str:
     )
 
 
-def judge_all(habits: Sequence[Habits], seen: list[tuple[int, Tensor]]) -> None:
-    """Judge the outputs of a run; one transfer for each device."""
+def judge_all(habits: Sequence[Habits], seen: list[tuple[int, Tensor]], step: int) -> None:
+    """Judge the outputs of the run of this number; one transfer for each device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for number, extremes in seen:
         by_device.setdefault(extremes.device, []).append((number, extremes))
     for members in by_device.values():
         read = torch.stack([extremes for _, extremes in members]).tolist()
         for (number, _), (least, greatest) in zip(members, read, strict=True):
-            habits[number].judge(least, greatest)
+            habits[number].judge(least, greatest, step)
 
 
-def say_missing(weights: Iterable[tuple[str, Tensor]]) -> bool:
-    """Warn of parameters that an optimizer steps without a gradient; return whether any was."""
+def say_missing(
+    weights: Iterable[tuple[str, Tensor]], step: int | None, add: Callable[[Finding], Any]
+) -> bool:
+    """Warn of parameters that an optimizer steps without a gradient; return whether any was.
+
+    Args:
+        weights: the parameters that the optimizer steps, by path.
+        step: the number of the last run; None before the first.
+        add: called with a finding for each.
+    """
     missing = [path for path, one in weights if one.requires_grad and one.grad is None]
+    for path in missing:
+        text = "had no gradient when the optimizer stepped"
+        add(Finding("gradient", path, step=step, also="missing_grad", observation=text))
     if missing:
-        names = ", ".join(missing[:_MOST_SAID]) + ", …" * (len(missing) > _MOST_SAID)
         warn(
             f"hl.check: {plural(len(missing), 'parameter')} had no gradient when the optimizer"
-            f" stepped: {names}.\nFreeze them with requires_grad_(False), or use them in the loss."
+            f" stepped: {_first_of(missing)}."
+            "\nFreeze them with requires_grad_(False), or use them in the loss."
         )
     return bool(missing)
+
+
+def _first_of(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items[:_MOST_SAID])) + ", …" * (len(items) > _MOST_SAID)

@@ -174,7 +174,8 @@ class BackwardChecks:
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if self._warns_of_missing:
             stepped = (one for one in self._weights if id(one[1]) in held)
-            self._warns_of_missing = not say_missing(stepped)
+            step, add = self._forward.last_step, self._outcome.add
+            self._warns_of_missing = not say_missing(stepped, step, add)
         finding = self._stepped_with(optimizer, held)
         if finding is None:
             return
@@ -231,7 +232,7 @@ class BackwardChecks:
 
     def _written_meanwhile(self) -> Finding | None:
         """Describe gradients that something else than a backward through the outputs has made."""
-        if any(not one.vanished for one in self._outcome.all):
+        if any(finding.is_error for finding in self._outcome.all):
             return None  # said already
         if self._at_start.are_same(self._weights) or self._gradients_are_finite():
             return None

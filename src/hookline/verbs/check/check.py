@@ -34,7 +34,7 @@ class CheckLine(VerbLine[Line]):
 
     Attributes:
         findings: the first 100 findings, also those that were not raised because the NaN or
-            infinity vanished.
+            infinity vanished; and the first 100 that `also` asks for.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CheckLine(VerbLine[Line]):
     def _judge_weights(self) -> None:
         """Look for weights that the last step has poisoned: no run came after it to show them."""
         outcome, root = self._outcome, self._line.root
-        is_told = outcome.at_end is not None or any(not one.vanished for one in outcome.all)
+        is_told = outcome.at_end is not None or any(finding.is_error for finding in outcome.all)
         if is_told or root is None:
             return
         finding = _poisoned(walk(root), self._forward.last_step, with_buffers=False)
@@ -112,7 +112,7 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            swallowed = [one for one in self.findings if not one.vanished]
+            swallowed = [finding for finding in self.findings if finding.is_error]
             if swallowed:
                 warn(
                     f"hl.check: {swallowed[0].message.splitlines()[0]}"
@@ -182,11 +182,13 @@ def check(
 
     Args:
         model: the model, as it is called.
-        also: one or several of these, which warn and raise no error. Each takes more time.
+        also: one or several of these, which warn and raise no error. Each takes more time. Each
+            warning is also a finding in `line.findings`.
 
             - "magnitude": outputs whose largest magnitude is more than 10,000 times, or less than
               a 10,000th of, that in the first run
-            - "dead": channels or features that were 0 in all runs, if there were at least ten
+            - "dead": channels or features that were 0 in all runs, if there were at least ten.
+              The finding has their indices in `units`
             - "constant": outputs whose elements are all equal
             - "shapes": outputs whose dtype, or shape beyond the first dimension, differs from that
               of the first run

@@ -1,4 +1,4 @@
-"""Describe who made a value that is not finite, and how."""
+"""Describe who made a value that is not finite, or that `also=` asks for, and how."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hookline.errors import NonFiniteError
 from hookline.statistics import Moments
 
 _MOST_PASSED = 6
+# The fields that files of older versions lack.
+_LATER = frozenset(("also", "observation", "units"))
 # What is known of a parameter that is not finite: else the check, or a step, was refused.
 SINCE_START = (
     "it was finite when the check began, and no step used a gradient that was not finite; look at"
@@ -71,7 +73,7 @@ class Measured:
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The origin of a NaN or an infinity: the module or tensor, and the operation that made it.
+    """The origin of a NaN or an infinity, or an output that `also=` asks for.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> try:
@@ -82,8 +84,9 @@ class Finding:
         input :input 2
 
     A `NonFiniteError` has its finding in `error.finding`. The line of `hl.check` lists the first
-    100 findings in `line.findings`. `print(finding)` shows all that is known. `finding.site` is the
-    site as text, and `finding.message` the message of the error.
+    100 findings in `line.findings`, and the first 100 that `also=` asks for. `print(finding)` shows
+    all that is known. `finding.site` is the site as text, and `finding.message` the message of the
+    error or of the warning.
 
     Args:
         kind: where the value was made: "forward" or "backward" of a module, or "loss", the gradient
@@ -93,7 +96,8 @@ class Finding:
             it.
         module_type: the class of that module.
         call: the number of the module's call within the pass, from 0; None where there is none.
-        step: the number of the pass, from 0 for each line; None before the first.
+        step: the number of the pass, from 0 for each line; None before the first, and for units
+            that are dead in all passes.
         n_nan: the number of NaNs.
         n_inf: the number of infinities.
         n_total: the number of elements of the tensor that was made or held.
@@ -111,6 +115,10 @@ class Finding:
         rank: the rank that made it, in a distributed job.
         notes: further remarks, as text.
         file: the file that keeps the inputs, for `hookline replay`; None if no file was written.
+        also: the name in `also=` that asked for this finding, such as "dead"; None for a NaN or an
+            infinity. `kind` is then "forward", or "gradient" for "missing_grad".
+        observation: the observation that `also=` asked for, as text; otherwise empty.
+        units: the indices of the units that are dead, for "dead".
     """
 
     kind: str
@@ -132,6 +140,14 @@ class Finding:
     rank: int | None = None
     notes: tuple[str, ...] = ()
     file: str | None = None
+    also: str | None = None
+    observation: str = ""
+    units: tuple[int, ...] = ()
+
+    @property
+    def is_error(self) -> bool:
+        """Tell whether it is raised: a NaN or an infinity that has not vanished."""
+        return self.also is None and not self.vanished
 
     @property
     def site(self) -> str:
@@ -141,31 +157,37 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """The message of the error: two lines."""
+        """The message of the error, in two lines; or of the warning, in one."""
+        what, type_name = self._what(), f" ({self.module_type})" if self.module_type else ""
+        if self.also is not None:
+            return f"{what}{type_name} {self.observation}."
         where = f" at {self.line}" if self.line else ""
         by = self.function or self.operation
         verb = "made" if self.kind in ("forward", "backward") else "read"
         made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        if self.kind == "loss":
-            what = f"the gradient of the output {self.site}"
-        elif self.kind == "backward":
-            what = f"gradients in the backward of {self.site}"
-        elif self.kind == "forward":
-            what = f"the output of {self.site}"
-        elif self.kind == "gradient":
-            what = f"the gradient of {self.site}"
-        elif self.kind == "constant":
-            what = "a tensor besides parameters, buffers and inputs"
-        else:
-            what = f"the {self.kind} {self.site}"
-        type_name = f" ({self.module_type})" if self.module_type else ""
         loss = ": the loss made it" if self.kind == "loss" else ""
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
             f"{what}{type_name} must be finite, got {self._counts()} {step}"
             f"{rank}{made}{loss}.\n{self._remedy()}"
         )
+
+    def _what(self) -> str:
+        """Name the value, as the subject of the message."""
+        if self.also is not None and self.kind == "gradient":
+            return f"parameter {self.site}"
+        if self.kind == "loss":
+            return f"the gradient of the output {self.site}"
+        if self.kind == "backward":
+            return f"gradients in the backward of {self.site}"
+        if self.kind == "forward":
+            return f"the output of {self.site}"
+        if self.kind == "gradient":
+            return f"the gradient of {self.site}"
+        if self.kind == "constant":
+            return "a tensor besides parameters, buffers and inputs"
+        return f"the {self.kind} {self.site}"
 
     def _counts(self) -> str:
         parts = [f"{self.n_nan} NaN" * bool(self.n_nan), f"{self.n_inf} inf" * bool(self.n_inf)]
@@ -224,7 +246,11 @@ class Finding:
         Raises:
             ValueError, TypeError, KeyError: it is not such a dict.
         """
-        found = {name: data[name] for name in Finding.__dataclass_fields__}
+        found = {
+            name: data[name]
+            for name in Finding.__dataclass_fields__
+            if name in data or name not in _LATER
+        }
         found["line"] = SourceLine(*data["line"]) if data["line"] else None
         for name in ("inputs", "parameters"):
             found[name] = tuple(
@@ -232,6 +258,7 @@ class Finding:
                 for one, shape, dtype, fields in data[name]
             )
         found["passed_on"], found["notes"] = tuple(data["passed_on"]), tuple(data["notes"])
+        found["units"] = tuple(data.get("units", ()))
         return Finding(**found)
 
     def with_(self, **changes: Any) -> Finding:

@@ -126,11 +126,12 @@ class ForwardChecks:
         # A container's output is a part's, seen already.
         if not self._looking.is_on or not is_single:
             return SplitCallback(see, total, after)
-        place, habits, looking = len(self._habits), Habits(site, self._also), self._looking
+        place, looking = len(self._habits), self._looking
+        habits = Habits(site, self._also, self._outcome.add)
         self._habits.append(habits)
 
         def note(current: Pass, look: Look) -> None:
-            habits.note(look)
+            habits.note(look, current.opened[RUN][0].step)
             if look.extremes is not None:
                 current.opened[_SEEN].append((place, look.extremes))
 
@@ -171,7 +172,7 @@ class ForwardChecks:
             finding = self._judge(run)
             if self._sharded_on is not None and not current.failed:
                 finding = shared(finding, self._sharded_on)
-            judge_all(self._habits, current.opened[_SEEN])
+            judge_all(self._habits, current.opened[_SEEN], run.step)
         finally:
             current.opened[_SEEN] = []
             self._changing.copies_inputs |= run.are_inputs_overwritten()

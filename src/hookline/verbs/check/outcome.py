@@ -62,8 +62,10 @@ class Outcome:
         self._n_files = 0
 
     def add(self, finding: Finding) -> Finding:
-        """Note a finding, once. The first hundred are kept."""
-        if len(self.all) < _MOST_KEPT and finding not in self.all:
+        """Note a finding, once. The first hundred are kept, and of those `also=` asks for, too."""
+        is_asked = finding.also is not None
+        n_kept = sum((other.also is not None) == is_asked for other in self.all)
+        if n_kept < _MOST_KEPT and finding not in self.all:
             self.all.append(finding)
         return finding
 

@@ -38,6 +38,7 @@ class Facts:
         look: the observations of a run with nothing attached.
         run: the results of a run with the sites hooked; None where no inputs were given.
         other_mode: the ids of the modules that only run in the other mode, training or eval.
+        differing: a module that ran in one of the runs and not in another; None if none did.
         is_training: whether the model is in training mode.
         no_run: the reason why nothing was run.
     """
@@ -46,6 +47,7 @@ class Facts:
     look: Look = field(default_factory=Look)
     run: Run | None = None
     other_mode: set[int] = field(default_factory=set)
+    differing: ModuleNode | None = None
     is_training: bool = False
     no_run: Why = NO_INPUTS
 
@@ -156,6 +158,22 @@ def _inside_attention(site: Site, node: Any, facts: Facts) -> Why | None:
     )
 
 
+def not_repeated(facts: Facts) -> Why | None:
+    """Say that the runs were not alike, so that no cause can be told from one for another."""
+    node = facts.differing
+    if node is None:
+        return None
+    return Why(
+        f"the run did not repeat itself: {path_text(node.path)} ({node.type_name}) was called in"
+        " one run and not in another",
+        "let each run begin alike, such as with the same counter or seed, and call hl.doctor again",
+    )
+
+
+def _not_repeated(site: Site, node: Any, facts: Facts) -> Why | None:
+    return not_repeated(facts)
+
+
 def _other_mode(site: Site, node: Any, facts: Facts) -> Why | None:
     if not isinstance(node, ModuleNode) or id(node.module) not in facts.other_mode:
         return None
@@ -230,7 +248,7 @@ def _unused_parameter(tensor: ParameterNode, facts: Facts) -> Why | None:
     owner = next((n for n in facts.nodes if n.path == tensor.path.rpartition(".")[0]), None)
     if owner is None or run is None or run.failure or not run.backward:
         return None
-    other = _other_mode(Site(owner.path), owner, facts)
+    other = not_repeated(facts) or _other_mode(Site(owner.path), owner, facts)
     if other is not None:
         return other
     idle = id(owner.module) not in facts.look.called and id(owner.module) not in facts.look.direct
@@ -339,8 +357,8 @@ def _name(dtype: torch.dtype) -> str:
 
 Cause = Callable[[Site, Any, Facts], Why | None]
 _OF_VALUES: tuple[Cause, ...] = (
-    _no_such_call, _called_past, _weights_used, _raised_before, _other_mode,
-    _inside_attention, _not_reached,
+    _no_such_call, _not_repeated, _called_past, _weights_used, _raised_before,
+    _other_mode, _inside_attention, _not_reached,
 )  # fmt: skip
 _OF_GRADIENTS: tuple[Cause, ...] = (
     _switched_off, _no_such_call, _not_called, _no_gradient_there, _no_backward, _not_in_the_loss,

@@ -24,8 +24,8 @@ from hookline.verbs.doctor.causes import Facts, finding
 from hookline.verbs.doctor.diagnosis import Diagnosis, Finding
 from hookline.verbs.doctor.notes import environment, notes
 from hookline.verbs.doctor.observe import Look, Uses, watching
-from hookline.verbs.doctor.trial_run import copied, hooked_run, untouched
-from hookline.verbs.shared.run_model import Inputs, call, lazy_name
+from hookline.verbs.doctor.trial_run import copied, hooked_run
+from hookline.verbs.shared.run_model import Inputs, call, lazy_name, untouched, without_list
 
 
 def doctor(
@@ -59,7 +59,8 @@ def doctor(
             alone.
         inputs: a tensor; a tuple of arguments; a dict of keyword arguments; or a function without
             arguments that runs the model and returns the loss, for gradients of that loss. Give a
-            dict that is one argument as `({...},)`. None finds only causes that need no run.
+            dict that is one argument as `({...},)`. A list of one tensor is this tensor, unless the
+            model takes the list. None finds only causes that need no run.
         selector: which sites, as in `hl.select`. None is every module.
         ports: one or several of "output", "input", "grad_output", "grad_input" and "grad", for
             selectors that name no port.
@@ -135,6 +136,7 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
             "run the model once yourself, then call hl.doctor again",
         )
         return
+    inputs = without_list(model, inputs)
     is_eager = not any(is_compiled(module) for module in model.modules())
     can_look = is_eager and sys.getprofile() is None  # a thread has one profiling function
     if can_look:
@@ -146,21 +148,62 @@ def _gather(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -
 
 def _look_closer(model: nn.Module, inputs: Any, selection: Selection, facts: Facts) -> None:
     """Find out whether modules that were not called are used by weight, or in the other mode."""
-    ran = facts.look.called | facts.look.direct.keys()
+    ran = _ran(facts.look)
     modules = {path: id(node.module) for node in facts.nodes for path in node.paths}
     fired = facts.run.fired if facts.run else {}
-    idle = {
+    silent = {
         id(node.module) if isinstance(node, ModuleNode) else modules[node.path.rpartition(".")[0]]
         for site, node in selection.places
         if not fired.get(site)
-    } - ran
-    if not idle:
+    }
+    idle = silent - ran
+    facts.differing = _differing(selection, facts, ran)
+    if silent and facts.differing is None:
+        facts.differing = _unlike(facts.nodes, ran, _look(model, inputs, facts.nodes))
+    if not idle or facts.differing is not None:
         return
     with untouched(model), Uses(facts.nodes, facts.look):
         _try(model, inputs)
-    if idle - facts.look.used.keys():
+    if not facts.look.fast:  # torch's function mode switches them off
+        facts.differing = next((node for node in facts.nodes if _used_by_itself(node, facts)), None)
+    if facts.differing is None and idle - facts.look.used.keys():
         other = _look(model, inputs, facts.nodes, flip=True)
-        facts.other_mode = (other.called | other.direct.keys()) - ran
+        facts.other_mode = _ran(other) - ran
+        if facts.other_mode & idle:
+            again = _look(model, inputs, facts.nodes, flip=True)
+            facts.differing = _unlike(facts.nodes, _ran(other), again)
+
+
+def _unlike(nodes: list[ModuleNode], ran: set[int], again: Look) -> ModuleNode | None:
+    """Find a module that was called in one of two runs alone."""
+    others = _ran(again)
+    keys = ((node, id(node.module)) for node in nodes)
+    return next((node for node, key in keys if (key in ran) != (key in others)), None)
+
+
+def _used_by_itself(node: ModuleNode, facts: Facts) -> bool:
+    """Tell whether a module that was not called before was called where uses were observed."""
+    use = facts.look.used.get(id(node.module))
+    return use is not None and use.within == node.path and id(node.module) not in _ran(facts.look)
+
+
+def _ran(look: Look) -> set[int]:
+    return look.called | look.direct.keys()
+
+
+def _differing(selection: Selection, facts: Facts, ran: set[int]) -> ModuleNode | None:
+    """Find a selected module that was called in the hooked run or in that without hooks alone."""
+    run = facts.run
+    if run is None or facts.look.fast:  # hooks switch torch's fast paths off
+        return None
+    for site, node in selection.places:
+        if not isinstance(node, ModuleNode) or site.is_gradient or site in run.refused:
+            continue
+        fired = run.fired.get(site, 0) > 0
+        is_called = id(node.module) in facts.look.called
+        if (fired and id(node.module) not in ran) or (is_called and not fired and not site.call):
+            return node
+    return None
 
 
 def _look(model: nn.Module, inputs: Any, nodes: list[ModuleNode], *, flip: bool = False) -> Look:

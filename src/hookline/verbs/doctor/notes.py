@@ -20,7 +20,7 @@ from hookline.engine import path_text
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.torch_private.dynamo import dynamo_config, has_compiled
-from hookline.verbs.doctor.causes import Facts
+from hookline.verbs.doctor.causes import Facts, not_repeated
 from hookline.verbs.doctor.diagnosis import Finding, Note
 from hookline.verbs.doctor.observe import foreign_hooks
 from hookline.verbs.inventory import inventory
@@ -88,6 +88,13 @@ def notes(model: nn.Module, findings: list[Finding], facts: Facts) -> Iterator[N
     yield from _inside_one_operation(facts.nodes)
     yield from _structures(findings, facts)
     yield from _the_run(facts)
+    yield from _repetition(facts)
+
+
+def _repetition(facts: Facts) -> Iterator[Note]:
+    why = not_repeated(facts)
+    if why is not None:
+        yield Note("the runs", why.why, why.remedy)
 
 
 def _versions() -> Iterator[Note]:

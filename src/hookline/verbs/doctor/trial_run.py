@@ -5,8 +5,7 @@ Only facts about the values are kept, and no memory of the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -30,11 +29,10 @@ from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.selection.selectors import Place
 from hookline.engine.torch_private.autograd import version_counter
 from hookline.engine.torch_private.hooks import tensor_hooks
-from hookline.engine.torch_private.modules import buffers
 from hookline.errors import HooklineError
 from hookline.verbs.doctor.diagnosis import Note
 from hookline.verbs.doctor.failure import raised
-from hookline.verbs.shared.run_model import call, restore_state
+from hookline.verbs.shared.run_model import call, untouched
 
 REENTRANT = "CheckpointFunctionBackward"
 
@@ -127,36 +125,6 @@ class Run:
     no_backward: str = ""
     is_reentrant: bool = False
     overwritten: set[tuple[str, str]] = field(default_factory=set)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore the model after a run in the block.
-
-    This covers buffers, modes and random states, as in `summary`. It also covers the parameters'
-    `.grad`, and the attributes that a forward sets on its modules (a step counter, a cache).
-    """
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    tables = [table for module in model.modules() for table in (vars(module), buffers(module))]
-    held = [(table, dict(table)) for table in tables]
-    with restore_state(model):
-        try:
-            for parameter, _ in grads:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, grad in grads:
-                parameter.grad = grad
-            for table, before in held:
-                _restore(table, before)
-
-
-def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in now.keys() - before.keys():
-        del now[name]
-    for name, value in before.items():
-        if name not in now or now[name] is not value:
-            now[name] = value
 
 
 def copied(inputs: Any) -> Any:

@@ -223,6 +223,8 @@ def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[P
     def callback(current: Pass, value: Any) -> Any:
         new = effect.of_value(change, value)
         if new is None:
+            if current.region is not None:
+                current.region.left(where)
             return None
         found = describe.difference(value, new)
         if found:

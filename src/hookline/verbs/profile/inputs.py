@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.engine import backward_number, every_tensor
+from hookline.engine import backward_number, every_tensor, path_text
 from hookline.engine.autograd.written_views import GradHook
 from hookline.engine.torch_private.autograd import hook_node_before
 from hookline.engine.torch_private.graph.nodes import memory_of
@@ -40,12 +40,13 @@ class Kind:
         n_runs: the number of runs.
         n_backwards: the number of backwards through these runs.
         seeds: the indices of the outputs that a gradient has reached.
+        n_nodes: the numbers of nodes in the graphs that the runs have made for backward.
         closed: whether the profile has ended: later backwards are not its own.
     """
 
     __slots__ = (
-        "autocast", "closed", "flags", "has_gradients", "inputs", "n_backwards", "n_runs", "path",
-        "seeds",
+        "autocast", "closed", "flags", "has_gradients", "inputs", "n_backwards", "n_nodes",
+        "n_runs", "path", "seeds",
     )  # fmt: skip
 
     def __init__(self, path: str, *, has_gradients: bool, autocast: tuple[Any, ...]) -> None:
@@ -57,6 +58,7 @@ class Kind:
         self.n_runs = 0
         self.n_backwards = 0
         self.seeds: set[int] = set()
+        self.n_nodes: set[int] = set()
         self.closed = False
 
 
@@ -121,6 +123,18 @@ class Kinds:
         self.failure = ""
         self.seconds = 0.0
         self._lock = fork_safe_lock()  # runs may begin in several threads
+
+    @property
+    def differing(self) -> str:
+        """Say which runs of a kind did not repeat each other; an empty text if all did."""
+        for kind in self.found:
+            if len(kind.n_nodes) > 1:
+                least, most = min(kind.n_nodes), max(kind.n_nodes)
+                return (
+                    f"the run of {path_text(kind.path)} did not repeat itself: with inputs of the"
+                    f" same shapes it made graphs of {least} to {most} operations for backward"
+                )
+        return ""
 
     def begin(self, path: str, args: Any, kwargs: Any) -> Run:
         """Return the run that begins with these arguments."""

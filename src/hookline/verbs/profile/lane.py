@@ -282,6 +282,7 @@ class Lane:
             self._hook(before, number_of(before))
         run = call.run
         if run is not None:
+            run.kind.n_nodes.add(len(nodes))
             run.await_outputs(found)
             if run.is_new:
                 self._note_kept(nodes, run)

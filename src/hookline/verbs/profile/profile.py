@@ -358,7 +358,7 @@ class Profile(VerbLine[Line]):
             for one in (one for top in tops for one in top.all()):
                 if one.path in calls:
                     calls[one.path] += one.cells[0][CALLS] + one.cells[1][CALLS]
-            differing = counted.differing(calls)
+            differing = counted.differing(calls) or self._kinds.differing
             if differing:
                 notes.append(f"FLOPs and peaks are not those of all passes: {differing}.")
         return tuple(notes)

@@ -15,7 +15,7 @@ from hookline.errors import InputError, NotRecordedError
 from hookline.recordings import Recording
 from hookline.verbs.record.keep import Keep
 from hookline.verbs.record.prefix import Prefix
-from hookline.verbs.shared.run_model import Inputs, in_eval_mode
+from hookline.verbs.shared.run_model import Inputs, in_eval_mode, without_list
 
 
 def features(
@@ -53,7 +53,8 @@ def features(
         inputs: a tensor or a list, which is one argument; a tuple of arguments; a dict of keyword
             arguments; a function without arguments that runs the model somewhere inside; or a
             `DataLoader` or an iterator that gives tensors, tuples or dicts. Give a dict that is
-            one argument as `({...},)`.
+            one argument as `({...},)`. A list of one tensor, as a loader gives it for
+            `TensorDataset(x)`, is this tensor, unless the model takes the list.
         selector: which sites, as in `hl.select`.
         eval: False leaves each module in its own mode.
         **options: `keep`, `device`, `dtype`, `detach` and `copy`, as in `hl.record`.
@@ -65,7 +66,7 @@ def features(
     Raises:
         SelectionError: the selector matches nothing, or a gradient.
         NotRecordedError: the model ran to its end without reaching one of the sites.
-        InputError: a loader gives no batch, or gives lists, which may hold labels too. Or the
+        InputError: a loader gives no batch, or gives longer lists, which may hold labels. Or the
             inputs are a data set, which has no batches.
         AttachError: the model cannot be hooked, or an option is invalid.
         TypeError: there is no such option.
@@ -74,7 +75,7 @@ def features(
     mode = in_eval_mode(prefix.modules) if eval else nullcontext()
     missing: list[Site] = []
     with prefix, mode:
-        for number, batch in enumerate(_batches(inputs)):
+        for number, batch in enumerate(_batches(model, inputs)):
             missing = prefix.run(batch)
             if missing and number:
                 raise NotRecordedError(
@@ -88,11 +89,11 @@ def features(
     return prefix.recording
 
 
-def _batches(inputs: Any) -> Iterator[Any]:
+def _batches(model: nn.Module, inputs: Any) -> Iterator[Any]:
     """Yield the batches one after the other.
 
     Raises:
-        InputError: there is no batch, or a batch is a list.
+        InputError: there is no batch, or a batch is a list of several parts.
     """
     if isinstance(inputs, Dataset):
         raise InputError(
@@ -100,10 +101,10 @@ def _batches(inputs: Any) -> Iterator[Any]:
             " torch.utils.data.DataLoader(dataset, batch_size=32)."
         )
     if not isinstance(inputs, DataLoader | Iterator):
-        yield inputs
+        yield without_list(model, inputs)
         return
     is_empty = True
-    for batch in inputs:
+    for batch in (without_list(model, batch) for batch in inputs):
         if isinstance(batch, list):
             raise InputError(
                 "a batch must hold only the model's inputs, got"

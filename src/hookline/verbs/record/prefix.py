@@ -105,8 +105,7 @@ class Prefix:
                 return []
             if isinstance(inputs, list):
                 error.add_note(
-                    "hookline: a list is one argument of the model.\nTo run a list of batches one"
-                    " after the other, give iter(batches)."
+                    "hookline: to run a list of batches one after the other, give iter(batches)."
                 )
             note_failing_module(self._model, error)
             raise

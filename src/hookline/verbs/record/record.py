@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FrameType
 from typing import Any, Never, NoReturn, Unpack, final, overload
 
 from torch import Tensor, nn
@@ -33,8 +35,9 @@ from hookline.engine import (
     no_callback,
     ports_for,
 )
-from hookline.errors import SelectionError
+from hookline.errors import SelectionError, warn
 from hookline.recordings import Recording
+from hookline.verbs.record.beams import may_search, n_beams
 from hookline.verbs.record.gradients import KeepGradient, PlainGradTap
 from hookline.verbs.record.keep import Keep, Keeper, checked, in_graph, is_plain
 from hookline.verbs.record.to_store import StoreLine, store_line
@@ -277,6 +280,8 @@ class _Recorder:
             keeps_graph=self._keeps_graph,
             unversioned=unversioned,
         )
+        if line.root is not None and may_search(line.root):
+            line.passes.at_root = _BeamWarning(line.name)
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
@@ -310,6 +315,36 @@ class _Recorder:
 
     def _plain_gradient(self, site: Site, number: int, node: Any) -> Tap:
         return PlainGradTap(site, self._passes, self._gradient(number, node), number)
+
+
+@final
+class _BeamWarning:
+    """Warn once if the rows of values are beams of a search.
+
+    Args:
+        name: the name of the verb.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_told = False
+
+    def __call__(self, current: Pass, frame: FrameType) -> None:
+        """Look at the callers of the root."""
+        n = 1 if self._is_told else n_beams(frame)
+        if n > 1:
+            current.at_end.append(partial(self._tell, current, n))
+
+    def _tell(self, current: Pass, n: int) -> None:
+        if self._is_told or not current.log:  # such as the encoder's values, from before the search
+            return
+        self._is_told = True
+        warn(
+            f"hl.{self._name} sees generate() search with {n} beams: values have {n} rows for each"
+            " input, one for each beam, and the search may reorder them between passes."
+            "\nGive num_beams=1 to generate(), or record one run of the model on the sequences that"
+            " it returns."
+        )
 
 
 # The ports with a tap of their own for whole values that are kept as they are.

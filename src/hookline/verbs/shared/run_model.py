@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.display.text import plural
 from hookline.engine.compile.compiled_modules import is_compiled
 from hookline.engine.torch_private.modules import buffers
 from hookline.errors import InputError
@@ -30,50 +32,112 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """Run a model: a tuple gives its arguments, a mapping its keyword arguments.
 
     A function is called without arguments; it runs the model somewhere inside. Any other object is
-    the model's only argument. If the model refuses a mapping's keys, a note on the error says how
-    to give the mapping as one argument.
+    the model's only argument. If the model's forward refuses these arguments, a note on the error
+    says how to give others.
     """
-    if isinstance(inputs, tuple):
-        try:
-            return model(*inputs)
-        except TypeError as error:
-            _note_shape(inputs, error)
-            raise
-    if isinstance(inputs, Mapping):
-        try:
-            return model(**inputs)
-        except TypeError as error:
-            _note_refused_keywords(model, inputs, error)
-            raise
-    if callable(inputs) and not isinstance(inputs, Tensor | nn.Module):
+    is_function = callable(inputs) and not isinstance(inputs, Tensor | nn.Module | Mapping | tuple)
+    if is_function:
         return inputs()
-    return model(inputs)
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        note = _advice(model, inputs, args, kwargs)
+        if note:
+            error.add_note(f"hookline: {note}")
+        raise
 
 
-def _note_shape(inputs: tuple[Any, ...], error: TypeError) -> None:
-    """Add a note to the error if the tuple looks like a shape given in place of a tensor."""
-    if inputs and all(type(size) is int for size in inputs):
-        error.add_note(
-            "hookline: a tuple is given as arguments, and these are numbers.\nGive"
+def without_list(model: nn.Module, inputs: Any) -> Any:
+    """Return the tensor of a list of one tensor, unless the model takes this list.
+
+    A `DataLoader` makes such lists of a `TensorDataset` of one tensor. The model is called with the
+    list, where no line sees it, to find out. Afterwards it is as before.
+    """
+    if type(inputs) is not list or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+        return inputs
+    if lazy_name(model) is not None:
+        return inputs
+
+    def is_taken() -> bool:
+        with untouched(model), torch.no_grad():
+            try:
+                model(inputs)
+            except (TypeError, AttributeError):
+                return False
+            except Exception:
+                return True
+        return True
+
+    # In a context of its own, where no line of the caller sees the run.
+    return inputs if contextvars.Context().run(is_taken) else inputs[0]
+
+
+def _advice(
+    model: nn.Module, inputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Say how to give inputs that the model's forward takes; None where it takes these."""
+    if isinstance(inputs, tuple) and inputs and all(type(size) is int for size in inputs):
+        return (
+            "a tuple is given as arguments, and these are numbers.\nGive"
             f" torch.rand({', '.join(map(str, inputs))}) for an input of this shape."
         )
-
-
-def _note_refused_keywords(model: nn.Module, inputs: Mapping[str, Any], error: TypeError) -> None:
-    """Add a note to the error if the model's forward does not take these keyword arguments."""
+    if isinstance(inputs, list):
+        return (
+            "a list is one argument of the model.\nGive several arguments as a tuple, and a batch"
+            " with labels without them, such as batch[0]."
+        )
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a forward that is not a Python function
-        return
+        return None
     try:
-        signature.bind(**inputs)
+        signature.bind(*args, **kwargs)
     except TypeError as refusal:
-        keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(inputs, _N_KEYS_SHOWN))
-        more = ", ..." * (len(inputs) > _N_KEYS_SHOWN)
-        error.add_note(
-            f"hookline: a dict is given as keyword arguments, and the model's forward refuses them:"
-            f" {refusal}.\nGive a dict that is one argument in a tuple: ({{{keys}{more}}},)."
+        if kwargs:
+            keys = ", ".join(f"{key!r}: ..." for key in itertools.islice(kwargs, _N_KEYS_SHOWN))
+            more = ", ..." * (len(kwargs) > _N_KEYS_SHOWN)
+            return (
+                "a dict is given as keyword arguments, and the model's forward refuses them:"
+                f" {refusal}.\nGive a dict that is one argument in a tuple: ({{{keys}{more}}},)."
+            )
+        names = ", ".join(signature.parameters)
+        return (
+            f"the model's forward takes ({names}), and refuses {plural(len(args), 'argument')}:"
+            f" {refusal}.\nGive its arguments as a tuple, or by name in a dict."
         )
+    return None
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restore the model after a run in the block.
+
+    This covers buffers, modes and random states. It also covers the parameters' `.grad`, and the
+    attributes that a forward sets on its modules (a step counter, a cache).
+    """
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    tables = [table for module in model.modules() for table in (vars(module), buffers(module))]
+    held = [(table, dict(table)) for table in tables]
+    with restore_state(model):
+        try:
+            for parameter, _ in grads:
+                parameter.grad = None
+            yield
+        finally:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            for table, before in held:
+                _restore(table, before)
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
 
 
 @contextmanager

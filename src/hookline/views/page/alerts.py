@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.curves import StepReport
 from hookline.display.text import plural
+from hookline.statistics.covariance import Covariance, CovarianceStatistic
 from hookline.views.page.curve_table import RECENT, CurveTable
 
 _TIMES = 100.0  # the norm, by its median
 _LEAST_SHARE = 1e-6  # the greatest gradient, by the greatest of its kind
 _LEAST_RATIO, _GREATEST_RATIO = 1e-5, 1e-1
+_MOST_UNITS = 4  # whose numbers are printed
 
 # The ports in the order in which a step reaches them.
 PORTS = ("value", "input", "output", "grad_output", "grad_input", "grad", "update")
@@ -48,14 +52,20 @@ def path_and_port(site: str) -> tuple[str, str]:
     return match["path"], match["port"] or "output"
 
 
-def alerts_of(table: CurveTable) -> list[Alert]:
-    """Return the alerts of the steps so far."""
+def alerts_of(table: CurveTable, reports: Sequence[StepReport] = ()) -> list[Alert]:
+    """Return the alerts of the steps so far.
+
+    Args:
+        table: the numbers of the steps.
+        reports: the reports of the steps, from which statistics of single units are read.
+    """
     ports = np.array([path_and_port(site)[1] for site in table.sites], dtype=object)
     found = [
         _non_finite(table),
         _exploding(table),
         _vanishing(table, ports),
         _dead(table, ports),
+        _dead_units(table, reports[-RECENT:]),
         _ratio(table),
     ]
     return [alert for alert in found if alert is not None and alert.sites]
@@ -149,6 +159,45 @@ def _dead(table: CurveTable, ports: NDArray[Any]) -> Alert | None:
         f"Every number was 0 at each of the last {RECENT} reported steps, or more.",
         [(int(k), f"since step {table.zero_since[k]:,}") for k in dead],
     )
+
+
+def _dead_units(table: CurveTable, recent: Sequence[StepReport]) -> Alert | None:
+    """Name units by index, at the sites whose covariance is measured."""
+    if len(recent) < RECENT:
+        return None
+    dead: list[tuple[int, list[int]]] = []
+    for at, site in enumerate(table.sites):
+        masks = [mask for report in recent if (mask := _is_dead(report, site)) is not None]
+        if len(masks) == RECENT and len({mask.shape for mask in masks}) == 1:
+            dead.append((at, np.flatnonzero(np.all(masks, axis=0)).tolist()))
+    sites = [
+        (at, ", ".join(map(str, units[:_MOST_UNITS])) + ", …" * (len(units) > _MOST_UNITS))
+        for at, units in dead
+        if units
+    ]
+    n_units = sum(len(units) for _, units in dead)
+    return Alert(
+        "Dead units",
+        f"{plural(n_units, 'unit')} at {plural(len(sites), 'site')}",
+        f"Mean and variance of the unit were 0 at each of the last {RECENT} reported steps. Units"
+        " are counted from 0 in the last dimension, where hl.stats.covariance() is measured.",
+        sites,
+    )
+
+
+def _is_dead(report: StepReport, site: str) -> NDArray[np.bool_] | None:
+    """Tell which units of a site were 0 in all rows of a step; None where that is not measured."""
+    layout = report.layout
+    if not any(
+        isinstance(layout.statistics[entry.statistic], CovarianceStatistic)
+        for entry, _ in layout.by_site.get(site, ())
+    ):
+        return None
+    for result in layout.results(site, report.slots, None, is_lenient=True):
+        if isinstance(result, Covariance) and result.count > result.non_finite:
+            is_zero = (result.mean == 0) & (result.matrix.diagonal() == 0)
+            return np.asarray(is_zero.numpy())
+    return None
 
 
 def _ratio(table: CurveTable) -> Alert | None:

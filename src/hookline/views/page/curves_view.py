@@ -165,7 +165,7 @@ class OpenRun:
         if self._alerts[0] != self._n_taken:
             found = [
                 {"title": one.title, "text": one.text, "rule": one.rule, "sites": one.sites}
-                for one in alerts_of(self.table)
+                for one in alerts_of(self.table, self.reports)
             ]
             self._alerts = self._n_taken, found
         return self._alerts[1]

@@ -1,0 +1,62 @@
+"""Tell from a module's code which parts its output can have by name, without running it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+
+def may_return(module: nn.Module, name: str) -> bool:
+    """Tell whether the code of a module's forward shows that its output has a part of this name.
+
+    The annotation of what it returns decides. Without one, or where this is a mapping, the names in
+    its code decide: the keys that it writes, and the fields of the classes that it uses.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    try:
+        annotation = typing.get_type_hints(forward).get("return", Any)
+    except Exception:  # a name that only a type checker knows
+        annotation = Any
+    if any(_has_field(kind, name) for kind in _members(annotation)):
+        return True
+    if not isinstance(code, CodeType) or not any(map(_is_open, _members(annotation))):
+        return False
+    used = (forward.__globals__.get(used) for used in code.co_names)
+    return name in _keys(code) or any(_has_field(kind, name) for kind in used)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _is_open(annotation: Any) -> bool:
+    """Tell whether an annotation leaves open which parts there are by name."""
+    kind = typing.get_origin(annotation) or annotation
+    return kind is Any or (isinstance(kind, type) and issubclass(kind, Mapping))
+
+
+def _has_field(kind: Any, name: str) -> bool:
+    if not isinstance(kind, type):
+        return False
+    named = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
+    of_class = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    is_typed_dict = typing.is_typeddict(kind)
+    return name in (*named, *of_class, *(kind.__annotations__ if is_typed_dict else ()))
+
+
+def _keys(code: CodeType) -> set[str]:
+    """Return the texts that are constants of a function: keys of a dict, names of arguments."""
+    keys: set[str] = set()
+    for constant in code.co_consts:
+        parts = constant if isinstance(constant, tuple) else (constant,)
+        keys.update(part for part in parts if isinstance(part, str))
+    return keys
