@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from hookline.engine.torch_private.graph.formulas import formulas
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
     kept_by,
@@ -21,7 +22,7 @@ from hookline.engine.torch_private.graph.nodes import (
     number_of,
     running_node,
 )
-from hookline.engine.torch_private.graph.operations import OperationCounter, attention_formulas
+from hookline.engine.torch_private.graph.operations import OperationCounter
 from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, is_sharded
 from hookline.errors import ModelError
 
@@ -90,7 +91,7 @@ def test_the_running_node_and_the_end_of_an_inner_backward():
 
 def test_the_cpus_attention_has_flops_as_torchs_formulas_count():
     q = torch.ones(1, 2, 4, 8, requires_grad=True)
-    with FlopCounterMode(display=False, custom_mapping=attention_formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         functional.scaled_dot_product_attention(q, q, q).sum().backward()
     counts = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
     forward = 2 * (2 * 2 * 4 * 4 * 8)
