@@ -131,7 +131,8 @@ class EventClock:
     def __init__(self, make: Callable[[], Any]) -> None:
         self.overhead = self.garbage = 0.0
         self._make = make
-        self._waiting: list[tuple[MutableSequence[float], int, Any, Any]] = []
+        # Costs, their place, the events around an interval, and whether it is left out.
+        self._waiting: list[tuple[MutableSequence[float], int, Any, Any, bool]] = []
         self._collecting: tuple[Any, float] | None = None
         self._collected: list[tuple[Any, Any]] = []  # since the last border
         self._is_running = False
@@ -163,9 +164,8 @@ class EventClock:
 
     def charge(self, costs: MutableSequence[float], at: int, start: Any, end: Any) -> None:
         """Note the interval between two marks for a cost."""
-        self._waiting.append((costs, at, start, end))
-        for began, ended in self._collected:
-            self._waiting.append((costs, at, ended, began))  # a negative time
+        self._waiting.append((costs, at, start, end, False))
+        self._waiting += [(costs, at, *events, True) for events in self._collected]
         self._collected.clear()
 
     def collection_begins(self) -> None:
@@ -188,8 +188,9 @@ class EventClock:
             self._read()
 
     def _read(self) -> None:
-        for costs, at, start, end in self._waiting:
-            costs[at] += start.elapsed_time(end) / 1e3
+        for costs, at, start, end, is_left_out in self._waiting:
+            seconds = start.elapsed_time(end) / 1e3
+            costs[at] += -seconds if is_left_out else seconds
         self._waiting.clear()
 
     def seconds(self, mark: Any) -> float:

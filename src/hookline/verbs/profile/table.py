@@ -266,7 +266,9 @@ def _size(n_bytes: float) -> str:
 
 def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
     total = found.total
-    what = "Median of a pass" if found.is_median else "Block"
+    what = "Block"
+    if found.is_median:
+        what = "Median of a pass" if total.passes > 1 else "One pass"
     time = total.time
     parts = [
         ("forward", time.forward), ("backward", time.backward), ("recompute", time.recompute),
