@@ -258,7 +258,7 @@ def test_the_spread_is_the_interquartile_range(hand):
     text = str(prof.per_pass)
     assert "spread" in text.splitlines()[0]
     assert "66.7 %" in text
-    assert "Each time is a median over the passes by itself" in text
+    assert "Each time is a median of its own" in text
     assert "spread" not in str(prof).splitlines()[0]
     assert "median" not in str(prof)
 

@@ -447,8 +447,8 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
 
 _FEW = 3  # passes; the median of two is their mean, which adds up
 _MEDIANS = (
-    "Each time is a median over the passes by itself, so the parts need not add up to the whole."
-    " Half of the passes lie within the spread."
+    "Each time is a median of its own, so the parts need not add up to the whole. The middle half of"
+    " the passes lies in a range as wide as the spread."
 )
 
 
