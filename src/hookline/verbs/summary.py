@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.display.data import Tabular
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.units import count, size
@@ -72,7 +73,7 @@ class Row:
 
 @final
 @dataclass
-class Summary:
+class Summary(Tabular):
     """The table that `hl.summary` makes. Print it, or read `rows` and the totals.
 
         >>> table = hl.summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2))
@@ -124,6 +125,19 @@ class Summary:
     def dtypes(self) -> set[str]:
         """The dtypes of the modules' outputs."""
         return {row.dtype for row in self.rows if row.dtype}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the totals and, as `rows`, the modules, as plain values named like the attributes.
+
+        >>> hl.summary(nn.Linear(2, 3)).to_dict()["rows"][0]["parameters"]
+        9
+        """
+        names = [entry.name for entry in fields(self) if entry.name not in ("model_type", "rows")]
+        facts = {"model": self.model_type} | {name: getattr(self, name) for name in names}
+        return {**facts, "flops": self.flops, "rows": self._table_rows()}
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
         """Show every module and the totals, at full width.

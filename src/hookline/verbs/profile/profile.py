@@ -257,6 +257,25 @@ class Profile(VerbLine[Line]):
         """
         return self.table.fold(depth)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sums over the passes as plain values; `per_pass.to_dict()` has medians.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with hl.profile(model) as prof:
+        ...     _ = model(torch.ones(4, 2))
+        >>> prof.to_dict()["rows"][1]["flops_forward"]
+        48
+        """
+        return self.table.to_dict()
+
+    def to_pandas(self) -> Any:
+        """Return the rows of `to_dict()` as a `pandas.DataFrame`.
+
+        Raises:
+            HooklineError: pandas is not installed.
+        """
+        return self.table.to_pandas()
+
     def trace(self, path: str | Path) -> Path:
         """Write the calls as a Chrome trace: a JSON file that opens in Perfetto.
 
@@ -447,8 +466,8 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
 
 _FEW = 3  # passes; the median of two is their mean, which adds up
 _MEDIANS = (
-    "Each time is a median of its own, so the parts need not add up to the whole. The middle half of"
-    " the passes lies in a range as wide as the spread."
+    "Each time is a median of its own, so the parts need not add up to the whole. The middle half"
+    " of the passes lies in a range as wide as the spread."
 )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, final
 
 import numpy
 
@@ -103,6 +103,30 @@ class Row:
     def is_exact(self) -> bool:
         """Tell whether hooks add at most a tenth to its time."""
         return self.n_inner * _SECONDS_A_CALL <= _SHARE * self.time.all
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain values; `time_forward` is `time.forward`."""
+        return {
+            "path": self.path,
+            "type": self.module.module_type,
+            "depth": self.depth,
+            "aliases": list(self.module.aliases),
+            "parameters": self.parameters,
+            **flat(self, ("module",)),
+            "is_exact": self.is_exact,
+        }
+
+
+def flat(costs: Any, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the attributes of a row or a total; a cost by phase becomes one number a phase."""
+    data: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(costs) if entry.name not in without):
+        value = getattr(costs, name)
+        if isinstance(value, Phases):
+            data |= {f"{name}_{phase}": part for phase, part in zip(PHASES, value, strict=True)}
+        else:
+            data[name] = value
+    return data
 
 
 # The orders in which rows can be sorted.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
+from hookline.display.data import Tabular
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.text import plural
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
 from hookline.errors import InputError, SelectionError
-from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row
+from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, flat
 from hookline.verbs.summary import indented_name
 
 _N_NEAR = 3
@@ -65,7 +66,7 @@ class Total:
 
 @final
 @dataclass(frozen=True)
-class ProfileTable:
+class ProfileTable(Tabular):
     """Hold what `hl.profile` has measured. Print it, or read `rows` and `total`.
 
     Args:
@@ -130,6 +131,20 @@ class ProfileTable:
             depth: the greatest depth that is kept. The root has depth 0, its children depth 1.
         """
         return replace(self, rows=[row for row in self.rows if row.depth <= depth])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain values: `total` and `rows`, in seconds, FLOPs and bytes."""
+        return {
+            "model": self.model_type,
+            "is_median": self.is_median,
+            "failure": self.failure,
+            "notes": list(self.notes),
+            "total": {**flat(self.total), "seconds": self.total.seconds},
+            "rows": self._table_rows(),
+        }
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [row.to_dict() for row in self.rows]
 
     def __str__(self) -> str:
         return text_of(profile_parts(self), width=None)
