@@ -212,8 +212,8 @@ def watch(
     names the module and its inputs.
 
     Statistics are those of the first floating tensor of a value, in float64 on the CPU and in
-    float32 elsewhere. For a nested tensor they are over all its parts. Under `vmap`, shapes are those of
-    one example, and statistics are over all examples.
+    float32 elsewhere. For a nested tensor they are over all its parts. Under `vmap`, shapes are
+    those of one example, and statistics are over all examples.
 
     The time, in ms, is that of the module without hookline. It leaves out hookline's hooks,
     statistics and printing, also those of other lines and of inner modules. It includes edits and
