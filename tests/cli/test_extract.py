@@ -70,7 +70,7 @@ def test_warnings_are_said_without_code(tmp_path):
         (["demo", "--at", "stem", "--to", "s", "--device", "cuda:9"], "--device must be a device"),
         (
             ["demo", "--at", "stem", "--to", "s", "--batch-size", "0"],
-            "--batch-size must be at least 1",
+            "must be at least 1, got 0",
         ),
     ],
 )

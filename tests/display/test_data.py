@@ -70,7 +70,7 @@ def test_numbers_of_a_table_are_those_of_its_rows(model):
 
 def test_a_missing_pandas_is_said(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(hl.HooklineError) as caught:
+    with pytest.raises(ModuleNotFoundError) as caught:
         hl.inventory(model).to_pandas()
     assert str(caught.value) == "to_pandas() needs pandas.\nRun pip install pandas."
 

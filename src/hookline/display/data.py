@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from hookline.errors import HooklineError
-
 
 class Tabular(ABC):
     """A result that is a table: some facts, and rows that all have the same keys."""
@@ -27,12 +25,13 @@ class Tabular(ABC):
         """Return the rows as a `pandas.DataFrame`; the columns are the keys of `to_dict()`.
 
         Raises:
-            HooklineError: pandas is not installed.
+            ModuleNotFoundError: pandas is not installed.
         """
         try:
             pandas = import_module("pandas")
         except ModuleNotFoundError as error:
-            raise HooklineError("to_pandas() needs pandas.\nRun pip install pandas.") from error
+            said = "to_pandas() needs pandas.\nRun pip install pandas."
+            raise ModuleNotFoundError(said, name="pandas") from error
         return pandas.DataFrame(self._table_rows())
 
 

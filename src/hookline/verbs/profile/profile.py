@@ -272,7 +272,7 @@ class Profile(VerbLine[Line]):
         """Return the rows of `to_dict()` as a `pandas.DataFrame`.
 
         Raises:
-            HooklineError: pandas is not installed.
+            ModuleNotFoundError: pandas is not installed.
         """
         return self.table.to_pandas()
 

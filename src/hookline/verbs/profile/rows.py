@@ -214,7 +214,7 @@ def _row(
     peak = max((one.peak for one in tops), default=0)
     return Row(
         module,
-        calls=_mean_calls(alone),
+        calls=_calls(alone, measured),
         time=median_phases(whole),
         self_time=median_phases(alone),
         spread=spread(whole),
@@ -224,13 +224,14 @@ def _row(
         self_activation_bytes=sum(one.kept for one in own),
         # Compiled code may keep more than the eager operations that are counted.
         peak_bytes=max(peak, kept) if peak else 0,
-        n_inner=_mean_calls(whole),
+        n_inner=_calls(whole, measured),
     )
 
 
-def _mean_calls(costs: Costs) -> float:
+def _calls(costs: Costs, measured: Measured) -> float:
+    """Return the number of calls, or the mean over several passes."""
     calls = float(costs[:, CALLS].mean())
-    return int(calls) if calls.is_integer() else calls
+    return int(calls) if measured.adds else calls
 
 
 def _flops(contexts: Iterable[Context], n_passes: float) -> Phases:

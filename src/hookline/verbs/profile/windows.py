@@ -260,7 +260,7 @@ class Measured:
         ]
         kept = [top for top, passes in zip(tops, costs, strict=True) if passes]
         self._thread_of = {context: k for k, top in enumerate(kept) for context in top.all()}
-        self._adds = adds
+        self.adds = adds
 
     def of(self, contexts: Iterable[Context]) -> Costs:
         """Return the costs of some contexts together: a row a pass, a column a slot."""
@@ -273,7 +273,7 @@ class Measured:
         ]
         if not parts:
             return _nothing(1)
-        return sum(parts[1:], parts[0]) if self._adds else numpy.concatenate(parts)
+        return sum(parts[1:], parts[0]) if self.adds else numpy.concatenate(parts)
 
 
 def _padded(costs: Costs, size: int) -> Costs:
