@@ -186,8 +186,8 @@ SURFACES = {
     "ClipLine": (lambda: hl.clip(nn.Linear(2, 2), norm=1.0), ["remove", "report"]),
     "Watch": (lambda: hl.watch(nn.Linear(2, 2)), ["remove", "report"]),
     "Profile": (lambda: hl.profile(nn.Linear(2, 2)), [
-        "failure", "first", "flame", "fold", "per_pass", "remove", "rows", "table", "top", "total",
-        "trace",
+        "failure", "first", "flame", "fold", "per_pass", "remove", "rows", "table", "to_dict",
+        "to_pandas", "top", "total", "trace",
     ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
     "Recording": (recorded, [
@@ -199,7 +199,8 @@ SURFACES = {
     ]),
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
-        "outside_root", "passes", "remarks", "removed", "silent", "warning", "why",
+        "outside_root", "passes", "remarks", "removed", "silent", "to_dict", "to_pandas", "warning",
+        "why",
     ]),
     "Store": (stored, [
         "cat", "dataset", "export", "items", "job", "n_items", "n_rows", "names", "nbytes", "parts",

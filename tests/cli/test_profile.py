@@ -20,8 +20,8 @@ def test_it_prints_the_modules_and_writes_the_files(tmp_path):
     assert done.exit_code == 0, done.output
     assert "block1" in done.output
     assert "Backward" in done.output
-    assert "Mean of a pass" in done.output
-    assert "2 passes" in done.output
+    assert "Median of a pass" in done.output
+    assert "5 passes" in done.output
     assert json.loads(trace.read_text())["traceEvents"]
     assert "<script>" in flame.read_text()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,10 +16,25 @@ import typer
 import hookline as hl
 from hookline.cli.diagnosing import diagnose
 from hookline.cli.extracting import extract_by_name, moved, process_group
-from hookline.cli.inspecting import Inspection, inputs_of, inspect, read_input, silence
+from hookline.cli.inspecting import (
+    Inspection,
+    inputs_of,
+    inspect,
+    inspection_data,
+    read_input,
+    silence,
+)
 from hookline.cli.profiling import profile_by_name
 from hookline.cli.storing import store_app
-from hookline.cli.terminal import Busy, complaints, out, said_warnings, say
+from hookline.cli.terminal import (
+    AsJson,
+    Busy,
+    complaints,
+    out,
+    print_json,
+    said_warnings,
+    say,
+)
 from hookline.cli.viewing import chosen_items, open_page, serve, serving_of, write_view
 from hookline.display.terminal import renderable
 from hookline.display.text import plural
@@ -29,7 +43,7 @@ from hookline.models import Batch, LoadedModel, load_model
 from hookline.models.demo import about
 from hookline.models.packages import RANDOM
 from hookline.verbs.check.kept import read as read_situation
-from hookline.verbs.doctor.diagnosis import diagnosis_data, diagnosis_parts
+from hookline.verbs.doctor.diagnosis import diagnosis_parts
 from hookline.verbs.inventory import inventory_parts
 from hookline.verbs.profile.table import profile_parts
 from hookline.verbs.summary import summary_parts
@@ -124,20 +138,19 @@ def inspect_command(
         bool, typer.Option("--plot", help="also draw histograms and small maps in the terminal")
     ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a model on an input: print a table, write a recording and a page."""
     with complaints():
+        if as_json and plot:
+            raise InputError("--plot must not stand beside --json.\nLeave out one of the two.")
         loaded, batch = _load(model, source, weights)
         found = inspect(loaded, batch, at, out_folder)
-    out.print(renderable(summary_parts(found.summary, failure=False)))
-    out.print(f"\n{batch.description}", markup=False)
-    n_rows = len(batch.images)
-    if found.classes and n_rows > 1:
-        out.print(f"the first of {n_rows}:")
-    for label, probability in found.classes:
-        out.print(f"  {probability:6.1%}  {label}", markup=False)
-    not_drawn = _plot(found) if plot else ""
-    _say_where(found)
+    not_drawn = ""
+    if as_json:
+        print_json(inspection_data(found, batch))
+    else:
+        not_drawn = _print_inspection(found, batch, plot)
     if open_it and found.page is not None:
         open_page(found.page.resolve().as_uri())
     if found.summary.failure:
@@ -155,6 +168,20 @@ def inspect_command(
         say(not_drawn)
     if not_drawn or not len(found.recording):
         raise typer.Exit(1)
+
+
+def _print_inspection(found: Inspection, batch: Batch, plot: bool) -> str:
+    """Print an inspection; return why nothing could be drawn, if so."""
+    out.print(renderable(summary_parts(found.summary, failure=False)))
+    out.print(f"\n{batch.description}", markup=False)
+    n_rows = len(batch.images)
+    if found.classes and n_rows > 1:
+        out.print(f"the first of {n_rows}:")
+    for label, probability in found.classes:
+        out.print(f"  {probability:6.1%}  {label}", markup=False)
+    not_drawn = _plot(found) if plot else ""
+    _say_where(found)
+    return not_drawn
 
 
 @app.command("extract")
@@ -212,6 +239,7 @@ def summary(
     meta: Annotated[
         bool, typer.Option("--meta", help="shapes only: no weights and no memory, for any model")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print a model's modules: path, type, shapes, parameters, FLOPs, memory."""
     with complaints():
@@ -221,7 +249,10 @@ def summary(
         batch = read_input(source, loaded) if source is not None else None
         with Busy("running the model"):
             table = hl.summary(loaded.model, inputs_of(loaded.model, batch) if batch else None)
-    out.print(renderable(summary_parts(table, failure=False)))
+    if as_json:
+        print_json(table.to_dict())
+    else:
+        out.print(renderable(summary_parts(table, failure=False)))
     if table.failure:
         say(f"the forward failed in {table.failure}")
         raise typer.Exit(1)
@@ -235,8 +266,8 @@ def profile(
         bool, typer.Option("--backward", help="also run backward, from the mean of the squares")
     ] = False,
     steps: Annotated[
-        int, typer.Option(min=1, help="the number of passes; the first is not in the mean")
-    ] = 3,
+        int, typer.Option(min=1, help="the number of passes; the first is not in the medians")
+    ] = 6,
     depth: Annotated[
         int | None, typer.Option(min=0, help="print no modules below this depth")
     ] = None,
@@ -247,6 +278,7 @@ def profile(
         Path | None, typer.Option(metavar="FILE", help="write a flame view, an HTML file")
     ] = None,
     weights: Weights = "default",
+    as_json: AsJson = False,
 ) -> None:
     """Measure time, FLOPs and memory of each module, forward and backward."""
     with complaints():
@@ -254,13 +286,17 @@ def profile(
         with Busy("running the model", steps) as busy:
             found = profile_by_name(loaded.model, batch, steps, backward=backward, busy=busy)
         table = found.per_pass if depth is None else found.per_pass.fold(depth)
-    out.print(renderable(profile_parts(table, out.width)))
+    if as_json:
+        print_json({"input": batch.description, **table.to_dict()})
+    else:
+        out.print(renderable(profile_parts(table, out.width)))
     with complaints():
         files = [
             write(path) for write, path in ((found.trace, trace), (found.flame, flame)) if path
         ]
     for file in files:
-        out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
+        if not as_json:
+            out.print(f"\nwritten: {file}", markup=False, soft_wrap=True)
     if found.failure:
         say(f"the run failed {found.failure}")
         raise typer.Exit(1)
@@ -304,13 +340,16 @@ def view(
 
 
 @app.command()
-def hooks(model: ModelName, weights: Weights = "none") -> None:
+def hooks(model: ModelName, weights: Weights = "none", as_json: AsJson = False) -> None:
     """List every hook on a model as its library builds it, and who registered it."""
     with complaints():
         with Busy(f"loading {model}"):
             loaded = load_model(model, weights=weights)
         found = hl.inventory(loaded.model)
-    out.print(renderable(inventory_parts(found)))
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        out.print(renderable(inventory_parts(found)))
 
 
 @app.command("doctor")
@@ -327,7 +366,7 @@ def doctor_command(
         str, typer.Option(help="output, input, grad_output, grad_input, grad; separate by commas")
     ] = "output",
     weights: Weights = "none",
-    as_json: Annotated[bool, typer.Option("--json", help="print it as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say which of the selected sites would fire, and why the others would not."""
     with complaints():
@@ -335,7 +374,7 @@ def doctor_command(
             loaded = load_model(model, weights=weights)
         found, said = diagnose(loaded, at, source, ports)
     if as_json:
-        typer.echo(json.dumps({**diagnosis_data(found), "input": said}, indent=2))
+        print_json({**found.to_dict(), "input": said})
     else:
         out.print(renderable(diagnosis_parts(found)))
         out.print(f"\ninput: {said}", markup=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hookline as hl
 from hookline.cli.inspecting import inputs_of, read_input
 from hookline.cli.terminal import Busy
+from hookline.engine.selection.site import PORTS
+from hookline.errors import InputError
 from hookline.models import LoadedModel, guess_input
 from hookline.verbs.doctor.diagnosis import Diagnosis
 
@@ -22,6 +24,12 @@ def diagnose(
     """
     batch = guess_input(loaded) if source is None else read_input(source, loaded)
     names = tuple(name.strip() for name in ports.split(","))
+    unknown = [name for name in names if name not in PORTS]
+    if unknown:
+        raise InputError(
+            f"--ports must be of {', '.join(PORTS)}, got {unknown[0]!r}."
+            "\nGive --ports output,grad_output, for instance."
+        )
     with Busy("running the model"):
         inputs = None if batch is None else inputs_of(loaded.model, batch)
         found = hl.doctor(loaded.model, inputs, at or None, ports=names)

@@ -33,6 +33,17 @@ def extract_by_name(
     Raises:
         HooklineError: as `hl.extract` raises it.
     """
+    if options["engine"] not in (None, "ray"):
+        raise InputError(
+            f"--engine must be ray, got {options['engine']}."
+            "\nLeave it out to run here, or on the ranks of torchrun."
+        )
+    for name, least, usual in (("batch_size", 1, 32), ("workers", 0, 4)):
+        if options[name] < least:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(
+                f"{option} must be at least {least}, got {options[name]}.\nGive {option} {usual}."
+            )
     if options["dtype"] is not None:
         options = {**options, "dtype": _dtype(options["dtype"])}
     given: Any = data

@@ -81,6 +81,19 @@ def inspect(loaded: LoadedModel, batch: Batch, at: list[str] | None, folder: Pat
     return Inspection(summary, run, folder, page, classes)
 
 
+def inspection_data(found: Inspection, batch: Batch) -> dict[str, Any]:
+    """Return an inspection as plain values: its summary, its files, and the recorded sites."""
+    return {
+        "input": batch.description,
+        "classes": [{"label": label, "probability": share} for label, share in found.classes],
+        "folder": None if found.page is None else str(found.folder),
+        "page": None if found.page is None else str(found.page),
+        "n_values": len(found.recording),
+        "sites": found.recording.report().to_dict()["sites"],
+        "summary": found.summary.to_dict(),
+    }
+
+
 def silence(report: Report, *, is_chosen: bool) -> str:
     """Say which sites never fired, and why; return an empty text if there is nothing to report.
 

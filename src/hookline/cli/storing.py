@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
-from hookline.cli.terminal import Busy, complaints, out, say
+from hookline.cli.terminal import AsJson, Busy, complaints, out, print_json, say
 from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.errors import InputError
+from hookline.statistics import Moments
 from hookline.stores import Store, merge, open_store, repair, verify
 from hookline.stores.exports import Format
 
@@ -25,11 +26,15 @@ _MOST_SAID = 20
 
 
 @store_app.command()
-def info(folder: Folder) -> None:
+def info(folder: Folder, as_json: AsJson = False) -> None:
     """Print the sites, shapes, statistics and the job of a store."""
     with complaints():
         store = open_store(folder)
         lines = _about(store)
+        data = _data(store) if as_json else {}
+    if as_json:
+        print_json(data)
+        return
     out.print(str(store), markup=False)
     out.print()
     for name, text in lines:
@@ -95,6 +100,37 @@ def export_command(
         with Busy(f"exporting {folder}"):
             path = store.export(to, format_, *(at or []))  # type: ignore[arg-type]
     out.print(f"written: {path}", markup=False, soft_wrap=True)
+
+
+def _data(store: Store) -> dict[str, Any]:
+    """Return what a store says of its values and its job as plain values."""
+    return {
+        "folder": str(store.place),
+        "items": store.n_items,
+        "rows": store.n_rows,
+        "bytes": store.nbytes,
+        "skipped": store.skipped,
+        "job": store.job,
+        "sites": [
+            {
+                "site": name,
+                "shape": store[name].shape,
+                "dtype": str(store[name].dtype).removeprefix("torch."),
+                "bytes": store[name].nbytes,
+                "statistics": _numbers(store.statistics.get(name)),
+            }
+            for name in store.sites
+        ],
+    }
+
+
+def _numbers(moments: Moments | None) -> dict[str, Any] | None:
+    if moments is None:
+        return None
+    return {name: getattr(moments, name) for name in _NUMBERS}
+
+
+_NUMBERS = ("count", "non_finite", "zeros", "mean", "std", "rms", "min", "max")
 
 
 def _about(store: Store) -> list[tuple[str, str]]:

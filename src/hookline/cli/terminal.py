@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Timer
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hookline.display.data import json_text
 from hookline.errors import HooklineError, HooklineWarning
+
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and only that")]
 
 BAD_INPUT = 2  # the exit code for a mistake in the arguments; 1 is for a model that fails
 
@@ -50,6 +53,11 @@ def said_warnings() -> Iterator[None]:
 
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print data as JSON to stdout, which then holds nothing else."""
+    typer.echo(json_text(data))
 
 
 def say(message: str) -> None:

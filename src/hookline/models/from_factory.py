@@ -74,13 +74,15 @@ def load_module_factory(module_name: str, factory: str) -> LoadedModel:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise _failed(f"the module {module_name}", "cannot be imported", error) from error
+                raise _failed(
+                    f"the module {module_name} cannot be imported", error, _MEND
+                ) from error
             raise ModelError(
                 f"{module_name}:{factory}: the module {error.name!r} must be importable, and is"
                 " not.\nCheck the spelling, install it, or give the file: path/to/file.py:FACTORY."
             ) from error
         except (Exception, SystemExit) as error:
-            raise _failed(f"the module {module_name}", "cannot be imported", error) from error
+            raise _failed(f"the module {module_name} cannot be imported", error, _MEND) from error
         return _make(module, module_name, factory)
 
 
@@ -97,7 +99,7 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise _failed(str(path), "cannot be run", error) from error
+        raise _failed(f"{path} cannot be run", error, "Mend the file.") from error
     return module
 
 
@@ -111,7 +113,8 @@ def _make(module: ModuleType, place: str, factory: str) -> LoadedModel:
         try:
             made = made()
         except (Exception, SystemExit) as error:
-            raise _failed(name, "called without arguments, failed", error) from error
+            fix = "Give a function without arguments that returns an nn.Module."
+            raise _failed(f"{name}() without arguments failed", error, fix) from error
     if not isinstance(made, nn.Module):
         raise ModelError(
             f"{name} must return an nn.Module, got {type(made).__name__}.\n"
@@ -144,20 +147,21 @@ def _is_own(value: object, module: ModuleType) -> bool:
     return is_model or getattr(value, "__module__", "") == module.__name__
 
 
-def _failed(what: str, how: str, error: BaseException) -> ModelError:
+_MEND = "Mend the module, or name another one."
+
+
+def _failed(what: str, error: BaseException, fix: str) -> ModelError:
+    """Return an error that says what failed, in which file and line, and how to mend it."""
     frames = traceback.extract_tb(error.__traceback__)
     # A call that does not fit the factory's signature fails here, not in the user's file.
     frame = frames[-1] if frames and frames[-1].filename != __file__ else None
-    if isinstance(error, SyntaxError) and error.filename:
-        place = f" ({Path(error.filename).name}, line {error.lineno})"
+    if isinstance(error, SyntaxError):
+        place = ""  # its text has the file and the line
     elif frame is not None:
         place = f" ({Path(frame.filename).name}, line {frame.lineno})"
     else:
         place = ""
-    return ModelError(
-        f"{what} {how}: {in_short(error)}{place}.\n"
-        "A factory is a function without arguments that returns an nn.Module."
-    )
+    return ModelError(f"{what}: {in_short(error)}{place}.\n{fix}")
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from hookline.display.data import Tabular
 from hookline.display.text import escape_invisible
 from hookline.engine import Report, as_written, has_numbers
 from hookline.engine.pytree import tree
@@ -56,7 +57,7 @@ class GradientRow:
 
 
 @final
-class GradientFlow:
+class GradientFlow(Tabular):
     """A table of gradients in registration order: print it, or iterate over its rows."""
 
     def __init__(self, rows: tuple[GradientRow, ...]) -> None:
@@ -86,6 +87,13 @@ class GradientFlow:
             f"the site must be a row of this table, got {site!r}.\nGive one of its sites:"
             f" {', '.join(row.site for row in self.rows[:8])}{', …' * (len(self.rows) > 8)}."
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rows and the sites that are dead or exploding, as plain values."""
+        return {"dead": self.dead, "exploding": self.exploding, "rows": self._table_rows()}
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
         head = ("site", "n", "norm", "grad/weight", "largest", "zeros", "")

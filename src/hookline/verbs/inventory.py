@@ -7,12 +7,13 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 from torch import nn
 
+from hookline.display.data import Tabular
 from hookline.display.terminal import Part, Table, Words, text_of
 from hookline.display.text import plural
 from hookline.engine.selection.module_tree import require_model, walk
@@ -45,7 +46,7 @@ class HookEntry:
 
 @final
 @dataclass(frozen=True)
-class Inventory:
+class Inventory(Tabular):
     """Every hook on a model. Print it, iterate over it, or take its length.
 
         >>> model = nn.Linear(2, 2)
@@ -69,6 +70,13 @@ class Inventory:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the number of modules and, as `hooks`, the hooks, as plain values."""
+        return {"modules": self.modules, "hooks": self._table_rows()}
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [asdict(entry) for entry in self.entries]
 
     def __str__(self) -> str:
         return text_of(inventory_parts(self), width=None)

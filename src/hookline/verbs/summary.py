@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookline.display.data import Tabular
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.units import count, size
 from hookline.engine import Line, Order, Pass, Site
 from hookline.engine.pytree import describe, tree
 from hookline.engine.selection.module_tree import require_model
-from hookline.engine.torch_private.graph.operations import attention_formulas
+from hookline.engine.torch_private.graph.operations import OperationCounter
 from hookline.errors import HooklineError
 from hookline.verbs.shared.failing_module import failure_text
 from hookline.verbs.shared.run_model import Inputs, call, eval_without_side_effects, without_list
-
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
 
 
 @final
@@ -75,7 +73,7 @@ class Row:
 
 @final
 @dataclass
-class Summary:
+class Summary(Tabular):
     """The table that `hl.summary` makes. Print it, or read `rows` and the totals.
 
         >>> table = hl.summary(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(4, 2))
@@ -102,6 +100,8 @@ class Summary:
         input_bytes: the bytes of the input's tensors.
         activation_bytes: the bytes of the outputs of all modules without submodules. A training
             step keeps roughly this much.
+        without_formula: the operations whose FLOPs are not counted, such as `aten::_fft_r2c`:
+            neither torch nor hookline has a formula for them.
     """
 
     model_type: str
@@ -114,6 +114,7 @@ class Summary:
     buffer_bytes: int = 0
     input_bytes: int = 0
     activation_bytes: int = 0
+    without_formula: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -124,6 +125,19 @@ class Summary:
     def dtypes(self) -> set[str]:
         """The dtypes of the modules' outputs."""
         return {row.dtype for row in self.rows if row.dtype}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the totals and, as `rows`, the modules, as plain values named like the attributes.
+
+        >>> hl.summary(nn.Linear(2, 3)).to_dict()["rows"][0]["parameters"]
+        9
+        """
+        names = [entry.name for entry in fields(self) if entry.name not in ("model_type", "rows")]
+        facts = {"model": self.model_type} | {name: getattr(self, name) for name in names}
+        return {**facts, "flops": self.flops, "rows": self._table_rows()}
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
         """Show every module and the totals, at full width.
@@ -157,6 +171,8 @@ class Summary:
         if self.ran:
             head += f"; {count(self.flops)} FLOPs, activations {size(self.activation_bytes)}"
             names += ["~input", "~output", ">FLOPs", ">memory"]
+        if self.without_formula:
+            head += f"<br>{escape(missing_formulas(self.without_formula))}"
         if self.failure:
             head += f"; <b>the run failed</b> in {escape(self.failure)}"
         rows = []
@@ -206,38 +222,49 @@ def summary(model: nn.Module, inputs: Inputs | None = None) -> Summary:
         return table
     inputs = without_list(model, _to_meta_if(model, inputs))
     table.input_bytes = describe.n_bytes(inputs)
-    counter = _counter()
+    counted = _Count()
     with eval_without_side_effects(model), line:
-        line.tap(line.select(None, ("input", "output")), _Gauge(rows, counter).bind, Order.RECORD)
+        line.tap(line.select(None, ("input", "output")), _Gauge(rows, counted).bind, Order.RECORD)
         try:
-            with counter:
+            with OperationCounter(counted.add, counted.lacks).counting():
                 call(model, inputs)
         except HooklineError:
             raise  # a fault of a hook or a selector, not of the model
         except Exception as error:
-            table.rows[0].flops = counter.get_total_flops()
+            table.rows[0].flops = counted.flops
             table.failure = failure_text(model, error)
     table.ran = True
+    table.without_formula = tuple(counted.without_formula)
     holders = {path.rpartition(".")[0] for row in table.rows for path in (row.path, *row.aliases)}
     leaves = [row for row in table.rows[1:] if row.path not in holders] or table.rows
     table.activation_bytes = sum(row.output_bytes for row in leaves)
     return table
 
 
-def _counter() -> FlopCounterMode:
-    """Return torch's FLOP counter, with a formula that it lacks: the CPU's fused attention."""
-    from torch.utils import flop_counter  # late, because it would slow `import hookline`
+@final
+class _Count:
+    """The FLOPs of a run so far, and the operations that have no formula."""
 
-    return flop_counter.FlopCounterMode(display=False, custom_mapping=attention_formulas())
+    def __init__(self) -> None:
+        self.flops = 0
+        self.without_formula: dict[str, None] = {}
+
+    def add(self, flops: int, n_bytes: int) -> None:
+        """Count an operation."""
+        self.flops += flops
+
+    def lacks(self, operation: str) -> None:
+        """Note an operation without a formula."""
+        self.without_formula[operation] = None
 
 
 @final
 class _Gauge:
     """Fill the rows as the modules run."""
 
-    def __init__(self, rows: Mapping[str, Row], counter: FlopCounterMode) -> None:
+    def __init__(self, rows: Mapping[str, Row], counted: _Count) -> None:
         self._rows = rows
-        self._counter = counter
+        self._counted = counted
 
     def bind(self, site: Site) -> Any:
         row = self._rows[site.path]
@@ -246,7 +273,7 @@ class _Gauge:
     def _enter(self, row: Row) -> Any:
         def callback(current: Pass, value: Any) -> None:
             row.input = row.input or describe.shape_or_structure(value)
-            current.log.append((row, self._counter.get_total_flops()))
+            current.log.append((row, self._counted.flops))
 
         return callback
 
@@ -258,7 +285,7 @@ class _Gauge:
             before = stack.pop()[1] if stack else 0
             # A recursive module is counted at its outermost call only.
             if not any(other is row for other, _ in stack):
-                row.flops += self._counter.get_total_flops() - before
+                row.flops += self._counted.flops - before
             row.calls += 1
             row.output = row.output or describe.shape_or_structure(value)
             row.output_bytes += describe.n_bytes(value)
@@ -306,6 +333,7 @@ def _to_meta_if(model: nn.Module, inputs: Any) -> Any:
 
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 _N_ALIASES_SHOWN = 2
+_N_OPERATIONS_SHOWN = 3
 
 
 def summary_parts(found: Summary, *, failure: bool = True) -> list[Part]:
@@ -322,9 +350,21 @@ def summary_parts(found: Summary, *, failure: bool = True) -> list[Part]:
         failure: whether to describe the failure of the run; False where a caller does so itself.
     """
     parts: list[Part] = [_modules(found), _totals(found)]
+    if found.without_formula:
+        parts.append([(missing_formulas(found.without_formula), "dim")])
     if found.failure and failure:
         parts.append([("The run failed", "bold red"), (f"\n{found.failure}", "red")])
     return parts
+
+
+def missing_formulas(operations: Sequence[str]) -> str:
+    """Say which operations have no FLOPs in the numbers."""
+    shown = ", ".join(operations[:_N_OPERATIONS_SHOWN])
+    more = len(operations) - _N_OPERATIONS_SHOWN
+    return (
+        f"FLOPs leave out {shown}{f' and {more} more' * (more > 0)}: no formula is known. Register"
+        " one with torch.utils.flop_counter.register_flop_formula."
+    )
 
 
 def _modules(found: Summary) -> Table:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine.pytree import tree
+from hookline.engine.pytree.tree import Leaf
 from hookline.statistics import Moments, measure
 from hookline.statistics.spread import BLOCK_NUMEL, mean_and_std
 from hookline.statistics.to_numbers import pieces
@@ -65,6 +66,26 @@ def main_tensor(value: Any) -> Tensor | None:
             return tensor
         first = tensor if first is None else first
     return first
+
+
+def measured_tensors(value: Any) -> list[tuple[Leaf, Tensor]]:
+    """Return the tensors of a value that are measured, each with its place in the value.
+
+        >>> measured_tensors((torch.arange(2), torch.zeros(3), {"a": torch.ones(1)}))
+        [((1,), tensor([0., 0., 0.])), ((2, 'a'), tensor([1.]))]
+
+    Returns:
+        The floating and complex tensors, the main tensor first of all. A value without any has its
+        main tensor alone.
+    """
+    main = main_tensor(value)
+    found = {
+        id(tensor): (leaf, tensor)
+        for leaf, tensor in tree.tensors(value)
+        if tensor is main
+        or (not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()))
+    }
+    return list(found.values())
 
 
 def site_statistics(value: Any) -> Statistics | None:

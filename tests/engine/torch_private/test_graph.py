@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from hookline.engine.torch_private.graph.formulas import formulas, has_unknown_flops
 from hookline.engine.torch_private.graph.nodes import (
     at_end_of_inner_backward,
     kept_by,
@@ -21,7 +22,7 @@ from hookline.engine.torch_private.graph.nodes import (
     number_of,
     running_node,
 )
-from hookline.engine.torch_private.graph.operations import OperationCounter, attention_formulas
+from hookline.engine.torch_private.graph.operations import OperationCounter
 from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, flags_of, is_sharded
 from hookline.errors import ModelError
 
@@ -90,7 +91,7 @@ def test_the_running_node_and_the_end_of_an_inner_backward():
 
 def test_the_cpus_attention_has_flops_as_torchs_formulas_count():
     q = torch.ones(1, 2, 4, 8, requires_grad=True)
-    with FlopCounterMode(display=False, custom_mapping=attention_formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         functional.scaled_dot_product_attention(q, q, q).sum().backward()
     counts = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
     forward = 2 * (2 * 2 * 4 * 4 * 8)
@@ -183,3 +184,30 @@ def test_what_has_no_strides_is_refused():
     with pytest.raises(ModelError, match=r"layout torch\.sparse_coo"):
         ShapesOnly(model, {"": model})
     assert not is_sharded(model)
+
+
+@pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn"])
+def test_fused_layers_of_gpus_have_the_flops_of_their_matrices(name):
+    layer, x = torch.nn.LSTM(6, 3, 2, bidirectional=True, proj_size=2), torch.ones(5, 4, 6)
+    weights = list(layer.parameters())
+    forward = formulas()[getattr(torch.ops.aten, name)]
+    backward = formulas()[getattr(torch.ops.aten, f"{name}_backward")]
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    assert forward(x, weights, 5, None) == 2 * 20 * matrices
+    packed = x.reshape(20, 6)[:13]
+    assert forward(packed, weights, 5, None) == 2 * 13 * matrices
+    assert backward(x, weights, 5, None, [True, True, True, True]) == 4 * 20 * matrices
+    assert backward(x, weights, 5, None, [True, True, True, False]) == 2 * 20 * matrices
+
+
+def test_every_product_of_torch_has_a_formula_or_is_named():
+    known = {*flop_registry, *formulas()}
+    products = "_fft_c2c linalg_qr _cdist_forward conv_tbc _weight_int4pack_mm quantized_lstm"
+    for name in f"{products} cholesky_solve _linalg_svd addmm_ mv bmm".split():
+        operation = getattr(torch.ops.aten, name)
+        assert operation in known or has_unknown_flops(operation), name
+    others = "relu softmax native_layer_norm upsample_linear1d embedding_bag index_select view"
+    for name in f"{others} _thnn_fused_lstm_cell linalg_vector_norm lu_unpack sigmoid".split():
+        assert not has_unknown_flops(getattr(torch.ops.aten, name)), name
+    assert has_unknown_flops(torch.ops.quantized.linear)
+    assert not has_unknown_flops(torch.ops.prims.add)

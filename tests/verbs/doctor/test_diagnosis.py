@@ -10,7 +10,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.display.terminal import renderable
-from hookline.verbs.doctor.diagnosis import Finding, diagnosis_data, diagnosis_parts
+from hookline.verbs.doctor.diagnosis import Finding, diagnosis_parts
 
 X = torch.ones(3, 2)
 
@@ -112,7 +112,7 @@ def test_the_table_for_a_terminal_says_the_same(found):
 
 
 def test_the_data_holds_every_site_by_itself(found):
-    data = json.loads(json.dumps(diagnosis_data(found)))
+    data = json.loads(json.dumps(found.to_dict()))
     assert len(data["sites"]) == 22
     assert data["ok"] is False
     assert data["sites"][0] == {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -95,6 +97,30 @@ def test_times_are_those_of_the_devices_stream(device):
     assert prof.total.time == pytest.approx((0.012, 0.120, 0))
     assert prof.total.outside == pytest.approx(0.2)
     assert prof.total.overhead > 0  # in Python's own time
+
+
+class Collects(Work):
+    """Has Python collect garbage, while the device waits."""
+
+    def forward(self, x):
+        gc.collect()
+        return super().forward(x)
+
+
+def test_a_device_that_waits_for_a_collection_is_not_charged(device):
+    model = nn.Sequential(Work(device, 1, 10), Collects(device, 2, 20))
+
+    def wait(phase, info):
+        device.milliseconds += 500 * (phase == "start")
+
+    with hl.profile(model, flops=False) as prof:
+        gc.callbacks.append(wait)
+        try:
+            model(torch.ones(2, requires_grad=True)).sum().backward()
+        finally:
+            gc.callbacks.remove(wait)
+    assert prof["1"].time == pytest.approx((0.002, 0.020, 0))
+    assert prof.total.garbage > 0
 
 
 def test_a_trace_is_in_the_devices_time(device, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import hookline as hl
-from hookline.engine.torch_private.graph.operations import attention_formulas
+from hookline.engine.torch_private.graph.formulas import formulas
 from zoo import Checkpointed, SmallNet, encoder, rows_net
 
 
@@ -23,7 +25,7 @@ def by_torch(model, *args, **kwargs):
     for is_whole in (False, True):
         model.zero_grad()
         output = model(*args, **kwargs)  # what the first run alone does is done
-        counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
+        counter = FlopCounterMode(display=False, custom_mapping=formulas())
         with counter:
             output = model(*args, **kwargs)
             if is_whole:
@@ -422,16 +424,17 @@ def test_passes_that_repeat_each_other_have_no_note():
     assert prof.table.notes == ()
 
 
-def test_a_pass_that_did_not_finish_is_said():
+def test_a_pass_that_did_not_finish_is_said_and_left_out():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with hl.profile(model) as prof:
         model(torch.ones(1, 2))
         with hl.edit(model, "0", interrupt), pytest.raises(MemoryError):
             model(torch.ones(1, 2))
     assert prof.table.notes == (
-        "FLOPs and peaks are not those of all passes: 1 was called 1 time, and 2 times where the"
-        " same shapes were counted.",
+        "The forward raised in 1 pass: no time, FLOPs or mean contains them.",
     )
+    assert prof.total.flops.forward == 2 * 2 * 2 * 2
+    assert prof["0"].calls == prof["1"].calls == prof.total.passes == 1
 
 
 def interrupt(tensor):
@@ -454,3 +457,202 @@ def test_modules_that_came_later_are_said():
     assert prof.table.notes[0].startswith(
         "1 module came into the model in the block, the first at 1"
     )
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, whose output alone is given on."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = kind(6, 3, **options)
+
+    def forward(self, x):
+        output = self.layer(x)
+        output = output[0] if isinstance(output, tuple) else output
+        return output.data if isinstance(output, PackedSequence) else output
+
+
+@contextlib.contextmanager
+def onednn(enabled):
+    """Let torch use its fused recurrent layers on the CPU, or not."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+RECURRENT = {
+    "LSTM": (nn.LSTM, {}),
+    "LSTM, two layers and directions": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "LSTM, batch first": (nn.LSTM, {"batch_first": True}),
+    "LSTM, projected": (nn.LSTM, {"proj_size": 2}),
+    "GRU": (nn.GRU, {"num_layers": 2}),
+    "RNN": (nn.RNN, {"bias": False}),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_fused_recurrent_layers_have_the_flops_of_unfused_ones(name):
+    kind, options = RECURRENT[name]
+    model, x = Recurrent(kind, **options), torch.randn(4, 5, 6, requires_grad=True)
+    with hl.profile(model) as fused, onednn(True):
+        model(x).sum().backward()
+    with onednn(False):
+        forward, whole = by_torch(model, x)
+        with hl.profile(model) as unfused:
+            model(x).sum().backward()
+        assert unfused.total.flops == (forward, whole - forward, 0)
+        assert hl.summary(model, x).flops == forward
+    assert fused.total.flops.forward == forward > 0
+    # Only the fused layer computes the gradient of the first state, which nobody needs.
+    assert whole - forward <= fused.total.flops.backward <= 2 * forward
+    assert hl.summary(model, x).flops == forward
+    assert fused.table.notes == ()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_have_the_flops_of_their_rows(kind):
+    model, lengths = Recurrent(kind), (5, 1, 3)
+    packed = pack_sequence([torch.ones(n, 6) for n in lengths], enforce_sorted=False)
+    with hl.profile(model) as prof:
+        model(packed).sum().backward()
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)
+    assert prof["layer"].flops.forward == 2 * sum(lengths) * matrices
+    assert prof["layer"].flops.backward > prof["layer"].flops.forward
+    assert prof.table.notes == ()
+
+
+def test_cells_have_flops():
+    class Cells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.LSTMCell(4, 3), nn.GRUCell(3, 2), nn.RNNCell(2, 5)
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x)[0]))
+
+    model = Cells()
+    with hl.profile(model) as prof:
+        model(torch.ones(7, 4)).sum().backward()
+    for path, cell in model.named_children():
+        matrices = sum(one.numel() for one in cell.parameters() if one.dim() == 2)
+        assert prof[path].flops.forward == 2 * 7 * matrices
+
+
+def test_the_peak_contains_a_layers_workspace_and_kept_inputs():
+    model, x = nn.LSTM(16, 16, 2), torch.randn(20, 4, 16)
+    with onednn(True), hl.profile(model) as prof:
+        model(x)[0].mean().backward()
+    made_by_hand = 20 * 4 * 16 * 4
+    assert prof.total.activation_bytes > 4 * made_by_hand  # the workspace
+    assert prof.total.peak_bytes >= prof.total.activation_bytes + made_by_hand
+    wide, x = nn.Linear(1000, 1), torch.ones(8, 1000)
+    with hl.profile(wide) as prof:
+        wide(x).sum().backward()
+    assert prof[""].activation_bytes == x.nbytes
+    assert prof[""].peak_bytes >= x.nbytes + 8 * 4
+
+
+@pytest.mark.parametrize("name", [*CASES, *RECURRENT])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:LSTM with projections")
+def test_a_peak_is_never_below_what_is_kept(name):
+    if name in CASES:
+        make, shape = CASES[name]
+        model = make()
+    else:
+        (kind, options), shape = RECURRENT[name], (4, 5, 6)
+        model = Recurrent(kind, **options)
+    with hl.profile(model) as prof:
+        output = model(torch.randn(shape))
+        (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
+    assert all(row.peak_bytes >= row.activation_bytes for row in prof.rows)
+    assert prof.total.peak_bytes >= prof.total.activation_bytes > 0
+
+
+class Products(nn.Module):
+    """Operations for which torch's counter has no formula."""
+
+    def __init__(self):
+        super().__init__()
+        self.bilinear = nn.Bilinear(3, 4, 5)
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x, y):
+        z = self.bilinear(x, y)
+        return z.sum() + (self.weight @ x[0]).dot(y[0]) + torch.addmv(y[0], self.weight, x[0]).sum()
+
+
+def test_products_that_torchs_counter_lacks_are_counted():
+    model, x, y = Products(), torch.ones(7, 3), torch.ones(7, 4)
+    with hl.profile(model) as prof:
+        model(x, y).backward()
+    assert prof["bilinear"].flops.forward == 2 * 7 * 5 * 3 * 4 + 2 * 7 * 5 * 4
+    assert prof[""].self_flops.forward == 2 * 12 + 2 * 4 + 2 * 12
+    assert prof.table.notes == ()
+
+
+@torch.library.custom_op("hookline_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_operations_without_a_formula_are_named():
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.rfft(double(x)).abs()
+
+    model = nn.Sequential(nn.Linear(4, 4), Spectrum())
+    with torch.no_grad(), hl.profile(model) as prof:
+        model(torch.ones(2, 4))
+    (note,) = prof.table.notes
+    assert note == (
+        "FLOPs leave out hookline_tests::double (in 1), aten::_fft_r2c (in 1): no formula is"
+        " known. Register one with torch.utils.flop_counter.register_flop_formula."
+    )
+    table = hl.summary(model, torch.ones(2, 4))
+    assert table.without_formula == ("hookline_tests::double", "aten::_fft_r2c")
+    assert "FLOPs leave out hookline_tests::double, aten::_fft_r2c: no formula" in str(table)
+    assert "FLOPs leave out" in table._repr_html_()
+
+
+def test_a_registered_formula_is_used(monkeypatch):
+    operation = torch.ops.hookline_tests.double
+    monkeypatch.setitem(flop_registry, operation, lambda x, out_val=None: 3 * x.numel())
+
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return double(x)
+
+    model = Doubles()
+    with torch.no_grad(), hl.profile(model) as prof:
+        model(torch.ones(2, 4))
+    assert prof.total.flops.forward == 24
+    assert prof.table.notes == ()
+
+
+def test_a_block_of_failed_passes_has_its_times_and_no_flops():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with hl.profile(model) as prof, hl.edit(model, "0", interrupt), pytest.raises(MemoryError):
+        model(torch.ones(1, 2))
+    assert prof["0"].time.forward > 0
+    assert prof.total.flops == (0, 0, 0)
+    assert prof.table.notes == (
+        "The forward raised in each pass: the times are those of what ran before.",
+    )
+
+
+def test_a_kind_whose_first_run_failed_has_memory():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with hl.profile(model) as prof:
+        with hl.edit(model, "0", interrupt), pytest.raises(MemoryError):
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2)).sum().backward()
+    assert prof.total.activation_bytes == 2 * 2 * 4

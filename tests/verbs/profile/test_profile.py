@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.util import stopwatch
+from hookline.verbs.profile import windows
 from moved_clock import moved_clock
 
 hand = pytest.fixture(moved_clock)
@@ -228,6 +229,154 @@ def test_passes_add_up_and_a_mean_leaves_out_the_first(hand):
     assert prof.per_pass["1.1"].time == (3, 30, 0)
 
 
+def timed_passes(hand, seconds, **options):
+    """A profile of passes whose first module takes these seconds."""
+    model = model_of(hand)
+    with hl.profile(model, flops=False, **options) as prof:
+        for number in seconds:
+            model[0].seconds = (number, 10 * number)
+            model(ones()).sum().backward()
+    return prof
+
+
+def test_one_slow_pass_does_not_change_the_median(hand):
+    prof = timed_passes(hand, [9, 1, 1, 400, 1, 1])
+    assert prof.per_pass["0"].time == (1, 10, 0)
+    assert prof.per_pass["0"].spread == 0
+    assert prof.first["0"].time == (9, 90, 0)
+    assert prof["0"].time == (413, 4130, 0)
+    assert prof.per_pass.total.passes == 5
+
+
+def test_the_spread_is_the_interquartile_range(hand):
+    prof = timed_passes(hand, [9, 1, 2, 3, 4, 5])
+    row = prof.per_pass["0"]
+    assert row.time == (3, 30, 0)
+    assert row.spread == 11 * (4 - 2)
+    assert prof.per_pass.total.spread == row.spread  # the others are the same in each pass
+    assert prof.per_pass["1.0"].spread == 0
+    text = str(prof.per_pass)
+    assert "spread" in text.splitlines()[0]
+    assert "66.7 %" in text
+    assert "Each time is a median of its own" in text
+    assert "spread" not in str(prof).splitlines()[0]
+    assert "median" not in str(prof)
+
+
+def test_passes_that_share_a_backward_share_its_time(hand):
+    model = model_of(hand)
+    with hl.profile(model, flops=False) as prof:
+        for _ in range(4):
+            (model(ones()) + model(ones())).sum().backward()
+    assert prof.per_pass["0"].time == prof.first["0"].time == (1, 10, 0)
+    assert prof["0"].time == (8, 80, 0)
+    assert prof.per_pass.total.passes == 6
+    with torch.no_grad(), hl.profile(model, flops=False) as prof:
+        for _ in range(4):
+            model(ones())
+    assert prof.per_pass["0"].time == (1, 0, 0)
+    assert prof.per_pass.total.passes == 3
+
+
+def test_passes_without_a_backward_are_samples_of_their_own(hand):
+    model = model_of(hand)
+    with hl.profile(model, flops=False) as prof:
+        for seconds in (9, 1, 1, 400):
+            model[0].seconds = (seconds, 0)
+            model(ones())
+    assert prof.per_pass["0"].time == (1, 0, 0)
+
+
+def test_failed_passes_are_in_no_median_and_no_count(hand):
+    model = model_of(hand)
+
+    def fail(value):
+        raise ValueError("no")
+
+    with hl.profile(model, flops=False) as prof:
+        for number in range(7):
+            if number % 3 == 2:
+                hand.seconds += 5  # before the failed pass: of the one before
+                with hl.edit(model, "1.0", fail), pytest.raises(ValueError, match="no"):
+                    model(ones())
+            else:
+                model(ones()).sum().backward()
+    assert prof["0"].time == (5, 50, 0)
+    assert prof["0"].calls == prof.total.passes == 5
+    assert prof.per_pass["0"].time == prof.first["0"].time == (1, 10, 0)
+    assert prof.total.failed == 2 * (1 + 0.5 + 2)
+    assert prof.total.outside == 10
+    assert prof.total.seconds == 5 * 68.25 + prof.total.failed + 10
+    text = str(prof)
+    assert "Failed passes" in text
+    assert "The forward raised in 2 passes: no time, FLOPs or mean contains them." in text
+
+
+def test_a_failed_call_outside_the_root_fails_no_pass(hand):
+    model = model_of(hand)
+    with hl.profile(model, flops=False) as prof:
+        model[0](ones())
+        with pytest.raises(TypeError):
+            model[1](None)
+    assert prof["0"].calls == 1
+    assert prof.total.failed == 0
+
+
+def test_sums_of_a_long_run_are_whole(hand, monkeypatch):
+    monkeypatch.setattr(windows, "_MOST_NUMBERS", 1)
+    monkeypatch.setattr(windows, "_FEWEST", 3)
+    prof = timed_passes(hand, range(1, 11))
+    assert prof["0"].time == (55, 550, 0)
+    assert prof["0"].calls == prof.total.passes == 10
+    assert prof.per_pass.total.passes == 3
+    assert prof.per_pass["0"].time.forward == 9
+
+
+class Collects(nn.Module):
+    """Works, and has Python collect garbage."""
+
+    def __init__(self, hand):
+        super().__init__()
+        self.work = Work(hand, 1, 10)
+
+    def forward(self, x):
+        gc.collect()
+        return self.work(x)
+
+
+def test_garbage_collection_is_no_time_of_a_module(hand):
+    model = nn.Sequential(Collects(hand), Work(hand, 2, 20))
+
+    def collect_slowly(phase, info):
+        hand.seconds += 500 * (phase == "start")
+
+    before = list(gc.callbacks)
+    with hl.profile(model, flops=False) as prof:
+        gc.callbacks.append(collect_slowly)
+        try:
+            model(ones()).sum().backward()
+            gc.collect()
+        finally:
+            gc.callbacks.remove(collect_slowly)
+    assert gc.callbacks == before
+    assert gc.isenabled()
+    assert prof["0"].time == (1, 10, 0)
+    assert prof.total.outside == 0
+    assert prof.total.garbage == 2 * 500
+    assert prof.total.overhead == 0
+    assert "Garbage collection" in str(prof)
+
+
+def test_a_profile_that_nobody_ends_leaves_no_callback():
+    before = list(gc.callbacks)
+    prof = hl.profile(nn.Linear(2, 2))
+    assert len(gc.callbacks) == len(before) + 1
+    with pytest.warns(hl.HooklineWarning, match="was dropped while its hooks were on"):
+        del prof
+        gc.collect()
+    assert gc.callbacks == before
+
+
 class Branches(nn.Module):
     """Two branches, of which the second is made before the first and joined after it."""
 
@@ -424,10 +573,11 @@ def test_an_interrupted_run_leaves_the_next_one_right(hand):
         hand.seconds += 100
         model(ones()).sum().backward()
     assert prof.first["1.0"].time.forward == 2
-    assert prof["0"].time == (2, 10, 0)
-    assert prof["1.0"].time == (4, 20, 0)
+    assert prof["0"].time == (1, 10, 0)
+    assert prof["1.0"].time == (2, 20, 0)
     assert prof["1.1"].time == (3, 30, 0)
-    assert prof.total.outside == 100
+    assert prof.total.outside == 0
+    assert prof.total.failed == 1 + 1 + 2 + 100  # with what came before the next pass
 
 
 def test_calls_outside_the_root_are_rows_too(hand):

@@ -113,7 +113,7 @@ def test_a_printed_table_has_the_columns_that_have_numbers(prof):
     head = str(forward).splitlines()[0]
     assert "backward" not in head
     assert "kept" not in head
-    assert "Mean of a pass" in str(prof.per_pass)
+    assert "Median of a pass" in str(prof.per_pass)
     assert repr(prof) == "<Profile of Regions, 3 passes>"
     assert str(prof.table) == repr(prof.table)
 

@@ -157,3 +157,13 @@ def test_lines_that_two_threads_print_at_once_are_whole():
         out.meanwhile.end()
     lines = out.text.splitlines()
     assert [one.count("Linear") for one in lines] == [1, 1]
+
+
+def test_nan_in_another_tensor_of_a_value_is_said(capsys):
+    model = nn.Identity()
+    with hl.watch(model, ports="output"):
+        model((torch.ones(2), {"a": torch.tensor([1.0, float("nan")]), "b": torch.zeros(1)}))
+        model((torch.ones(2), torch.zeros(1)))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "mean 1  std 0  NaN or inf in [1].a" in first
+    assert "NaN" not in second

@@ -19,6 +19,7 @@ import hookline as hl
 from benchmarks.large_recording import write as write_large
 from hookline.views.page import FolderSource, OpenRecordings, Serving
 from hookline.views.page.guard import Rules
+from hookline.views.page.shown_recordings import PageState, Shown
 
 
 def test_it_answers_on_the_loopback_address_with_the_table(served, runs):
@@ -336,3 +337,14 @@ def test_the_root_is_found_in_an_address_however_it_is_written(served, runs, at)
     answer = served(runs / "passes").get(f"site?at={at}&pass=1&call=0")
     assert answer.status == 200
     assert "<h1>(root)" in answer.text
+
+
+def test_the_difference_in_any_leaf_is_shown(tmp_path):
+    folders = []
+    for second in (1.0, 3.0):
+        model = nn.Identity()
+        with hl.record(model) as run:
+            model((torch.ones(3), torch.full((2,), second)))
+        folders.append(run.save(tmp_path / str(second)) or tmp_path / str(second))
+    shown = PageState((Shown(hl.open(folders[0])), Shown(hl.open(folders[1]))), ("one", "other"))
+    assert shown.measure(shown.values[0]).difference.relative == pytest.approx(2 / 3)

@@ -11,6 +11,7 @@ from torch import nn
 import hookline as hl
 from hookline.display.units import count
 from hookline.views import write_page
+from hookline.views.page.values import read_values
 
 
 def data_of(text: str) -> dict:
@@ -167,3 +168,33 @@ def test_a_deep_network_stays_small(tmp_path, net):
         for _ in range(6):
             net(torch.rand(1, 3, 64, 64))
     assert write_page(run, tmp_path, title="Deep").stat().st_size < 3_000_000
+
+
+class Pair(nn.Module):
+    """Gives two tensors, the second with NaN."""
+
+    def forward(self, x):
+        return x, {"sums": x.sum(1) * float("nan"), "n": 3}
+
+
+def test_nan_in_any_leaf_is_counted_and_its_leaf_named(tmp_path):
+    model = nn.Sequential(nn.Identity())
+    model.add_module("pair", Pair())
+    with hl.record(model) as run:
+        model(torch.ones(3, 4))
+    text = write_page(run, tmp_path, title="A page").read_text("utf-8")
+    cells = re.findall(r'<td class="non-finite number( bad)?">(.*?)</td>', text)
+    # The root gives on what the pair gives.
+    assert cells == [(" bad", "3 in output[1].sums"), ("", "0"), (" bad", "3 in output[1].sums")]
+    assert "2 values hold NaN or infinity" in text
+    chosen = re.findall(r"<dt>NaN, inf</dt>\s*<dd[^>]*>(.*?)</dd>", text)
+    assert chosen == [text for _, text in cells]  # the page of each site says it, too
+
+
+def test_many_leaves_with_nan_are_counted():
+    model = nn.Identity()
+    with hl.record(model) as run:
+        model([torch.full((n,), float("inf")) for n in (1, 2, 3, 4)])
+    (seen,) = read_values(run)
+    assert seen.non_finite == 10
+    assert seen.non_finite_text == "10 in output[0], output[1], output[2] and 1 more"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import matplotlib.image
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 
 import hookline as hl
 from hookline.views import terminal_plots
-from hookline.views.plots.differences import difference
+from hookline.views.plots.differences import difference, differences
 
 F64 = torch.float64
 EXTREMES = {
@@ -142,3 +143,27 @@ def test_gradients_of_many_sites_are_a_few_lines():
         model(torch.ones(3, 2)).sum().backward()
     figure = hl.plots.gradients(run)
     assert sum(len(axes.lines) + len(axes.collections) for axes in figure.axes) < 20
+
+
+def pair(second):
+    return torch.ones(3, 4), torch.full((2,), second)
+
+
+def test_statistics_and_histograms_have_each_leaf(recorded, said):
+    nan = float("nan")
+    one, two = recorded(pair(nan)), recorded(pair(1.0), pair(nan))
+    for draw in (hl.plots.statistics, hl.plots.histograms):
+        assert "1 with NaN or infinite elements" in said(draw(one)) or draw is hl.plots.histograms
+        texts = " ".join(text.get_text() for text in draw(one).findobj(Text))
+        assert "site:output[0]" in texts
+        assert "site:output[1]" in texts
+    assert "NaN or infinite elements in pass 1 at site:output[1] first" in said(
+        hl.plots.statistics(two)
+    )
+    assert "at site:output[1] first" in said(hl.plots.statistics(two, "site"))
+
+
+def test_a_comparison_has_each_leaf(recorded):
+    (equal, other), _ = differences(recorded(pair(1.0)), recorded(pair(2.0)))
+    assert (equal.label, equal.differs) == ("site:output[0]", False)
+    assert (other.label, other.relative) == ("site:output[1]", 0.5)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+from hookline.display.data import Tabular
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import escape_invisible, plural
 from hookline.engine.report.why_silent import BYPASSED, NOT_RUN, OTHER_CONTEXT
@@ -20,7 +21,7 @@ _ASK = "hl.doctor(model, inputs, selector) tells which it was, and what to do."
 
 @final
 @dataclass(frozen=True)
-class Report:
+class Report(Tabular):
     """The report of a line. Print it, or read its attributes.
 
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -87,6 +88,25 @@ class Report:
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
         return f"hl.{self.name}: {share}: {shown}{more}." + f"\n{_ASK}" * self._is_vague
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values. `sites` has a dict for each hook's site."""
+        return {
+            "verb": self.name,
+            "model": self.model_type,
+            "passes": self.passes,
+            "outside_root": self.outside_root,
+            "other_contexts": self.other_contexts,
+            "ended": self.ended,
+            "sites": self._table_rows(),
+            "notes": list(self.notes),
+        }
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {"site": str(site), "type": site.module_type, "fired": count, "why": remark}
+            for (site, count), remark in zip(self.fired, self.remarks(), strict=True)
+        ]
 
     def __str__(self) -> str:
         state = "ended" if self.ended else "attached"

@@ -121,8 +121,8 @@ def parse(text: str, paths: Container[str] = ()) -> SiteText:
     if port is not None and port not in PORTS:
         raise SelectionError(
             f"the port in {text!r} must be one of {', '.join(PORTS)}, got {port!r}."
-            f"\nWrite {path_text(match['path'])}:output, or {path_text(match['path'])} alone, for"
-            " the output."
+            f"\nWrite {match['path'] or path_text('')}:output, or"
+            f" {match['path'] or path_text('')} alone, for the output."
         )
     if call is not None and not (call.isdecimal() and len(call) < 10):
         raise SelectionError(

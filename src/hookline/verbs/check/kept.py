@@ -168,13 +168,16 @@ def read(path: str | os.PathLike[str]) -> Situation:
         torch.Generator().set_state(found.rng)
         return found
     except FileNotFoundError:
-        raise FolderError(f"{path} does not exist.") from None
+        raise FolderError(f"{path} does not exist.\n{_GIVE}") from None
     except (OSError, SafetensorError, LookupError, RuntimeError, ValueError, TypeError,
             AttributeError) as error:  # fmt: skip
         raise FolderError(
             f"{path} must be a file that hl.check(model, keep=folder) wrote, got another or a"
-            f" damaged one ({first_line(error)})."
+            f" damaged one ({first_line(error)}).\n{_GIVE}"
         ) from error
+
+
+_GIVE = "Give the file that hl.check(model, keep=folder) wrote when it raised."
 
 
 def _situation(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Situation:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
+from hookline.display.data import Tabular
 from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.text import plural
 from hookline.engine import Site, as_written
@@ -56,7 +57,7 @@ class Note:
 
 @final
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Tabular):
     """The result of `hl.doctor`. Print it, or read `sites`, `notes`, `failure` and `ok`.
 
         >>> found = hl.doctor(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.zeros(1, 2), "*")
@@ -103,6 +104,31 @@ class Diagnosis:
         raise KeyError(f"{site} must be a selected site; the sites begin"
                        f" {', '.join(str(one.site) for one in self.sites[:6])}.")  # fmt: skip
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain values, with every site by itself."""
+        return {
+            "model": self.model_type,
+            "ok": self.ok,
+            "ran": self.ran,
+            "sites": self._table_rows(),
+            "notes": [asdict(note) for note in self.notes],
+            "failure": None if self.failure is None else asdict(self.failure),
+            "environment": dict(self.environment),
+        }
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "site": str(finding.site),
+                "type": finding.site.module_type,
+                "verdict": finding.verdict,
+                "calls": finding.calls,
+                "why": finding.why,
+                "remedy": finding.remedy,
+            }
+            for finding in self.sites
+        ]
+
     def __str__(self) -> str:
         return text_of(diagnosis_parts(self))
 
@@ -136,29 +162,6 @@ def diagnosis_parts(found: Diagnosis) -> list[Part]:
         )
     known = "; ".join(f"{name} {value}" for name, value in found.environment.items())
     return [*parts, [(known, "dim")]]
-
-
-def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
-    """Convert a diagnosis to plain data for JSON, with every site by itself."""
-    return {
-        "model": found.model_type,
-        "ok": found.ok,
-        "ran": found.ran,
-        "sites": [
-            {
-                "site": str(one.site),
-                "type": one.site.module_type,
-                "verdict": one.verdict,
-                "calls": one.calls,
-                "why": one.why,
-                "remedy": one.remedy,
-            }
-            for one in found.sites
-        ],
-        "notes": [asdict(note) for note in found.notes],
-        "failure": None if found.failure is None else asdict(found.failure),
-        "environment": dict(found.environment),
-    }
 
 
 def _head(found: Diagnosis) -> Words:

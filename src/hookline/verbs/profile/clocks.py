@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from typing import Any, Protocol, final
 
 import torch
@@ -23,10 +23,12 @@ class Clock(Protocol):
     """The interface of a clock. A mark is a moment; what it is made of is the clock's affair.
 
     Attributes:
-        overhead: the seconds for which the clock stood still, in this process.
+        overhead: the seconds for which the clock stood still for hookline, in this process.
+        garbage: the seconds for which the clock stood still for Python's garbage collection.
     """
 
     overhead: float
+    garbage: float
 
     def pause(self) -> Any:
         """Stop the clock and return the mark."""
@@ -34,8 +36,14 @@ class Clock(Protocol):
     def resume(self) -> Any:
         """Let the clock go on and return the mark."""
 
-    def charge(self, cell: list[float], slot: int, start: Any, end: Any) -> None:
-        """Add the seconds between two marks to a slot of a cell, now or in `settle`."""
+    def charge(self, costs: MutableSequence[float], at: int, start: Any, end: Any) -> None:
+        """Add the seconds between two marks to a cost, now or in `settle`."""
+
+    def collection_begins(self) -> None:
+        """Stop the clock: Python begins to collect garbage, at any point of any code."""
+
+    def collection_ends(self) -> None:
+        """Let the clock go on if it was running."""
 
     def settle(self) -> None:
         """Read all intervals that have not been read yet."""
@@ -53,7 +61,8 @@ class WallClock:
     """
 
     def __init__(self) -> None:
-        self.overhead = 0.0
+        self.overhead = self.garbage = 0.0
+        self._collecting: tuple[float, float] | None = None
         self._thread = threading.get_ident()
         # The stopwatch leaves out another time in each thread; the shift makes up for that.
         self._shift = 0.0
@@ -84,9 +93,24 @@ class WallClock:
         self._last = self._reading + self._shift
         return self._last
 
-    def charge(self, cell: list[float], slot: int, start: float, end: float) -> None:
-        """Add the seconds between two marks to a slot of a cell."""
-        cell[slot] += end - start
+    def charge(self, costs: MutableSequence[float], at: int, start: float, end: float) -> None:
+        """Add the seconds between two marks to a cost."""
+        costs[at] += end - start
+
+    def collection_begins(self) -> None:
+        """Stop the stopwatch of this thread."""
+        self._collecting = STOPWATCH.read(), STOPWATCH.left_out
+
+    def collection_ends(self) -> None:
+        """Let the stopwatch of this thread go on."""
+        if self._collecting is not None:
+            reading, left_out = self._collecting
+            self._collecting = None
+            STOPWATCH.go_on(reading)
+            seconds = STOPWATCH.left_out - left_out
+            self.garbage += seconds
+            if threading.get_ident() == self._thread:
+                self.overhead -= seconds  # the next border takes it for work of other lines
 
     def settle(self) -> None:
         """Do nothing: each interval was read at once."""
@@ -105,9 +129,13 @@ class EventClock:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.overhead = 0.0
+        self.overhead = self.garbage = 0.0
         self._make = make
-        self._waiting: list[tuple[list[float], int, Any, Any]] = []
+        # Costs, their place, the events around an interval, and whether it is left out.
+        self._waiting: list[tuple[MutableSequence[float], int, Any, Any, bool]] = []
+        self._collecting: tuple[Any, float] | None = None
+        self._collected: list[tuple[Any, Any]] = []  # since the last border
+        self._is_running = False
         self._host = 0.0
         self._reading = 0.0
         self._began = self._record()
@@ -119,6 +147,7 @@ class EventClock:
 
     def pause(self) -> Any:
         """Stop the clock and return the mark."""
+        self._is_running = False
         self._host, self._reading = time.perf_counter(), STOPWATCH.read()
         return self._record()
 
@@ -129,11 +158,28 @@ class EventClock:
         mark = self._record()
         STOPWATCH.go_on(self._reading)
         self.overhead += time.perf_counter() - self._host
+        self._collected.clear()
+        self._is_running = True
         return mark
 
-    def charge(self, cell: list[float], slot: int, start: Any, end: Any) -> None:
-        """Note the interval between two marks for a slot of a cell."""
-        self._waiting.append((cell, slot, start, end))
+    def charge(self, costs: MutableSequence[float], at: int, start: Any, end: Any) -> None:
+        """Note the interval between two marks for a cost."""
+        self._waiting.append((costs, at, start, end, False))
+        self._waiting += [(costs, at, *events, True) for events in self._collected]
+        self._collected.clear()
+
+    def collection_begins(self) -> None:
+        """Record an event: the device may wait for Python from now on."""
+        self._collecting = self._record(), time.perf_counter()
+
+    def collection_ends(self) -> None:
+        """Record an event; the time between the two is no module's, if the clock was running."""
+        if self._collecting is not None:
+            event, began = self._collecting
+            self._collecting = None
+            self.garbage += time.perf_counter() - began
+            if self._is_running:
+                self._collected.append((event, self._record()))
 
     def settle(self) -> None:
         """Wait for the device and read all intervals."""
@@ -142,8 +188,9 @@ class EventClock:
             self._read()
 
     def _read(self) -> None:
-        for cell, slot, start, end in self._waiting:
-            cell[slot] += start.elapsed_time(end) / 1e3
+        for costs, at, start, end, is_left_out in self._waiting:
+            seconds = start.elapsed_time(end) / 1e3
+            costs[at] += -seconds if is_left_out else seconds
         self._waiting.clear()
 
     def seconds(self, mark: Any) -> float:

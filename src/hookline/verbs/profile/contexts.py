@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
@@ -22,20 +23,26 @@ class Context:
         parent: the context of the caller; None at the top.
 
     Attributes:
-        cells: seconds by phase and the number of calls; of the first pass, and of all later passes.
+        index: its number among the contexts of the same top, whose number is 0.
+        n_calls: the number of its calls, where FLOPs are counted: at first, and recomputed.
         flops: floating-point operations by phase.
         kept: the bytes that a pass keeps for backward; of the pass that keeps most.
         peak: the most bytes that were alive during a call, of those that the pass had made.
     """
 
-    __slots__ = ("cells", "children", "chain", "flops", "kept", "parent", "path", "peak")  # noqa: RUF023
+    __slots__ = (
+        "_indices", "chain", "children", "flops", "index", "kept", "n_calls", "parent", "path",
+        "peak",
+    )  # fmt: skip
 
     def __init__(self, path: str | None = None, parent: Context | None = None) -> None:
         self.path = path
         self.parent = parent
         self.children: dict[str, Context] = {}
         self.chain: tuple[Context, ...] = (*(() if parent is None else parent.chain), self)
-        self.cells: tuple[list[float], list[float]] = [0.0] * len(SLOTS), [0.0] * len(SLOTS)
+        self._indices: Iterator[int] = itertools.count() if parent is None else parent._indices
+        self.index = next(self._indices)
+        self.n_calls = [0, 0]
         self.flops = [0, 0, 0]
         self.kept = 0
         self.peak = 0

@@ -10,21 +10,26 @@ from hookline.display.html import escape
 from hookline.display.text import escape_invisible, plural
 from hookline.display.units import duration
 from hookline.engine import path_text
-from hookline.verbs.profile.contexts import CALLS, Context
+from hookline.verbs.profile.contexts import CALLS, PHASES, Context
 from hookline.verbs.profile.files import write_file
 from hookline.verbs.profile.table import ProfileTable
+from hookline.verbs.profile.windows import Costs, Measured
 
 
-def write_flame(path: Path, tops: list[Context], found: ProfileTable) -> Path:
+def write_flame(
+    path: Path, tops: list[Context], costs: list[list[Costs]], found: ProfileTable
+) -> Path:
     """Write the view as one HTML file that loads nothing.
 
     Args:
         path: the file.
         tops: the tops of the contexts, one for each thread.
+        costs: the sums of the costs of the contexts, for each thread.
         found: the table, for the totals.
     """
     types = {row.path: row.module.module_type for row in found.rows}
-    children = [_bar(one, types) for top in tops for one in top.children.values()]
+    measured = Measured(tops, costs, adds=True)
+    children = [_bar(one, types, measured) for top in tops for one in top.children.values()]
     total, n_passes = found.total, int(found.total.passes)
     around = [
         ("collectives", total.collectives),
@@ -40,14 +45,14 @@ def write_flame(path: Path, tops: list[Context], found: ProfileTable) -> Path:
     return write_file(path, page)
 
 
-def _bar(context: Context, types: dict[str, str]) -> dict[str, Any]:
-    one, other = context.cells
+def _bar(context: Context, types: dict[str, str], measured: Measured) -> dict[str, Any]:
+    costs = [float(cost) for cost in measured.of([context])[0]]
     return {
         "name": escape_invisible(path_text(context.path or "")),
         "type": types.get(context.path or "", ""),
-        "calls": one[CALLS] + other[CALLS],
-        "self": [*(one[phase] + other[phase] for phase in range(3)), 0],
-        "children": [_bar(inner, types) for inner in context.children.values()],
+        "calls": int(costs[CALLS]),
+        "self": [*costs[: len(PHASES)], 0],
+        "children": [_bar(inner, types, measured) for inner in context.children.values()],
     }
 
 

@@ -24,8 +24,9 @@ from hookline.engine.pytree import tree
 from hookline.engine.torch_private.graph.nodes import next_number, number_of, running_node
 from hookline.engine.torch_private.graph.operations import OperationCounter
 from hookline.engine.torch_private.graph.shapes_only import ShapesOnly, why_no_shapes
-from hookline.verbs.profile.contexts import BACKWARD, CALLS, FORWARD, RECOMPUTE, Context
+from hookline.verbs.profile.contexts import BACKWARD, FORWARD, RECOMPUTE, Context
 from hookline.verbs.profile.inputs import Kind, Kinds
+from hookline.verbs.summary import missing_formulas
 
 
 class Counted(NamedTuple):
@@ -34,10 +35,17 @@ class Counted(NamedTuple):
     Attributes:
         top: the top of the calling contexts, with FLOPs, peaks and numbers of calls.
         failure: why some are not known; an empty text if all are.
+        missing: the modules that run operations without a formula, by the operation's name.
     """
 
     top: Context
     failure: str
+    missing: dict[str, list[str]]
+
+    def without_formula(self) -> str:
+        """Say which operations have no FLOPs in the numbers; an empty text if all have."""
+        named = [f"{name} (in {path_text(paths[0])})" for name, paths in self.missing.items()]
+        return missing_formulas(named) if named else ""
 
     def differing(self, calls: dict[str, float]) -> str:
         """Return the first module that was called another number of times than was counted.
@@ -51,8 +59,7 @@ class Counted(NamedTuple):
         for one in self.top.all():
             if one.path in counted:
                 first, again = counted[one.path]
-                cell = one.cells[0]
-                counted[one.path] = first + cell[CALLS], again + cell[RECOMPUTE]
+                counted[one.path] = first + one.n_calls[0], again + one.n_calls[1]
         for path, number in calls.items():
             first, again = counted[path]
             # A module that a custom backward calls is no recomputation to hookline.
@@ -67,16 +74,17 @@ class Counted(NamedTuple):
 def count_flops(kinds: Kinds) -> Counted:
     """Count the FLOPs and the peak memory of all runs."""
     top, failure = Context(), kinds.failure
+    missing: dict[str, list[str]] = {}
     for kind in kinds.found:
-        if kinds.copy is None or kind.inputs is None:
+        if kinds.copy is None or kind.inputs is None or not kind.n_runs:
             continue
-        counted = _Counted(top, kind)
+        counted = _Counted(top, kind, missing)
         try:
             # In a context of its own, where no line of the caller sees the run.
             contextvars.Context().run(_run, kinds.copy, kind, counted)
         except (Exception, SystemExit) as error:
             failure = failure or f"the model cannot run on shapes alone: {why_no_shapes(error)}"
-    return Counted(top, failure)
+    return Counted(top, failure, missing)
 
 
 def _run(copy: ShapesOnly, kind: Kind, counted: _Counted) -> None:
@@ -91,7 +99,8 @@ def _run(copy: ShapesOnly, kind: Kind, counted: _Counted) -> None:
         for path, one in found.modules.items():
             if not isinstance(one, torch.jit.ScriptModule):
                 counted.attach(registrations, path, one)
-        stack.enter_context(OperationCounter(counted.done).counting())
+        counter = OperationCounter(counted.done, counted.lacks, counted.workspace)
+        stack.enter_context(counter.counting())
         with torch.set_grad_enabled(kind.has_gradients):
             output = found.modules[kind.path](*found.args, **found.kwargs)
         outputs = [output] if isinstance(output, Tensor) else tree.distinct(output)
@@ -105,9 +114,11 @@ def _run(copy: ShapesOnly, kind: Kind, counted: _Counted) -> None:
 class _Counted:
     """The calling context of each operation of a run."""
 
-    def __init__(self, top: Context, kind: Kind) -> None:
+    def __init__(self, top: Context, kind: Kind, missing: dict[str, list[str]]) -> None:
         self._stack = [top]
         self._kind = kind
+        self._missing = missing
+        self._workspaces = {path: iter(sizes) for path, sizes in kind.workspaces.items()}
         self._numbers: list[int] = []
         self._owners: list[Context] = []
 
@@ -125,7 +136,7 @@ class _Counted:
         else:
             self._stack.append(above.child(path))
         is_again = backward_number() != -1
-        self._stack[-1].cells[0][RECOMPUTE if is_again else CALLS] += self._kind.n_runs
+        self._stack[-1].n_calls[is_again] += self._kind.n_runs
         self._border()
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -146,11 +157,27 @@ class _Counted:
     def done(self, flops: int, n_bytes: int) -> None:
         """Charge an operation to the module that runs it."""
         is_backward = backward_number() != -1
-        if len(self._stack) > 1:
-            context, phase = self._stack[-1], RECOMPUTE if is_backward else FORWARD
-        else:
-            context, phase = self._owner_in_backward(), BACKWARD
+        context, is_inside = self._running()
+        phase = (RECOMPUTE if is_backward else FORWARD) if is_inside else BACKWARD
         times = self._kind.n_backwards if is_backward else self._kind.n_runs
         context.flops[phase] += flops * times
-        for one in context.chain:
-            one.peak = max(one.peak, n_bytes)
+        n_bytes += self._kind.kept_inputs
+        for above in context.chain:
+            above.peak = max(above.peak, n_bytes)
+
+    def lacks(self, operation: str) -> None:
+        """Note the module that runs an operation without a formula."""
+        path = self._running()[0].path
+        if path is not None and path not in self._missing.setdefault(operation, []):
+            self._missing[operation].append(path)
+
+    def workspace(self) -> int:
+        """Return the bytes of the workspace that the running operation keeps for backward."""
+        sizes = self._workspaces.get(self._running()[0].path or "", iter(()))
+        return next(sizes, 0)
+
+    def _running(self) -> tuple[Context, bool]:
+        """Return the context that runs an operation, and whether a module in it is being called."""
+        if len(self._stack) > 1:
+            return self._stack[-1], True
+        return self._owner_in_backward(), False

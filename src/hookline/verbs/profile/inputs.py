@@ -6,6 +6,7 @@ the copies, when they are asked for.
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from typing import Any, final
@@ -39,14 +40,17 @@ class Kind:
         flags: the modes of all modules.
         n_runs: the number of runs.
         n_backwards: the number of backwards through these runs.
+        kept_inputs: the bytes of the inputs that a run keeps for backward.
+        workspaces: the bytes of the workspaces that operations keep for backward, by module.
+        is_noted: whether these two are known.
         seeds: the indices of the outputs that a gradient has reached.
         n_nodes: the numbers of nodes in the graphs that the runs have made for backward.
         closed: whether the profile has ended: later backwards are not its own.
     """
 
     __slots__ = (
-        "autocast", "closed", "flags", "has_gradients", "inputs", "n_backwards", "n_nodes",
-        "n_runs", "path", "seeds",
+        "autocast", "closed", "flags", "has_gradients", "inputs", "is_noted", "kept_inputs",
+        "n_backwards", "n_nodes", "n_runs", "path", "seeds", "workspaces",
     )  # fmt: skip
 
     def __init__(self, path: str, *, has_gradients: bool, autocast: tuple[Any, ...]) -> None:
@@ -57,6 +61,9 @@ class Kind:
         self.flags: list[Any] = []
         self.n_runs = 0
         self.n_backwards = 0
+        self.kept_inputs = 0
+        self.workspaces: dict[str, list[int]] = {}
+        self.is_noted = False
         self.seeds: set[int] = set()
         self.n_nodes: set[int] = set()
         self.closed = False
@@ -69,15 +76,36 @@ class Run:
     Args:
         kind: its kind.
         memory: the memory of the model's own tensors, for the first run of a kind.
+        inputs: the memory of the inputs, for the first run of a kind.
+
+    Attributes:
+        is_new: whether what the run keeps for backward is to be noted.
+        has_failed: whether the run raised.
     """
 
-    __slots__ = ("_backward", "is_new", "kind", "memory")
+    __slots__ = ("_backward", "_error_at_start", "has_failed", "inputs", "is_new", "kind", "memory")
 
-    def __init__(self, kind: Kind, memory: set[int] | None) -> None:
+    def __init__(self, kind: Kind, memory: set[int] | None, inputs: set[int]) -> None:
         self.kind = kind
         self.is_new = memory is not None
         self.memory = memory or set()
+        self.inputs = inputs
+        self.has_failed = False
+        self._error_at_start = id(sys.exception())
         self._backward: int | None = None
+
+    def has_raised(self) -> bool:
+        """Tell whether the run ends by an exception; only from a hook at its end."""
+        error = sys.exception()
+        return error is not None and id(error) != self._error_at_start
+
+    def fails(self) -> bool:
+        """Leave the run out of the FLOPs. Return whether it had not failed before."""
+        if self.has_failed:
+            return False
+        self.has_failed = True
+        self.kind.n_runs -= 1
+        return True
 
     def await_outputs(self, outputs: Any) -> None:
         """Note which outputs a gradient reaches."""
@@ -146,17 +174,19 @@ class Kinds:
         has_gradients = torch.is_grad_enabled()
         is_training = self._model is not None and self._model.training
         key = path, has_gradients, is_training, autocast, _form(args), _form(kwargs)
-        memory = None
+        memory, inputs = None, set[int]()
         with self._lock:
             kind = self._by_key.get(key)
             if kind is None:
                 kind = Kind(path, has_gradients=has_gradients, autocast=autocast)
                 self._by_key[key] = kind
                 self.found.append(kind)
-                memory = self._memory()
                 self._copy_inputs(kind, args, kwargs)
+            if not kind.is_noted:  # the first run of the kind that does not fail
+                memory = self._memory()
+                inputs = {memory_of(tensor)[0] for tensor in every_tensor((args, kwargs))}
             kind.n_runs += 1
-        return Run(kind, memory)
+        return Run(kind, memory, inputs)
 
     def _memory(self) -> set[int]:
         if self._model is None:

@@ -6,6 +6,7 @@ graph that another module made, and around the steps of an optimizer.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from functools import partial
 from types import FrameType
@@ -25,6 +26,7 @@ from hookline.engine.torch_private.graph.nodes import (
     next_number,
     nodes_below,
     number_of,
+    workspace_of,
 )
 from hookline.util.stopwatch import is_above
 from hookline.verbs.profile.clocks import Clock
@@ -35,9 +37,11 @@ from hookline.verbs.profile.contexts import (
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
+    SLOTS,
     Context,
 )
 from hookline.verbs.profile.inputs import Run
+from hookline.verbs.profile.windows import Windows
 
 _MOST_EVENTS = 800_000  # four entries an event, of a thread, for the trace
 _MOST_BORDERS = 8192
@@ -45,22 +49,24 @@ _MOST_BORDERS = 8192
 
 @final
 class Account:
-    """Name what is charged: a context, one of its cells, and the slot of the phase.
+    """Name what is charged: a context, and the slot of the phase.
 
     It is also the hook on the nodes of the graph that belong to it. There is one object for all of
     them, because objects that live until backward would make Python's garbage collector run.
     """
 
-    __slots__ = ("backward", "cell", "context", "inner", "lane", "slot")
+    __slots__ = ("at", "at_calls", "backward", "context", "inner", "lane", "slot")
 
-    def __init__(self, lane: Lane, context: Context, cell: list[float], slot: int) -> None:
+    def __init__(self, lane: Lane, context: Context, slot: int) -> None:
         # The accounts of the modules that are called from here, in the same pass and phase.
         self.inner: dict[str, Account] = {}
         self.backward: Account | None = None
         self.lane = lane
         self.context = context
-        self.cell = cell
         self.slot = slot
+        # The places of the seconds and of the number of calls among the costs of a window.
+        self.at = context.index * len(SLOTS) + slot
+        self.at_calls = context.index * len(SLOTS) + CALLS
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         """Charge this account from now on: the hook before a node of its part of the graph."""
@@ -109,18 +115,21 @@ class Lane:
         events: the finished calls and the stretches of backward, flat: context, phase, first and
             last mark of the first, then of the second, and so on.
         n_lost: the number of events that were not kept.
+        windows: the costs of each pass.
         closed: whether the line has ended.
     """
 
     def __init__(self, clock: Clock, top: Context, *, name: str) -> None:
         self.clock = clock
         self.name = name
-        self.top = Account(self, top, top.cells[0], FORWARD)
+        self.windows = Windows(clock.settle)
+        self._costs = self.windows.current.costs
+        self.top = Account(self, top, FORWARD)
         self.account = self.top
-        self._optimizer = Account(self, top, top.cells[0], OPTIMIZER)
-        self._collectives = Account(self, top, top.cells[0], COLLECTIVES)
+        self._optimizer = Account(self, top, OPTIMIZER)
+        self._collectives = Account(self, top, COLLECTIVES)
         self._before_collectives = self.top
-        self._accounts: dict[tuple[Context, bool, int], Account] = {}
+        self._accounts: dict[tuple[Context, int], Account] = {}
         self.calls: list[Call] = []
         self.events: list[Any] = []
         self.n_lost = 0
@@ -138,7 +147,7 @@ class Lane:
     def _charge(self, mark: Any) -> None:
         """Charge the time since the last border to the present account."""
         account = self.account
-        self.clock.charge(account.cell, account.slot, self._start, mark)
+        self.clock.charge(self._costs, account.at, self._start, mark)
         if account.slot == BACKWARD:
             self._note(account, self._start, mark)
 
@@ -148,14 +157,14 @@ class Lane:
         else:
             self.n_lost += 1
 
-    def _account(self, context: Context, is_first: bool, slot: int) -> Account:
-        """Return the account of a context in the first pass or later, for a phase."""
-        key = context, is_first, slot
-        found = self._accounts.get(key)
-        if found is None:
-            cell = context.cells[not is_first]
-            found = self._accounts[key] = Account(self, context, cell, slot)
-        return found
+    def _account(self, context: Context, slot: int) -> Account:
+        """Return the account of a context for a phase."""
+        key = context, slot
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = Account(self, context, slot)
+            self.windows.reach(context.index + 1)
+        return account
 
     def switch(self, account: Account) -> None:
         """Charge another account from now on."""
@@ -166,41 +175,56 @@ class Lane:
     def end(self) -> None:
         """Charge the rest, and charge nothing any more."""
         if not self.closed:
+            self._drop_dead(sys._getframe(1))
             self._charge(self.clock.pause())
             self.closed = True
             self.clock.resume()
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def enter(self, path: str, frame: FrameType, *, is_first: bool, is_again: bool) -> Call:
+    def enter(self, path: str, frame: FrameType, *, number: int, is_again: bool) -> Call:
         """Begin the call of a module: the clock stands still until `begin`."""
         mark = self.clock.pause()
         if self.account is self._collectives:
             self._charge(mark)
             self._start, self.account = mark, self._before_collectives
         calls = self.calls
-        while calls and not is_above(calls[-1].key, frame):
-            self.account = calls.pop().before  # Ctrl-C ended it, and torch called no hook
+        self._drop_dead(frame)
         if not calls and backward_number() == -1:
             self._tasks.clear()  # of a backward that raised
             self.account = self.top
         self._charge(mark)
         self._start = mark
+        if not calls and not is_again and number > self.windows.current.number:
+            self.windows.begin(number)
+            self._costs = self.windows.current.costs
         account = self.account.inner.get(path) if calls else None
         if account is None:
-            account = self._open(path, is_first=is_first, is_again=is_again)
+            account = self._open(path, is_again=is_again)
         call = Call(id(frame), account, self.account, next_number())
         self.account = account
         if not is_again:
-            account.cell[CALLS] += 1
+            self._costs[account.at_calls] += 1
         calls.append(call)
         return call
 
-    def _open(self, path: str, *, is_first: bool, is_again: bool) -> Account:
+    def _drop_dead(self, frame: FrameType) -> None:
+        """End the calls that Ctrl-C has ended: torch calls no hook then."""
+        while self.calls and not is_above(self.calls[-1].key, frame):
+            call = self.calls.pop()
+            self.account = call.before
+            self._fails(call)
+
+    def _fails(self, call: Call) -> None:
+        """Note that a call has raised; with the root's call, the pass has failed."""
+        if call.run is not None and call.run.fails() and not call.run.kind.path:
+            self.windows.current.has_failed = True
+
+    def _open(self, path: str, *, is_again: bool) -> Account:
         """Return the account of a module that is called from the present account."""
         above = self.account.context
         context = above.again(path) if is_again and not self.calls else above.child(path)
-        account = self._account(context, is_first, RECOMPUTE if is_again else FORWARD)
+        account = self._account(context, RECOMPUTE if is_again else FORWARD)
         if self.calls:
             self.account.inner[path] = account
         return account
@@ -224,8 +248,12 @@ class Lane:
     def finish(self, call: Call, output: Any) -> None:
         """End the call: hook the graph that it made, and let the clock go on."""
         self.calls.pop()
-        if output is not None and torch.is_grad_enabled():
+        if call.run is not None and call.run.has_raised():
+            self._fails(call)
+        elif output is not None and torch.is_grad_enabled():
             self._hook_outputs(call, output)
+        if call.run is not None and not call.run.has_failed:
+            call.run.kind.is_noted = True
         if not self.calls and len(self._numbers) > _MOST_BORDERS:
             self._forget_oldest()
         self.account = call.before
@@ -296,8 +324,7 @@ class Lane:
         """Return the account of backward through what an account has made."""
         found = account
         if account.context.path is not None and account.slot != BACKWARD:
-            is_first = account.cell is account.context.cells[0]
-            found = self._account(account.context, is_first, BACKWARD)
+            found = self._account(account.context, BACKWARD)
         account.backward = found
         return found
 
@@ -327,6 +354,11 @@ class Lane:
                     seen.add(key)
                     context = self._owner(number).context
                     kept[context] = kept.get(context, 0) + n_bytes
+                    run.kind.kept_inputs += n_bytes * (key in run.inputs)
+            workspace = workspace_of(node)
+            if workspace is not None:
+                path = self._owner(number).context.path or ""
+                run.kind.workspaces.setdefault(path, []).append(workspace)
         for context, n_bytes in kept.items():
             context.kept = max(context.kept, n_bytes)
 

@@ -33,15 +33,17 @@ from hookline.verbs.profile.contexts import (
 from hookline.verbs.profile.flame import write_flame
 from hookline.verbs.profile.flops_and_memory import Counted, count_flops
 from hookline.verbs.profile.inputs import Kinds
-from hookline.verbs.profile.rows import Row, rows_of, sum_of
+from hookline.verbs.profile.rows import Row, median_phases, rows_of, spread, sum_of
 from hookline.verbs.profile.table import ProfileTable, Total
 from hookline.verbs.profile.tap import (
     CompiledRegions,
+    GarbageHooks,
     Ledger,
     OptimizerHooks,
     ProfileTap,
     ShardedTap,
 )
+from hookline.verbs.profile.windows import Choice, Measured, Ran, medians
 from hookline.verbs.shared.failing_module import find_failing_module
 from hookline.verbs.shared.verb_line import VerbLine
 from hookline.verbs.summary import Summary, describe_modules
@@ -71,10 +73,11 @@ class Profile(VerbLine[Line]):
     Attributes:
         rows: the rows of all modules, in registration order, the root first.
         total: the costs of the whole block: `time`, `optimizer`, `collectives`, `outside`,
-            `overhead` and `seconds` (all in seconds), `flops`, `activation_bytes`, `peak_bytes`,
-            `parameters` and `passes`.
-        table: the sums over all passes so far, with `rows`, `total`, `top` and `fold`.
-        per_pass: a table with the mean over all passes after the first.
+            `failed`, `overhead`, `garbage` and `seconds` (all in seconds), `flops`,
+            `activation_bytes`, `peak_bytes`, `parameters` and `passes`.
+        table: the sums over the passes so far that did not fail, with `rows`, `total`, `top` and
+            `fold`.
+        per_pass: a table with the medians over all passes after the first, and their spread.
         first: a table with the numbers of the first pass.
         failure: the module that was running when an exception ended the block, and the exception;
             None without one.
@@ -93,7 +96,7 @@ class Profile(VerbLine[Line]):
         self._failure: str | None = None
         self._tapped: set[str] = set()
         self._counted: tuple[int, Counted] | None = None
-        self._tables: dict[tuple[int, ...], ProfileTable] = {}  # after the end
+        self._tables: dict[Choice, ProfileTable] = {}  # after the end
         self._added = ""
 
     def __enter__(self) -> Self:
@@ -114,7 +117,10 @@ class Profile(VerbLine[Line]):
         regions = CompiledRegions(ledger, line.passes, paths)
         parameters = {id(one) for node in line.nodes for one in node.module.parameters(False)}
         steps = OptimizerHooks(ledger, line.passes, parameters)
+        garbage = GarbageHooks(ledger)
         with line.all_or_nothing() as registrations:
+            line.attached.append(AtEnd(garbage.close))
+            garbage.open()
             line.attached.append(AtEnd(regions.close))
             line.attached.append(AtEnd(partial(STOPWATCH.readers.discard, id(ledger))))
             STOPWATCH.readers.add(id(ledger))
@@ -152,7 +158,7 @@ class Profile(VerbLine[Line]):
         self._model = None
         self._ledger.end()
         self._kinds.release()
-        if error is None and not self._ledger.passes:
+        if error is None and not self._ran().n_started:
             elsewhere = self._line.passes.other_contexts
             why = (
                 "The model ran in another thread or async task.\nMake the profile in that one, or"
@@ -181,27 +187,27 @@ class Profile(VerbLine[Line]):
 
     @property
     def table(self) -> ProfileTable:
-        """All numbers: sums over the passes so far."""
-        return self._table((0, 1), 1)
+        """All numbers: sums over the passes so far. Passes whose forward raised are left out."""
+        return self._table(Choice.ALL)
 
     @property
     def per_pass(self) -> ProfileTable:
-        """The numbers of one pass: the mean over all passes after the first.
+        """The numbers of one pass: medians over all passes after the first, with their spread.
 
         The first pass often takes longer, because it allocates memory or compiles code. `first` has
-        its numbers. If there is one pass only, the numbers are those of this pass. FLOPs, and the
-        times outside modules, are means over all passes, the first included.
+        its numbers. If there is one pass only, the numbers are those of this pass. Each time is a
+        median of its own, so that the parts of a module need not add up to it; `spread` is the
+        interquartile range. Calls are means over these passes, and FLOPs over all passes.
         """
-        n_passes = len(self._ledger.passes)
-        return self._table((1,), n_passes - 1) if n_passes > 1 else self._table((0, 1), 1)
+        return self._table(Choice.LATER)
 
     @property
     def first(self) -> ProfileTable:
-        """The times and calls of the first pass.
+        """The times and calls of the first pass that did not fail.
 
-        FLOPs, and the times outside modules, are means over all passes.
+        FLOPs are means over all passes.
         """
-        return self._table((0,), 1)
+        return self._table(Choice.FIRST)
 
     def __getitem__(self, path: str) -> Row:
         """Return the row of a module.
@@ -251,6 +257,25 @@ class Profile(VerbLine[Line]):
         """
         return self.table.fold(depth)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sums over the passes as plain values; `per_pass.to_dict()` has medians.
+
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with hl.profile(model) as prof:
+        ...     _ = model(torch.ones(4, 2))
+        >>> prof.to_dict()["rows"][1]["flops_forward"]
+        48
+        """
+        return self.table.to_dict()
+
+    def to_pandas(self) -> Any:
+        """Return the rows of `to_dict()` as a `pandas.DataFrame`.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        return self.table.to_pandas()
+
     def trace(self, path: str | Path) -> Path:
         """Write the calls as a Chrome trace: a JSON file that opens in Perfetto.
 
@@ -293,13 +318,16 @@ class Profile(VerbLine[Line]):
             FolderError: the file cannot be written.
         """
         lanes = self._settle()
-        return write_flame(Path(path), [lane.top.context for lane in lanes], self.table)
+        tops = [lane.top.context for lane in lanes]
+        costs, _ = self._ran().costs(Choice.ALL)
+        return write_flame(Path(path), tops, costs, self.table)
 
     def __str__(self) -> str:
         return str(self.table)
 
     def __repr__(self) -> str:
-        return f"<Profile of {self._described.model_type}, {len(self._ledger.passes)} passes>"
+        passes = plural(self._ran().n_passes, "pass", "passes")
+        return f"<Profile of {self._described.model_type}, {passes}>"
 
     def _repr_html_(self) -> str:
         """Show the modules and the totals in a notebook."""
@@ -310,58 +338,70 @@ class Profile(VerbLine[Line]):
             lane.clock.settle()
         return self._ledger.lanes
 
-    def _table(self, cells: tuple[int, ...], number: int) -> ProfileTable:
-        if self._ledger.ended and cells in self._tables:
-            return self._tables[cells]
-        table = self._make_table(cells, number)
+    def _ran(self) -> Ran:
+        return Ran([lane.windows for lane in self._ledger.lanes])
+
+    def _table(self, choice: Choice) -> ProfileTable:
+        if choice in self._tables:
+            return self._tables[choice]
+        table = self._make_table(choice)
         if self._ledger.ended:
-            self._tables[cells] = table
+            self._tables[choice] = table
         return table
 
-    def _make_table(self, cells: tuple[int, ...], number: int) -> ProfileTable:
+    def _make_table(self, choice: Choice) -> ProfileTable:
         lanes = self._settle()
         counted = self._count()
         tops = [lane.top.context for lane in lanes]
-        rows = rows_of(self._described.rows, tops, counted.top, cells)
-        n_passes = len(self._ledger.passes)
-        is_sum = len(cells) > 1
-        n_all = 1 if is_sum else max(n_passes, 1)
-        rows = [row.over(number, n_all) for row in rows]
-        around = [lane.top.cell for lane in lanes]
+        ran = self._ran()
+        costs, n_passes = ran.costs(choice)
+        measured = Measured(tops, costs, adds=choice is Choice.ALL)
+        n_counted = 1 if choice is Choice.ALL else max(ran.n_passes, 1)
+        rows = rows_of(self._described.rows, tops, measured, counted.top, n_counted)
+        around = medians(measured.of(tops))
+        in_model = measured.of(
+            [context for top in tops for context in top.all() if context.path is not None]
+        )
         overhead = sum(lane.clock.overhead for lane in lanes)
-        overhead -= 0 if is_sum else self._kinds.seconds  # once, in the first pass
+        overhead -= 0 if choice is Choice.ALL else self._kinds.seconds  # once, in the first pass
         total = Total(
-            time=sum_of(row.self_time for row in rows),
-            optimizer=sum(cell[OPTIMIZER] for cell in around) / n_all,
-            collectives=sum(cell[COLLECTIVES] for cell in around) / n_all,
-            outside=around[0][FORWARD] / n_all,
-            overhead=overhead / n_all,
+            time=median_phases(in_model),
+            spread=spread(in_model),
+            optimizer=around[OPTIMIZER],
+            collectives=around[COLLECTIVES],
+            outside=medians(measured.of(tops[:1]))[FORWARD],
+            failed=ran.failed_seconds if choice is Choice.ALL else 0,
+            overhead=overhead / n_counted,
+            garbage=sum(lane.clock.garbage for lane in lanes) / n_counted,
             flops=sum_of(row.self_flops for row in rows),
             activation_bytes=sum(row.self_activation_bytes for row in rows),
             peak_bytes=max(row.peak_bytes for row in rows),
             parameters=rows[0].parameters,
-            passes=n_passes if is_sum else number,
+            passes=n_passes,
         )
+        notes = self._notes(counted, tops, ran)
+        if choice is Choice.LATER and n_passes >= _FEW:
+            notes += (_MEDIANS,)
         return ProfileTable(
-            self._described.model_type, rows, total, is_mean=not is_sum,
-            failure=self._failure, notes=self._notes(counted, tops),
+            self._described.model_type, rows, total, is_median=choice is not Choice.ALL,
+            failure=self._failure, notes=notes,
         )  # fmt: skip
 
-    def _notes(self, counted: Counted, tops: list[Context]) -> tuple[str, ...]:
+    def _notes(self, counted: Counted, tops: list[Context], ran: Ran) -> tuple[str, ...]:
         """Say what the numbers lack."""
-        notes = [self._added] if self._added else []
+        notes = [self._added, ran.about_failed(), counted.without_formula()]
         if counted.failure:
             notes.append(f"FLOPs and peaks are not complete: {counted.failure}.")
-        elif self._kinds.wants_flops:
-            paths = (row.path for row in self._described.rows)
-            calls = {path: 0.0 for path in paths if path in self._tapped}
-            for one in (one for top in tops for one in top.all()):
-                if one.path in calls:
-                    calls[one.path] += one.cells[0][CALLS] + one.cells[1][CALLS]
+        elif self._kinds.wants_flops and ran.n_passes:
+            sums = Measured(tops, ran.costs(Choice.ALL)[0], adds=True)
+            calls = {row.path: 0.0 for row in self._described.rows if row.path in self._tapped}
+            for context in (context for top in tops for context in top.all()):
+                if context.path in calls:
+                    calls[context.path] += float(sums.of([context])[0, CALLS])
             differing = counted.differing(calls) or self._kinds.differing
             if differing:
                 notes.append(f"FLOPs and peaks are not those of all passes: {differing}.")
-        return tuple(notes)
+        return tuple(note for note in notes if note)
 
     def _count(self) -> Counted:
         """Count the FLOPs of all runs so far."""
@@ -422,6 +462,13 @@ def profile(model: nn.Module, *, flops: bool = True, every_thread: bool = False)
     profiling = Profile(line, model, flops=flops)
     profiling.start()
     return profiling
+
+
+_FEW = 3  # passes; the median of two is their mean, which adds up
+_MEDIANS = (
+    "Each time is a median of its own, so the parts need not add up to the whole. The middle half"
+    " of the passes lies in a range as wide as the spread."
+)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, final
 
-from hookline.verbs.profile.contexts import CALLS, Context, outermost
+import numpy
+
+from hookline.verbs.profile.contexts import CALLS, PHASES, Context, outermost
+from hookline.verbs.profile.windows import Costs, Measured, medians
 from hookline.verbs.summary import Row as Module
 
 # What torch's loop over the hooks and the cold caches add to a call (`benchmarks/profiling.py`).
 _SECONDS_A_CALL = 5e-6
 _SHARE = 0.1
+_N_PHASES = len(PHASES)
 
 
 class Phases(NamedTuple):
@@ -55,13 +59,16 @@ class Row:
         calls: the number of its calls; recomputation is not counted.
         time: the seconds in it, with the modules inside.
         self_time: the seconds in its own code and its own part of the graph.
+        spread: the interquartile range of the seconds in it over several passes: the middle half of
+            the passes lies in a range of this width. 0 in a table of sums.
         flops: the floating-point operations, with those of the modules inside. A multiply-add
             counts as two.
         self_flops: the floating-point operations of its own code.
         activation_bytes: the bytes that it keeps for backward, with the modules inside. It is the
             largest amount of any pass. Memory that several modules save counts for the first one.
         self_activation_bytes: the bytes that its own operations keep.
-        peak_bytes: the most bytes of tensors, made in the pass, that were alive during its calls.
+        peak_bytes: the most bytes that were alive during its calls, of tensors that the pass made,
+            and of inputs that it keeps for backward; 0 where it is not known.
         n_inner: the number of calls of modules in it, its own included.
     """
 
@@ -69,6 +76,7 @@ class Row:
     calls: float = 0
     time: Phases = NOTHING
     self_time: Phases = NOTHING
+    spread: float = 0
     flops: Phases = NOTHING
     self_flops: Phases = NOTHING
     activation_bytes: int = 0
@@ -96,24 +104,29 @@ class Row:
         """Tell whether hooks add at most a tenth to its time."""
         return self.n_inner * _SECONDS_A_CALL <= _SHARE * self.time.all
 
-    def over(self, number: float, n_passes: float) -> Row:
-        """Divide what adds up over passes.
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain values; `time_forward` is `time.forward`."""
+        return {
+            "path": self.path,
+            "type": self.module.module_type,
+            "depth": self.depth,
+            "aliases": list(self.module.aliases),
+            "parameters": self.parameters,
+            **flat(self, ("module",)),
+            "is_exact": self.is_exact,
+        }
 
-        Args:
-            number: the number of passes whose times and calls these are.
-            n_passes: the number of passes whose FLOPs these are.
-        """
-        if number == n_passes == 1:
-            return self
-        return replace(
-            self,
-            calls=self.calls / number,
-            time=self.time.over(number),
-            self_time=self.self_time.over(number),
-            flops=self.flops.over(n_passes),
-            self_flops=self.self_flops.over(n_passes),
-            n_inner=self.n_inner / number,
-        )
+
+def flat(costs: Any, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the attributes of a row or a total; a cost by phase becomes one number a phase."""
+    data: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(costs) if entry.name not in without):
+        value = getattr(costs, name)
+        if isinstance(value, Phases):
+            data |= {f"{name}_{phase}": part for phase, part in zip(PHASES, value, strict=True)}
+        else:
+            data[name] = value
+    return data
 
 
 # The orders in which rows can be sorted.
@@ -130,38 +143,38 @@ ORDERS: dict[str, Callable[[Row], float]] = {
 
 
 def rows_of(
-    modules: Sequence[Module], times: Sequence[Context], counted: Context, cells: Sequence[int]
+    modules: Sequence[Module],
+    tops: Sequence[Context],
+    measured: Measured,
+    counted: Context,
+    n_counted: float,
 ) -> list[Row]:
-    """Add up the costs of all contexts of each module.
+    """Put together the costs of all contexts of each module.
 
     Args:
         modules: the modules, in registration order.
-        times: the tops of the contexts with times, one for each thread.
+        tops: the tops of the contexts with times, one for each thread.
+        measured: the times and numbers of calls, of which the rows have the medians.
         counted: the top of the contexts with FLOPs and peaks.
-        cells: which cells count: 0 is the first pass, 1 are all later ones.
+        n_counted: the number by which FLOPs are divided.
     """
-    timed = _Sums([one for top in times for one in top.all()], cells)
-    of_flops = _Sums(list(counted.all()), cells)
-    called = {path for sums in (timed, of_flops) for path in sums.by_path}
-    return [_row(module, called, timed, of_flops) for module in modules]
+    timed = _ByPath([context for top in tops for context in top.all()])
+    of_flops = _ByPath(list(counted.all()))
+    called = {*timed.by_path, *of_flops.by_path}
+    return [_row(module, measured, timed, of_flops, called, n_counted) for module in modules]
 
 
 @final
-@dataclass
-class _Sums:
-    """Contexts by path, and sums over the contexts below each context."""
+class _ByPath:
+    """Contexts by the paths of their modules."""
 
-    contexts: list[Context]
-    cells: Sequence[int]
-    by_path: dict[str, list[Context]] = field(init=False)
+    def __init__(self, contexts: Iterable[Context]) -> None:
+        self.by_path: dict[str, list[Context]] = {}
+        for context in contexts:
+            if context.path is not None:
+                self.by_path.setdefault(context.path, []).append(context)
 
-    def __post_init__(self) -> None:
-        self.by_path = {}
-        for one in self.contexts:
-            if one.path is not None:
-                self.by_path.setdefault(one.path, []).append(one)
-
-    def meant(self, path: str, called: Iterable[str]) -> list[Context]:
+    def outermost(self, path: str, called: Collection[str]) -> list[Context]:
         """Return the outermost contexts of a module.
 
         A container that is never called itself stands for the modules in it.
@@ -172,42 +185,58 @@ class _Sums:
         inside = [c for p, found in self.by_path.items() if p.startswith(prefix) for c in found]
         return outermost(inside, lambda other: other.startswith(prefix))
 
-    def seconds(self, contexts: Iterable[Context]) -> Phases:
-        """Add up the seconds of contexts."""
-        total = [0.0] * 3
-        for one in contexts:
-            for cell in self.cells:
-                for phase in range(3):
-                    total[phase] += one.cells[cell][phase]
-        return Phases(*total)
 
-    def calls(self, contexts: Iterable[Context]) -> int:
-        """Add up the numbers of calls of contexts."""
-        return int(sum(one.cells[cell][CALLS] for one in contexts for cell in self.cells))
+def median_phases(costs: Costs) -> Phases:
+    """Return the median of the seconds of each phase over passes."""
+    return Phases(*medians(costs)[:_N_PHASES])
 
 
-def _row(module: Module, called: set[str], timed: _Sums, of_flops: _Sums) -> Row:
+def spread(costs: Costs) -> float:
+    """Return the interquartile range of the seconds of all phases over passes."""
+    low, high = numpy.percentile(costs[:, :_N_PHASES].sum(1), (25, 75))
+    return float(high - low)
+
+
+def _row(
+    module: Module,
+    measured: Measured,
+    timed: _ByPath,
+    of_flops: _ByPath,
+    called: Collection[str],
+    n_counted: float,
+) -> Row:
     own = timed.by_path.get(module.path, [])
-    below = [one for top in timed.meant(module.path, called) for one in top.all()]
+    below = [one for top in timed.outermost(module.path, called) for one in top.all()]
     own_flops = of_flops.by_path.get(module.path, [])
-    tops = of_flops.meant(module.path, called)
+    tops = of_flops.outermost(module.path, called)
+    alone, whole = measured.of(own), measured.of(below)
+    kept = sum(one.kept for one in below)
+    peak = max((one.peak for one in tops), default=0)
     return Row(
         module,
-        calls=timed.calls(own),
-        time=timed.seconds(below),
-        self_time=timed.seconds(own),
-        flops=_flops(one for top in tops for one in top.all()),
-        self_flops=_flops(own_flops),
-        activation_bytes=sum(one.kept for one in below),
+        calls=_calls(alone, measured),
+        time=median_phases(whole),
+        self_time=median_phases(alone),
+        spread=spread(whole),
+        flops=_flops((one for top in tops for one in top.all()), n_counted),
+        self_flops=_flops(own_flops, n_counted),
+        activation_bytes=kept,
         self_activation_bytes=sum(one.kept for one in own),
-        peak_bytes=max((one.peak for one in tops), default=0),
-        n_inner=timed.calls(below),
+        # Compiled code may keep more than the eager operations that are counted.
+        peak_bytes=max(peak, kept) if peak else 0,
+        n_inner=_calls(whole, measured),
     )
 
 
-def _flops(contexts: Iterable[Context]) -> Phases:
+def _calls(costs: Costs, measured: Measured) -> float:
+    """Return the number of calls, or the mean over several passes."""
+    calls = float(costs[:, CALLS].mean())
+    return int(calls) if measured.adds else calls
+
+
+def _flops(contexts: Iterable[Context], n_passes: float) -> Phases:
     total = [0, 0, 0]
     for one in contexts:
-        for phase in range(3):
+        for phase in range(_N_PHASES):
             total[phase] += one.flops[phase]
-    return Phases(*total)
+    return Phases(*total).over(n_passes)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
+from hookline.display.data import Tabular
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.terminal import Grid, Part, Table, Words, text_of
 from hookline.display.text import plural
 from hookline.display.units import count, duration, share, size
 from hookline.engine import path_text
 from hookline.errors import InputError, SelectionError
-from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row
+from hookline.verbs.profile.rows import NOTHING, ORDERS, Phases, Row, flat
 from hookline.verbs.summary import indented_name
 
 _N_NEAR = 3
 _GAP = 2  # characters between two columns
 # The columns that a narrow terminal does without, the first to go first.
-_DISPENSABLE = ("peak", "parameters", "type", "kept", "FLOPs", "calls", "self")
+_DISPENSABLE = ("peak", "parameters", "type", "kept", "FLOPs", "calls", "self", "spread")
 
 
 @final
@@ -29,21 +30,28 @@ class Total:
     Args:
         time: the seconds in the model, by phase.
         optimizer: the seconds in the steps of optimizers that hold a parameter of the model.
+        spread: the interquartile range of the seconds in the model over several passes.
         collectives: the seconds in which FSDP2 gathers and frees parameters and reduces gradients.
         outside: the seconds in all other code: the loss, the loading of data, the wait of DDP.
+        failed: the seconds of passes whose forward raised, and of the code up to the next pass. No
+            other number contains them, if any pass did not fail.
         overhead: the seconds of hookline's own work, which no other number contains.
+        garbage: the seconds of Python's garbage collection, which no other number contains.
         flops: the floating-point operations of the model.
         activation_bytes: the bytes that a pass keeps for backward.
         peak_bytes: the most bytes of tensors, made in a pass, that were alive at once.
         parameters: the number of elements of all parameters.
-        passes: the number of runs of the model.
+        passes: the number of runs of the model that did not fail.
     """
 
     time: Phases = NOTHING
+    spread: float = 0
     optimizer: float = 0
     collectives: float = 0
     outside: float = 0
+    failed: float = 0
     overhead: float = 0
+    garbage: float = 0
     flops: Phases = NOTHING
     activation_bytes: int = 0
     peak_bytes: int = 0
@@ -52,20 +60,20 @@ class Total:
 
     @property
     def seconds(self) -> float:
-        """The duration of the block, without hookline's own work."""
-        return self.time.all + self.optimizer + self.collectives + self.outside
+        """The duration of the block, without garbage collection and hookline's own work."""
+        return self.time.all + self.optimizer + self.collectives + self.outside + self.failed
 
 
 @final
 @dataclass(frozen=True)
-class ProfileTable:
+class ProfileTable(Tabular):
     """Hold what `hl.profile` has measured. Print it, or read `rows` and `total`.
 
     Args:
         model_type: the class of the model.
         rows: the modules, in registration order, the root first.
         total: the costs of the whole block.
-        is_mean: whether the numbers are those of one pass, a mean over several.
+        is_median: whether the numbers are those of one pass: medians over several.
         failure: the module that was running when an exception ended the block, and the exception.
         notes: what is not known, and why.
     """
@@ -73,7 +81,7 @@ class ProfileTable:
     model_type: str
     rows: list[Row]
     total: Total
-    is_mean: bool = False
+    is_median: bool = False
     failure: str | None = None
     notes: tuple[str, ...] = ()
     is_sorted: bool = False
@@ -123,6 +131,20 @@ class ProfileTable:
             depth: the greatest depth that is kept. The root has depth 0, its children depth 1.
         """
         return replace(self, rows=[row for row in self.rows if row.depth <= depth])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain values: `total` and `rows`, in seconds, FLOPs and bytes."""
+        return {
+            "model": self.model_type,
+            "is_median": self.is_median,
+            "failure": self.failure,
+            "notes": list(self.notes),
+            "total": {**flat(self.total), "seconds": self.total.seconds},
+            "rows": self._table_rows(),
+        }
+
+    def _table_rows(self) -> list[dict[str, Any]]:
+        return [row.to_dict() for row in self.rows]
 
     def __str__(self) -> str:
         return text_of(profile_parts(self), width=None)
@@ -190,6 +212,7 @@ class _Columns:
             (">backward", lambda row: _time(row, row.time.backward), time.backward),
             (">self", lambda row: _time(row, row.self_time.backward), time.backward),
             (">recompute", lambda row: _time(row, row.time.recompute), time.recompute),
+            (">spread", _spread, found.total.spread),
             (">FLOPs", lambda row: _count(row.flops.forward), flops.forward),
             (">backward", lambda row: _count(row.flops.backward), flops.backward),
             (">recompute", lambda row: _count(row.flops.recompute), flops.recompute),
@@ -244,6 +267,10 @@ def _time(row: Row, seconds: float) -> str:
     return "" if not seconds else f"{'' if row.is_exact else '~'}{duration(seconds)}"
 
 
+def _spread(row: Row) -> str:
+    return share(row.spread / row.time.all) if row.time.all else ""
+
+
 def _count(number: float) -> str:
     return count(number) if number else ""
 
@@ -254,12 +281,14 @@ def _size(n_bytes: float) -> str:
 
 def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
     total = found.total
-    what = "Mean of a pass" if found.is_mean else "Block"
+    what = "Block"
+    if found.is_median:
+        what = "Median of a pass" if total.passes > 1 else "One pass"
     time = total.time
     parts = [
         ("forward", time.forward), ("backward", time.backward), ("recompute", time.recompute),
         ("collectives", total.collectives), ("optimizer", total.optimizer),
-        ("outside the model", total.outside),
+        ("outside the model", total.outside), ("failed passes", total.failed),
     ]  # fmt: skip
     rows = [(what, f"{duration(total.seconds)}, {plural(total.passes, 'pass', 'passes')}")]
     rows += [
@@ -268,6 +297,9 @@ def _totals(found: ProfileTable) -> Sequence[tuple[str, str]]:
         if seconds
     ]
     rows.append(("hookline", f"{duration(total.overhead) or '0 ms'}, left out of all times"))
+    rows += [("Garbage collection", f"{duration(total.garbage)}, left out of all times")] * bool(
+        total.garbage
+    )
     rows += [("FLOPs", _flops_text(total.flops))] * bool(total.flops.all)
     rows += [("Kept for backward", f"{size(total.activation_bytes)} a pass")] * bool(
         total.activation_bytes

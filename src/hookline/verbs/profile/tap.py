@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar, final
@@ -47,14 +50,12 @@ class Ledger:
 
     Attributes:
         lanes: the lanes of all threads.
-        passes: the numbers of the passes.
         ended: whether the clocks have stopped for good.
     """
 
     def __init__(self, kinds: Kinds, make_clock: Callable[[], Clock]) -> None:
         self.kinds = kinds
         self.lanes: list[Lane] = []
-        self.passes: set[int] = set()
         self.ended = False
         self._make_clock = make_clock
         self.thread = _Thread()
@@ -68,6 +69,13 @@ class Ledger:
             self.thread.own = own
             self.lanes.append(own)
         return own
+
+    def running_lane(self) -> Lane | None:
+        """Return the lane that is charged in this thread; None if there is none."""
+        if self.thread.own is not None:
+            return self.thread.own
+        task = backward_number()
+        return next((lane for lane in self.lanes if lane.runs(task)), None)
 
     def lane_of(self, current: Pass) -> Lane:
         """Return the lane that a call belongs to, and make it the active one.
@@ -86,10 +94,10 @@ class Ledger:
         """Begin the call of a module."""
         lane = self.lane_of(current)
         is_again = current.recomputation is not None
-        call = lane.enter(path, frame, is_first=current.number == 0, is_again=is_again)
+        call = lane.enter(path, frame, number=current.number, is_again=is_again)
         if len(lane.calls) == 1 and not is_again:
-            self.passes.add(current.number)
             call.run = self.kinds.begin(path, args, kwargs)
+            lane.windows.current.has_gradients |= call.run.kind.has_gradients
 
     def end(self) -> None:
         """Stop all clocks."""
@@ -237,6 +245,40 @@ class CompiledRegions:
 
     def explain(self, error: BaseException) -> None:
         """Say nothing of an error."""
+
+
+@final
+class GarbageHooks:
+    """Stop a thread's clock while Python collects garbage in it.
+
+    Python calls the object before and after each collection, in any thread. It does not keep the
+    ledger alive, and goes with it.
+
+    Args:
+        ledger: the ledger.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = weakref.ref(ledger, self.close)
+
+    def open(self) -> None:
+        """Register the object with Python."""
+        gc.callbacks.append(self)
+
+    def close(self, _: Any = None) -> None:
+        """Take it away again. Idempotent."""
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self)
+
+    def __call__(self, phase: str, info: Any) -> None:
+        """Stop the clock, or let it go on."""
+        ledger = self._ledger()
+        lane = None if ledger is None else ledger.running_lane()
+        if lane is not None and not lane.closed:
+            if phase == "start":
+                lane.clock.collection_begins()
+            else:
+                lane.clock.collection_ends()
 
 
 @final

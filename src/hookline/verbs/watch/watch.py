@@ -211,9 +211,9 @@ def watch(
     arrives, marked `<`, so the last module comes first. If a module raises, the last printed text
     names the module and its inputs.
 
-    Statistics are those of the first floating tensor, in float64 on the CPU and in float32
-    elsewhere. For a nested tensor they are over all its parts. Under `vmap`, shapes are those of
-    one example, and statistics are over all examples.
+    Statistics are those of the first floating tensor of a value, in float64 on the CPU and in
+    float32 elsewhere. For a nested tensor they are over all its parts. Under `vmap`, shapes are
+    those of one example, and statistics are over all examples.
 
     The time, in ms, is that of the module without hookline. It leaves out hookline's hooks,
     statistics and printing, also those of other lines and of inner modules. It includes edits and
@@ -258,20 +258,42 @@ def _see_nothing(current: Pass, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Describe a value: its shape and dtype, and the mean and std of its first floating tensor."""
+    """Describe a value: its shape and dtype, and the mean and std of its first floating tensor.
+
+    Other tensors of it are named if they hold NaN or infinities.
+    """
     value = local_shards(value)  # nothing here communicates with other ranks
     text = describe.shape_or_structure(value)
-    for _, tensor in tree.tensors(value):
-        if not tensor.is_floating_point() or tensor.is_meta:
-            continue
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        try:
-            with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-                mean, std = _mean_and_std(innermost(tensor.detach()))
-                return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}"
-        except Exception:  # a sparse or fake tensor has no numbers to show; the model must go on
-            return f"{text} {dtype}"
-    return text
+    floating = [
+        (leaf, tensor)
+        for leaf, tensor in tree.tensors(value)
+        if tensor.is_floating_point() and not tensor.is_meta
+    ]
+    if not floating:
+        return text
+    (_, first), *others = floating
+    dtype = str(first.dtype).removeprefix("torch.")
+    try:
+        with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+            mean, std = _mean_and_std(innermost(first.detach()))
+            broken = [
+                describe.leaf_text(leaf)
+                for leaf, tensor in others
+                if tensor is not first and not _is_finite(innermost(tensor.detach()))
+            ]
+    except Exception:  # a sparse or fake tensor has no numbers to show; the model must go on
+        return f"{text} {dtype}"
+    where = f"  NaN or inf in {', '.join(broken[:_N_BROKEN])}" + ", …" * (len(broken) > _N_BROKEN)
+    return f"{text} {dtype}  mean {mean:.4g}  std {std:.4g}" + where * bool(broken)
+
+
+_N_BROKEN = 3  # leaves that are named
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.is_nested:
+        return all(bool(part.isfinite().all()) for part in tensor.unbind())
+    return bool(tensor.isfinite().all())
 
 
 def _mean_and_std(tensor: Tensor) -> tuple[float, float]:

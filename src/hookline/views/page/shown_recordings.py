@@ -24,7 +24,7 @@ from hookline.views.page.items import text_of
 from hookline.views.page.tree_rows import Row, tree_rows
 from hookline.views.page.values import Place, ValueEntry, list_values, measured, read_value
 from hookline.views.plots.differences import Difference, difference
-from hookline.views.statistics import Statistics, main_tensor
+from hookline.views.statistics import Statistics, main_tensor, measured_tensors
 
 Notice = tuple[str, str]
 
@@ -238,12 +238,27 @@ class PageState:
             return seen
         label = seen.place.at
         try:
-            gap = difference(label, self.tensor(seen), self.tensor(twin, of_other=True))
+            gap = self._largest_difference(seen, twin)
         except OverwrittenError:
             gap = Difference(label, problem="overwritten in place in one of them")
         except (HooklineError, RuntimeError, TypeError) as error:
             gap = Difference(label, problem=(str(error).splitlines() or ["cannot be compared"])[0])
         return replace(seen, difference=gap)
+
+    def _largest_difference(self, seen: ValueEntry, twin: ValueEntry) -> Difference:
+        """Compare every tensor of two values; return the difference of those that differ most."""
+        assert self.other is not None
+        ours = measured_tensors(read_value(self.recording, seen))
+        theirs = measured_tensors(read_value(self.other, twin))
+        if not ours or not theirs:
+            raise InputError("the value holds no tensor.")
+        if [leaf for leaf, _ in ours] != [leaf for leaf, _ in theirs]:
+            return Difference(seen.place.at, problem="another structure")
+        gaps = [
+            difference(seen.place.at, one, other)
+            for (_, one), (_, other) in zip(ours, theirs, strict=True)
+        ]
+        return max(gaps, key=lambda gap: (bool(gap.problem), gap.relative))
 
 
 def notices_of(shown: PageState) -> list[Notice]:

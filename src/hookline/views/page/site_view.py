@@ -149,7 +149,7 @@ def facts_of(seen: ValueEntry) -> list[tuple[str, str, bool]]:
             ("Mean", measure(found.mean), False), ("Std", measure(found.std), False),
             ("Min", measure(found.min), False), ("Max", measure(found.max), False),
             ("Zeros", share(found.zeros), False),
-            ("NaN, inf", f"{found.non_finite:,}", found.non_finite > 0),
+            ("NaN, inf", seen.non_finite_text, seen.non_finite > 0),
         ]  # fmt: skip
     return [fact for fact in facts if fact[1]]
 

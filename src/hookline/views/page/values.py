@@ -10,8 +10,10 @@ from torch import Tensor
 from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.engine.pytree import describe, tree
+from hookline.engine.pytree.describe import leaf_text
 from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings import PassRecord, Recording
+from hookline.statistics import measure
 from hookline.views.page.thumbnails import (
     Strip,
     StripForm,
@@ -21,10 +23,11 @@ from hookline.views.page.thumbnails import (
 )
 from hookline.views.plots.differences import Difference
 from hookline.views.plots.reducing import histogram
-from hookline.views.statistics import Statistics, main_tensor
+from hookline.views.statistics import Statistics, main_tensor, measured_tensors
 
 OVERWRITTEN = "overwritten in place after it was recorded; record it with copy=True"
 BINS = 48
+_MOST_LEAVES = 3
 
 
 class Place(NamedTuple):
@@ -67,6 +70,8 @@ class ValueEntry:
         is_overwritten: whether the reason is an in-place change.
         backward: for a gradient, the index of its backward pass if there are several; else None.
         whole: for some items of a store, the statistics of all items; else None.
+        broken: the leaves with elements that are NaN or infinite, and their numbers; of all tensors
+            of the value. The other numbers are those of its main tensor.
     """
 
     site: Site
@@ -86,6 +91,7 @@ class ValueEntry:
     is_overwritten: bool = False
     backward: int | None = None
     whole: Statistics | None = None
+    broken: tuple[tuple[str, int], ...] = ()
 
     @property
     def place(self) -> Place:
@@ -94,9 +100,20 @@ class ValueEntry:
 
     @property
     def non_finite(self) -> int:
-        """The number of elements that are NaN or infinite."""
-        found = self.whole or self.statistics
-        return found.non_finite if found else 0
+        """The number of elements that are NaN or infinite, in all tensors of the value."""
+        if self.whole is not None:
+            return self.whole.non_finite
+        return sum(number for _, number in self.broken)
+
+    @property
+    def non_finite_text(self) -> str:
+        """The number of elements that are NaN or infinite, with the leaves that hold them."""
+        if self.whole is None and self.statistics is None:
+            return ""
+        leaves = [leaf for leaf, _ in self.broken if leaf] if self.whole is None else []
+        where = f" in {', '.join(leaves[:_MOST_LEAVES])}" if leaves else ""
+        more = len(leaves) - _MOST_LEAVES
+        return f"{self.non_finite:,}{where}" + f" and {more} more" * (more > 0)
 
 
 def list_values(recording: Recording) -> list[ValueEntry]:
@@ -155,11 +172,28 @@ def measured(recording: Recording, seen: ValueEntry, *, with_strip: bool = False
         return seen
     try:
         counts, _, statistics = histogram(tensor, BINS)
+        broken = _broken(seen.site, value, tensor, statistics)
         strip = feature_strip(tensor) if with_strip else None
     except (RuntimeError, TypeError) as error:
         # One dtype or layout that torch cannot convert must not fail the whole page.
         return replace(seen, shape="", problem=f"cannot be measured: {first_line(error)}")
-    return replace(seen, statistics=statistics, counts=tuple(counts.tolist()), strip=strip)
+    return replace(seen, statistics=statistics, counts=tuple(counts.tolist()), strip=strip,
+                   broken=broken)  # fmt: skip
+
+
+def _broken(
+    site: Site, value: Any, main: Tensor, statistics: Statistics
+) -> tuple[tuple[str, int], ...]:
+    """Return the leaves of a value with elements that are NaN or infinite, and their numbers."""
+    numbers = [
+        (leaf, statistics.non_finite if tensor is main else measure(tensor).non_finite)
+        for leaf, tensor in measured_tensors(value)
+    ]
+    return tuple(
+        (f"{site.port}{leaf_text((*site.leaf, *leaf))}" if leaf else "", number)
+        for leaf, number in numbers
+        if number
+    )
 
 
 def _outlined(record: PassRecord, seen: ValueEntry) -> ValueEntry:

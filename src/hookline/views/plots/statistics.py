@@ -35,6 +35,7 @@ from hookline.views.plots.values import (
     Value,
     chosen_values,
     look_up,
+    look_up_all,
     not_drawn,
     walk,
 )
@@ -203,7 +204,7 @@ def _measure(
 ) -> tuple[dict[str, dict[int, Statistics | None]], list[Skipped], tuple[int, str] | None]:
     """Measure each site that fired, by index of the pass; find the first NaN or infinity."""
     wanted = None if sites is None else _as_written(sites)
-    found: dict[str, dict[int, Statistics | None]] = {key: {} for key in wanted or ()}
+    found: dict[str, dict[int, Statistics | None]] = {}
     skipped: dict[str, Skipped] = {}
     bad: tuple[int, str] | None = None
     for k, one in enumerate(passes):
@@ -214,16 +215,15 @@ def _measure(
             measured = found.setdefault(key, {})[k] = site_statistics(value.tensor)
             if bad is None and measured is not None and measured.non_finite:
                 bad = one.number, key
-    for key, row in found.items():
-        if not row:
+    for key in wanted or ():
+        if not any(key in one for one in passes):
             look_up(passes[0], key)  # raises the error that says why
-    fired = {key: row for key, row in found.items() if row}
-    if not fired:
+    if not found:
         raise InputError(
             "the recording must hold a value that can be drawn, got none:"
             f" {not_drawn([*skipped.values()])}.\nRecord sites with tensors."
         )
-    return fired, list(skipped.values()), bad
+    return found, list(skipped.values()), bad
 
 
 def _as_written(sites: str | Site | Sequence[str | Site]) -> list[str]:
@@ -232,7 +232,10 @@ def _as_written(sites: str | Site | Sequence[str | Site]) -> list[str]:
 
 
 def _named_values(one: PassRecord, wanted: list[str]) -> Iterator[tuple[str, Value | Skipped]]:
-    return ((key, look_up(one, key)) for key in wanted if key in one)
+    for key in wanted:
+        values = look_up_all(one, key) if key in one else []
+        for value in values:
+            yield (key if len(values) == 1 else value.label), value
 
 
 def _curves(

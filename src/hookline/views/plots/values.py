@@ -17,7 +17,7 @@ from hookline.errors import AmbiguousError, InputError, NotRecordedError, Overwr
 from hookline.recordings import PassRecord, Recording
 from hookline.statistics.to_numbers import DENSE_NUMEL
 from hookline.views.plots.checks import Source, check_sample, check_source
-from hookline.views.statistics import main_tensor
+from hookline.views.statistics import main_tensor, measured_tensors
 
 _LETTERS = "NCTLDHW"
 _USUAL = {1: "C", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCDHW"}
@@ -78,7 +78,7 @@ class Arranged:
 
 
 def look_up(source: Source, key: str | Site, name: str = "") -> Value:
-    """Look up the only value of a site.
+    """Look up the main tensor of the only value of a site.
 
     Args:
         source: a recording, or one of its passes.
@@ -90,6 +90,18 @@ def look_up(source: Source, key: str | Site, name: str = "") -> Value:
         AmbiguousError: the site has several values; the message says what to pass to the figure.
         InputError: the value holds no tensor.
     """
+    value, label, module_type, where = _look_up(source, key, name)
+    return _valued(label, module_type, value, where)
+
+
+def look_up_all(source: Source, key: str | Site) -> list[Value]:
+    """Look up every tensor that is measured of the only value of a site; errors as in `look_up`."""
+    value, label, module_type, where = _look_up(source, key, "")
+    return _all_valued(label, module_type, value, where)
+
+
+def _look_up(source: Source, key: str | Site, name: str) -> tuple[Any, str, str, str]:
+    """Return the only value of a site, its label, the type of its module, and the pass."""
     check_source(source)
     try:
         value = source[key]
@@ -102,7 +114,7 @@ def look_up(source: Source, key: str | Site, name: str = "") -> Value:
         where = f"pass {next(one.number for one in source.passes if key in one)}"
     site = key if isinstance(key, Site) else None
     module_type = (site.module_type if site else "") or _type_of(source, str(key))
-    return _valued(as_written(str(key)), module_type, value, where)
+    return value, as_written(str(key)), module_type, where
 
 
 def _one_of_several(source: Source, key: str | Site, name: str, error: AmbiguousError) -> str:
@@ -143,16 +155,17 @@ def one_pass(source: Source, name: str = "") -> PassRecord:
 
 
 def walk(one: PassRecord) -> Iterator[tuple[str, Value | Skipped]]:
-    """Yield every value of a pass with its key, in firing order."""
+    """Yield every tensor of a pass that is measured with its key, in firing order.
+
+    The key of a value with one such tensor is its site, and else has the leaf, too.
+    """
     runs = one.backwards if len(one.backwards) > 1 else []
     for (site, call), key in zip(one.fired(), one.order, strict=True):
         if not (runs and site.is_gradient):
-            yield key, _read(one, key, site, call)
+            yield from _read(one, key, site, call, "")
     for number, run in enumerate(runs):
         for (site, call), key in zip(run.fired(), run.order, strict=True):
-            label = f"{key}, backward {number}"
-            found = _read(run, key, site, call)
-            yield label, replace(found, label=label)
+            yield from _read(run, key, site, call, f", backward {number}")
 
 
 def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped]]:
@@ -164,7 +177,7 @@ def chosen_values(source: Source, sites: Any) -> tuple[list[Value], list[Skipped
     """
     if sites is not None:
         keys = [sites] if isinstance(sites, str | Site) else list(sites)
-        found: list[Value | Skipped] = [look_up(source, key) for key in keys]
+        found: list[Value | Skipped] = [one for key in keys for one in look_up_all(source, key)]
     else:
         found = [value for _, value in walk(one_pass(source))]
     values = [value for value in found if isinstance(value, Value)]
@@ -258,8 +271,17 @@ def drawable(value: Value) -> Tensor:
     return tensor.dequantize() if tensor.is_quantized else tensor
 
 
-def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
-    tensor = main_tensor(value)
+def _all_valued(label: str, module_type: str, value: Any, where: str) -> list[Value]:
+    tensors = measured_tensors(value)
+    if len(tensors) < 2:
+        return [_valued(label, module_type, value, where)]
+    return [_valued(label, module_type, value, where, tensor) for _, tensor in tensors]
+
+
+def _valued(
+    label: str, module_type: str, value: Any, where: str, tensor: Tensor | None = None
+) -> Value:
+    tensor = main_tensor(value) if tensor is None else tensor
     if tensor is None:
         if any(one.is_meta for _, one in tree.tensors(value)):
             raise InputError(f"{label} is on the meta device: it has a shape and no numbers.")
@@ -281,14 +303,22 @@ def _valued(label: str, module_type: str, value: Any, where: str) -> Value:
     return Value(label, module_type, tensor, where)
 
 
-def _read(one: PassRecord, key: str, site: Site, call: int) -> Value | Skipped:
+def _read(
+    one: PassRecord, key: str, site: Site, call: int, suffix: str
+) -> Iterator[tuple[str, Value | Skipped]]:
     try:
         value = one[site if site.call is not None else replace(site, call=call)]
-        return _valued(key, site.module_type, value, "")
+        values = _all_valued(key, site.module_type, value, "")
     except OverwrittenError:
-        return Skipped(key, "overwritten in place after recording without copy=True")
+        why = "overwritten in place after recording without copy=True"
+        yield key + suffix, Skipped(key + suffix, why)
     except InputError:
-        return Skipped(key, "without numbers that can be read")
+        yield key + suffix, Skipped(key + suffix, "without numbers that can be read")
+    else:
+        for value in values:
+            label = (key if suffix and len(values) == 1 else value.label) + suffix
+            name = key + suffix if len(values) == 1 else label
+            yield name, replace(value, label=label)
 
 
 def _is_readable(tensor: Tensor) -> bool:

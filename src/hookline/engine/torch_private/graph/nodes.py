@@ -67,6 +67,20 @@ def kept_by(node: Any) -> Iterator[Tensor]:
                 yield tensor
 
 
+def workspace_of(node: Any) -> int | None:
+    """Return the bytes of the workspace that a fused recurrent layer keeps; None for other nodes.
+
+    Tensors without numbers do not show this size.
+    """
+    if node.name() not in _WITH_WORKSPACE:
+        return None
+    workspace = _data(node._raw_saved_result3)
+    return None if workspace is None else workspace.nbytes
+
+
+_WITH_WORKSPACE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0")
+
+
 def _data(kept: Any) -> Any:
     try:
         return kept.data

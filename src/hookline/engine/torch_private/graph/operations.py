@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -13,26 +12,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
-
-Formula = Callable[..., int]
-
-
-@functools.cache
-def attention_formulas() -> dict[Any, Formula]:
-    """Return the FLOPs of the CPU's fused attention, for which torch's counter has no formula."""
-    from torch.utils import flop_counter  # late, because it would slow `import hookline`
-
-    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        count: int = flop_counter.sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-        return count
-
-    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        count: int = flop_counter.sdpa_backward_flop_count(grad, query, key, value)  # type: ignore[no-untyped-call]
-        return count
-
-    name = "_scaled_dot_product_flash_attention_for_cpu_backward"
-    return {CPU_ATTENTION: forward, getattr(torch.ops.aten, name): backward}
+from hookline.engine.torch_private.graph.formulas import (
+    PLACE_OF_WORKSPACE,
+    formulas,
+    has_unknown_flops,
+    with_workspace,
+)
 
 
 @final
@@ -41,17 +26,26 @@ class OperationCounter:
 
     Args:
         done: called after each operation with its FLOPs and the bytes that are alive.
+        missing: called with the name of an operation that does matrix work and has no formula.
+        workspace: returns the bytes of the workspace that the running operation keeps for backward.
+            Tensors without numbers do not show this size.
     """
 
-    def __init__(self, done: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        done: Callable[[int, int], None],
+        missing: Callable[[str], None] | None = None,
+        workspace: Callable[[], int] | None = None,
+    ) -> None:
         from torch.utils import flop_counter  # late, because it would slow `import hookline`
 
         # The names that torch's mode reads.
-        wrapped = {op: flop_counter.shape_wrapper(f) for op, f in attention_formulas().items()}  # type: ignore[no-untyped-call]
-        self.flop_registry = {**flop_counter.flop_registry, **wrapped}
+        self.flop_registry = {**flop_counter.flop_registry, **formulas()}
         self.flop_counts: Any = defaultdict(lambda: defaultdict(int))
         self._mode = flop_counter._FlopCounterMode
         self._done = done
+        self._missing = missing
+        self._workspace = workspace
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._n_bytes = 0
 
@@ -63,6 +57,10 @@ class OperationCounter:
     def _count_flops(self, operation: Any, out: Any, args: Any, kwargs: Any) -> Any:
         formula = self.flop_registry.get(operation)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        if formula is None and self._missing is not None and has_unknown_flops(operation):
+            self._missing(operation._qualified_op_name)
+        if self._workspace is not None:
+            out = self._sized(operation, args, out)
         # A view of a parameter or an input, or one that was written to, is not made here.
         given = {storage._cdata for storage in _storages([*args, *kwargs.values()])}
         for storage in _storages([out]):
@@ -70,6 +68,16 @@ class OperationCounter:
                 self._hold(storage)
         self._done(flops, self._n_bytes)
         return out
+
+    def _sized(self, operation: Any, args: Any, out: Any) -> Any:
+        """Return a result whose workspace has the size that it has on tensors with numbers."""
+        workspace = with_workspace(operation, args, out)
+        if workspace is None or self._workspace is None:
+            return out
+        whole = torch.empty(self._workspace(), dtype=torch.uint8, device=workspace.device)
+        parts = list(out)
+        parts[PLACE_OF_WORKSPACE] = whole
+        return tuple(parts)
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key, n_bytes = storage._cdata, int(storage.nbytes())

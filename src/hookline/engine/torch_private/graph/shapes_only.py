@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.engine.torch_private.distributed import is_dtensor, sharding
 from hookline.engine.torch_private.modules import children
@@ -82,9 +84,12 @@ class ShapesOnly:
         self._modules = {path: self._memo[id(module)] for path, module in modules.items()}
 
     def copied(self, value: Any) -> Any:
-        """Return a copy of inputs without numbers."""
+        """Return a copy of inputs without numbers, except those that are a part of their shapes."""
+        memo = dict(self._memo)
+        for packed in _packed_in(value):
+            memo[id(packed.batch_sizes)] = self._stand_ins.keep(packed.batch_sizes)
         with self._stand_ins:
-            return copy.deepcopy(value, dict(self._memo))
+            return copy.deepcopy(value, memo)
 
     def release(self) -> None:
         """Let go of the model: from now on, no more inputs are copied."""
@@ -110,7 +115,8 @@ class ShapesOnly:
                 made.training = training
                 for parameter, need in zip(made.parameters(recurse=False), needs, strict=False):
                     parameter.requires_grad_(need)
-            yield Runnable(modules, args, kwargs)
+            with self._stand_ins.computing():
+                yield Runnable(modules, args, kwargs)
 
     def _without_hooks(self, module: nn.Module) -> None:
         for name, hooks in vars(module).items():
@@ -159,6 +165,7 @@ class _StandIns(TorchFunctionMode):
         super().__init__()
         self._made: list[tuple[Tensor, torch.device]] = []
         self._devices: dict[int, torch.device] = {}  # by the address of the stand-in's storage
+        self._with_numbers: list[Tensor] = []
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -188,6 +195,15 @@ class _StandIns(TorchFunctionMode):
         self._devices[made.untyped_storage()._cdata] = tensor.device
         return made
 
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor that keeps its numbers, in the copy that runs, too."""
+        self._with_numbers.append(tensor.clone())
+        return self._with_numbers[-1]
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations on tensors that keep their numbers have numbers."""
+        return _Numbers(self._with_numbers) if self._with_numbers else nullcontext()
+
     def knows(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is a stand-in, or shares the memory of one."""
         return tensor.untyped_storage()._cdata in self._devices
@@ -199,10 +215,39 @@ class _StandIns(TorchFunctionMode):
 
     def as_fakes(self) -> dict[int, Any]:
         """Return fake tensors on the devices of the originals, by the id of the stand-in."""
-        return {
+        fakes = {
             id(one): _like(_empty(one.shape, one.stride(), one.dtype, device), one)
             for one, device in self._made
         }
+        return fakes | {id(tensor): tensor for tensor in self._with_numbers}
+
+
+@final
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Compute what depends only on tensors that keep their numbers, such as the sizes of batches.
+
+    Args:
+        tensors: the tensors that keep their numbers.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {id(tensor): tensor for tensor in tensors}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily  # late: it loads sympy
+
+        given = [value for value in args if isinstance(value, Tensor)]
+        if not given or any(id(tensor) not in self._known for tensor in given):
+            return function(*args, **(kwargs or {}))
+        with unset_fake_temporarily():
+            result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self._known[id(value)] = value
+        return result
 
 
 @final
@@ -226,6 +271,15 @@ class _Fakes(TorchFunctionMode):
 
 _CLONE = torch._C.TensorBase.clone
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _packed_in(value: Any) -> Iterator[PackedSequence]:
+    """Yield the packed sequences among inputs."""
+    if isinstance(value, PackedSequence):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _packed_in(part)
 
 
 def _empty(shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,156 @@
+"""FLOPs of the operations for which torch's counter has no formula."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
+
+Formula = Callable[..., int]
+_aten = torch.ops.aten
+
+
+@functools.cache
+def formulas() -> dict[Any, Formula]:
+    """Return formulas for operations that torch's counter lacks; a multiply-add counts as two.
+
+    A formula takes the operation's own arguments and, as `out_val`, its result.
+    """
+    from torch.utils import flop_counter  # late, because it would slow `import hookline`
+
+    attention = flop_counter.sdpa_flop_count
+    attention_backward = flop_counter.sdpa_backward_flop_count
+
+    def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+        return int(attention(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+    def fused_backward(grad: Tensor, *tensors: Any, **_: Any) -> int:
+        shapes = [tensor.shape for tensor in (grad, *tensors[:3])]
+        return int(attention_backward(*shapes))  # type: ignore[no-untyped-call]
+
+    on_cpu = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    of_backend = "_scaled_dot_product_fused_attention_overrideable"
+    known: dict[Any, Formula] = {
+        CPU_ATTENTION: fused,
+        getattr(_aten, on_cpu): fused_backward,
+        getattr(_aten, of_backend): fused,
+        _aten._native_multi_head_attention: _multi_head,
+        _aten.mkldnn_rnn_layer: _rnn_layer,
+        _aten.mkldnn_rnn_layer_backward: lambda *args, **_: 2 * _rnn_layer(*args),
+        _aten._trilinear: _trilinear,
+        _aten.mv: lambda matrix, _, **__: 2 * matrix.numel(),
+        _aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+        _aten.addmv_: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+        _aten.dot: lambda vector, _, **__: 2 * vector.numel(),
+        _aten.vdot: lambda vector, _, **__: 2 * vector.numel(),
+        _aten._int_mm: _product,
+        _aten._grouped_mm: _product,
+    }
+    for name in ("addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"):
+        known[getattr(_aten, name)] = lambda _, *matrices, **__: _product(*matrices)
+    for name in ("_cudnn_rnn", "miopen_rnn"):
+        known[getattr(_aten, name)] = _rnn
+        known[getattr(_aten, f"{name}_backward")] = _rnn_backward
+    every: Any = known.values()
+    for formula in every:
+        formula._get_raw = True  # torch's mark of a formula that takes tensors
+    return known
+
+
+def with_workspace(operation: Any, args: Sequence[Any], out: Any) -> Any:
+    """Tell whether an operation keeps a workspace for backward, of a size that shapes do not show.
+
+    Args:
+        operation: the operation.
+        args: its arguments.
+        out: its result on tensors without numbers, in which the workspace is empty.
+
+    Returns:
+        The empty workspace; None where there is none.
+    """
+    if operation not in _WORKSPACES or not isinstance(out, tuple | list):
+        return None
+    workspace = out[PLACE_OF_WORKSPACE]
+    is_kept = torch.is_grad_enabled() and isinstance(workspace, Tensor) and not workspace.numel()
+    return workspace if is_kept else None
+
+
+PLACE_OF_WORKSPACE = 3  # in the result of each of these operations
+_WORKSPACES = (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn)
+
+
+def _rnn(inputs: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """Count all layers and directions; each row of the input meets each weight matrix once."""
+    rows = inputs.numel() // max(inputs.shape[-1], 1)
+    return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() == _MATRIX)
+
+
+def _rnn_backward(inputs: Tensor, weights: Sequence[Tensor], *rest: Any, **_: Any) -> int:
+    """Count the gradients of inputs and states, and those of the weights where they are wanted."""
+    has_weights = bool(rest[-1][-1])  # the last argument says which gradients are wanted
+    return _rnn(inputs, weights) * (2 if has_weights else 1)
+
+
+def _rnn_layer(inputs: Tensor, *weights: Any, **_: Any) -> int:
+    """Count one layer in one direction."""
+    return _rnn(inputs, weights[:2])
+
+
+def _product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Count a product of matrices, of batches of matrices, or of groups of rows or columns."""
+    batch = left.shape[0] if left.dim() == right.dim() == _MATRIX + 1 else 1
+    return int(2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+def _multi_head(query: Tensor, key: Tensor, value: Tensor, width: int, *_: Any, **__: Any) -> int:
+    """Count the projections of attention and the attention itself."""
+    if query.is_nested:
+        return 0
+    batch, n_queries, n_keys = query.shape[0], query.shape[1], key.shape[1]
+    projections = 2 * batch * width * width * (2 * n_queries + 2 * n_keys)
+    return projections + 4 * batch * n_queries * n_keys * width
+
+
+def _trilinear(*args: Any, **_: Any) -> int:
+    """Count the two products of `nn.Bilinear`, the larger of them first."""
+    tensors, expanded, summed = args[:3], args[3:6], args[6]
+    sizes: list[int] = []
+    for tensor, dims in zip(tensors, expanded, strict=True):
+        shape = list(tensor.shape)
+        for dim in dims:
+            shape.insert(dim, 1)
+        sizes = [max(pair) for pair in zip(sizes, shape, strict=True)] if sizes else shape
+    # The first product sums over the dimensions that the third tensor lacks.
+    first: int = math.prod(sizes[dim] for dim in summed if dim in expanded[2])
+    every: int = math.prod(sizes)
+    return 2 * every + 2 * every // max(first, 1)
+
+
+def has_unknown_flops(operation: Any) -> bool:
+    """Tell whether an operation without a formula may do more than one step for each element.
+
+    These are operations of other libraries, and torch's own that multiply, convolve or decompose
+    matrices. Like torch's counter, hookline counts nothing for functions of single elements.
+    """
+    space, _, name = str(operation._qualified_op_name).partition("::")
+    if space in ("prim", "prims"):
+        return False
+    return space != "aten" or bool(_MATRIX_WORK.search(name) and not _ELEMENTWISE.search(name))
+
+
+_MATRIX = 2  # dimensions
+_MATRIX_WORK = re.compile(
+    r"(^|_)(\w*mm|\w*dot|[a-z]*mv|matmul|gemm|\w*conv\w*|attention|\w*rnn|lstm|gru|cdist|trilinear"
+    r"|linear|fft|linalg|solve|spsolve|cholesky|lu|qr|svd|eigh?|det|inverse|geqrf|orm?gqr|ormqr)(_|$)"
+)
+_ELEMENTWISE = re.compile(
+    r"upsample|thnn|convert|unpack|pack$|prepack|flatten|check_errors|norm|cross|diagonal|vander"
+    r"|cudnn_is|reorder|nested|get_|scaled_dot_product_attention_math|slice_inverse|lu_relu"
+)

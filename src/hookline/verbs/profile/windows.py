@@ -1,0 +1,280 @@
+"""The costs of one thread, pass by pass.
+
+A window begins with a pass and lasts until the next one. The time between two passes, such as that
+of the loss, belongs to the window before. Old windows are added up, so that a long run needs no
+more memory than a short one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple, final
+
+import numpy
+import numpy.typing
+
+from hookline.display.text import plural
+from hookline.verbs.profile.contexts import BACKWARD, CALLS, FORWARD, SLOTS, Context
+
+Costs = numpy.typing.NDArray[numpy.float64]
+
+_N_SLOTS = len(SLOTS)
+_MOST_NUMBERS = 4_000_000  # of a thread: 32 MB
+_FEWEST = 16  # windows that are kept, however many modules there are
+
+
+@final
+class Window:
+    """The costs of one pass, and of the code up to the next one.
+
+    Args:
+        number: the pass; -1 before the first.
+        size: how many costs there are.
+
+    Attributes:
+        costs: seconds by phase and numbers of calls: `SLOTS` of each context after each other.
+        has_failed: whether the forward raised.
+        has_gradients: whether gradients were enabled.
+    """
+
+    __slots__ = ("costs", "has_failed", "has_gradients", "number")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.costs = array("d", bytes(size * 8))
+        self.has_failed = False
+        self.has_gradients = False
+
+
+class Sample(NamedTuple):
+    """The costs of a pass: the mean over passes that share one backward.
+
+    Attributes:
+        number: the first pass.
+        n_passes: the number of passes.
+        costs: the costs, by context and slot.
+    """
+
+    number: int
+    n_passes: int
+    costs: Costs
+
+
+@final
+class Windows:
+    """The windows of a thread.
+
+    Args:
+        settle: reads the costs that a device has not given yet.
+
+    Attributes:
+        current: the window that is charged at present.
+    """
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self.current = Window(-1, _N_SLOTS)
+        self._closed: deque[Window] = deque()
+        # Of the windows that are no longer kept: those that went well, and those that failed.
+        self._sums: tuple[Costs, Costs] = _nothing(1), _nothing(1)
+        self._n_passes = [0, 0]
+
+    def reach(self, n_contexts: int) -> None:
+        """Make room for the costs of further contexts."""
+        missing = n_contexts * _N_SLOTS - len(self.current.costs)
+        if missing > 0:
+            self.current.costs.frombytes(bytes(missing * 8))
+
+    def begin(self, number: int) -> None:
+        """Begin the window of a pass. The code before the first pass belongs to the first."""
+        if self.current.number < 0:
+            self.current.number = number
+            return
+        self._closed.append(self.current)
+        self.current = Window(number, len(self.current.costs))
+        if len(self._closed) > max(_FEWEST, _MOST_NUMBERS // len(self.current.costs)):
+            self._settle()
+            oldest = self._closed.popleft()
+            self._n_passes[oldest.has_failed] += 1
+            self._sums = tuple(  # type: ignore[assignment]
+                _sum_of([sums, _matrix(oldest)]) if failed == oldest.has_failed else sums
+                for failed, sums in enumerate(self._sums)
+            )
+
+    def sums(self, *, failed: bool) -> tuple[int, Costs]:
+        """Return the number of passes that failed, or of the others, and the sum of their costs.
+
+        The code of a block without any pass is a part of the costs of passes that did not fail.
+        """
+        windows = [window for window in self._kept() if window.has_failed == failed]
+        n_passes = self._n_passes[failed] + sum(window.number >= 0 for window in windows)
+        return n_passes, _sum_of([self._sums[failed], *map(_matrix, windows)])
+
+    def samples(self) -> list[Sample]:
+        """Return the costs of the passes that are kept and did not fail, in order.
+
+        Several passes may share a backward, which runs in the window of the last one.
+        """
+        windows = [one for one in self._kept() if one.number >= 0 and not one.has_failed]
+        waiting: list[Window] = []
+        samples = []
+        for window in windows:
+            if not window.has_gradients:
+                samples.append(_sample([window]))
+                continue
+            waiting.append(window)
+            if any(window.costs[BACKWARD::_N_SLOTS]):
+                samples.append(_sample(waiting))
+                waiting = []
+        samples += [_sample([window]) for window in waiting]
+        return sorted(samples, key=lambda sample: sample.number)
+
+    def _kept(self) -> Iterator[Window]:
+        yield from self._closed
+        yield self.current
+
+
+def _nothing(n_contexts: int) -> Costs:
+    return numpy.zeros((n_contexts, _N_SLOTS))
+
+
+def _matrix(window: Window) -> Costs:
+    return numpy.array(window.costs).reshape(-1, _N_SLOTS)
+
+
+def _sample(windows: Sequence[Window]) -> Sample:
+    mean = _sum_of(map(_matrix, windows)) / len(windows)
+    return Sample(windows[0].number, len(windows), mean)
+
+
+def _sum_of(costs: Iterable[Costs]) -> Costs:
+    """Add up costs; later ones may have more contexts."""
+    every = [*costs]
+    total = _nothing(max(map(len, every), default=1))
+    for matrix in every:
+        total[: len(matrix)] += matrix
+    return total
+
+
+class Choice(Enum):
+    """The passes of a table: all of them added up, the first one, or all later ones."""
+
+    ALL = auto()
+    FIRST = auto()
+    LATER = auto()
+
+
+@final
+class Ran:
+    """The passes of all threads.
+
+    Args:
+        threads: the windows of each thread.
+
+    Attributes:
+        n_passes: the number of passes that did not fail.
+        n_failed: the number of passes whose forward raised.
+        failed_seconds: the seconds of the passes that failed, if others did not.
+    """
+
+    def __init__(self, threads: Sequence[Windows]) -> None:
+        went_well = [windows.sums(failed=False) for windows in threads]
+        failed = [windows.sums(failed=True) for windows in threads]
+        self._samples = [windows.samples() for windows in threads]
+        self.n_passes = sum(number for number, _ in went_well)
+        self.n_failed = sum(number for number, _ in failed)
+        self.failed_seconds = 0.0
+        # What ran before the model raised is better than no number.
+        self._sums = [
+            costs for _, costs in (went_well if self.n_passes or not self.n_failed else failed)
+        ]
+        if self.n_passes:
+            seconds = [float(costs[:, :CALLS].sum()) for _, costs in failed]
+            # The code around the model counts in the first thread alone.
+            around = sum(float(costs[0, FORWARD]) for _, costs in failed[1:])
+            self.failed_seconds = sum(seconds) - around
+
+    @property
+    def n_started(self) -> int:
+        """The number of passes."""
+        return self.n_passes + self.n_failed
+
+    def costs(self, choice: Choice) -> tuple[list[list[Costs]], int]:
+        """Return the costs of each thread's contexts for a table, and the number of passes."""
+        samples = sorted((one for thread in self._samples for one in thread), key=_number)
+        if choice is Choice.ALL or not samples:
+            n_passes = self.n_passes or self.n_failed
+            divisor = 1 if choice is Choice.ALL else max(n_passes, 1)
+            return [[costs / divisor] for costs in self._sums], n_passes if divisor == 1 else 1
+        first = samples[0].number
+        chosen = [
+            [one for one in thread if (one.number == first) == (choice is Choice.FIRST)]
+            for thread in self._samples
+        ]
+        if not any(chosen):
+            return self.costs(Choice.FIRST)
+        n_passes = sum(one.n_passes for thread in chosen for one in thread)
+        return [[one.costs for one in thread] for thread in chosen], n_passes
+
+    def about_failed(self) -> str:
+        """Say how many passes failed; an empty text if none has."""
+        if not self.n_failed:
+            return ""
+        if not self.n_passes:
+            return "The forward raised in each pass: the times are those of what ran before."
+        passes = plural(self.n_failed, "pass", "passes")
+        return f"The forward raised in {passes}: no time, FLOPs or mean contains them."
+
+
+def _number(sample: Sample) -> int:
+    return sample.number
+
+
+def medians(costs: Costs) -> list[float]:
+    """Return the median of each slot over passes."""
+    return [float(cost) for cost in numpy.median(costs, axis=0)]
+
+
+@final
+class Measured:
+    """The costs of contexts in one table: sums over all passes, or those of several passes.
+
+    Args:
+        tops: the top of the contexts of each thread.
+        costs: the costs of each thread's contexts, one after the other, for each of its passes.
+        adds: whether the costs of the threads add up. Otherwise each thread has passes of its own.
+    """
+
+    def __init__(
+        self, tops: Sequence[Context], costs: Sequence[Sequence[Costs]], *, adds: bool
+    ) -> None:
+        sizes = [sum(1 for _ in top.all()) for top in tops]
+        # One matrix for each thread: passes, contexts, slots.
+        self._costs = [
+            numpy.stack([_padded(one, size) for one in passes])
+            for size, passes in zip(sizes, costs, strict=True)
+            if passes
+        ]
+        kept = [top for top, passes in zip(tops, costs, strict=True) if passes]
+        self._thread_of = {context: k for k, top in enumerate(kept) for context in top.all()}
+        self.adds = adds
+
+    def of(self, contexts: Iterable[Context]) -> Costs:
+        """Return the costs of some contexts together: a row a pass, a column a slot."""
+        indices: list[list[int]] = [[] for _ in self._costs]
+        for context in contexts:
+            if context in self._thread_of:
+                indices[self._thread_of[context]].append(context.index)
+        parts = [
+            matrix[:, chosen].sum(1) for matrix, chosen in zip(self._costs, indices, strict=True)
+        ]
+        if not parts:
+            return _nothing(1)
+        return sum(parts[1:], parts[0]) if self.adds else numpy.concatenate(parts)
+
+
+def _padded(costs: Costs, size: int) -> Costs:
+    return numpy.concatenate([costs, _nothing(size - len(costs))]) if len(costs) < size else costs

@@ -1,0 +1,85 @@
+"""--json: one JSON document on stdout, and nothing else there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hookline as hl
+from hookline.cli.app import app
+from small_stores import write_store
+
+FAILING = """
+from torch import nn
+class Net(nn.Linear):
+    def forward(self, x):
+        raise ValueError("too bad")
+def make():
+    return Net(2, 2)
+"""
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments), "--json"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["summary", "demo:digits"], {"model", "ran", "rows", "parameters"}),
+        (["summary", "demo:digits", "demo"], {"flops", "without_formula", "rows"}),
+        (["profile", "demo:digits", "demo", "--steps", "2"], {"input", "total", "rows", "notes"}),
+        (["doctor", "demo:digits"], {"input", "ok", "sites"}),
+        (["hooks", "demo:digits"], {"modules", "hooks"}),
+    ],
+)
+def test_stdout_is_json_alone(arguments, keys):
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert keys <= data.keys()
+
+
+def test_an_inspection_names_its_files(tmp_path):
+    done = run("inspect", "demo:digits", "demo", "--at", "block*", "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["folder"] == str(tmp_path / "run")
+    assert [row["site"] for row in data["sites"]] == list(map(str, hl.open(data["folder"]).sites))
+    assert data["n_values"] == len(data["sites"])
+    assert data["classes"][0]["probability"] > 0
+    assert data["summary"]["rows"]
+
+
+def test_a_store_has_its_sites_and_job():
+    folder = "memory://as-json"
+    write_store(folder, {"x": torch.tensor([[1.0, float("nan")], [2.0, 3.0]])})
+    done = run("store", "info", folder)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["items"] == 2
+    (site,) = data["sites"]
+    assert (site["site"], site["dtype"]) == ("x", "float32")
+
+
+@pytest.mark.parametrize("command", ["summary", "profile", "inspect"])
+def test_a_model_that_fails_gives_json_and_exit_code_1(tmp_path, command):
+    path = tmp_path / "net.py"
+    path.write_text(FAILING)
+    options = ["--out", tmp_path / "run"] if command == "inspect" else []
+    done = run(command, f"{path}:make", "random:1x2", *options)
+    assert done.exit_code == 1
+    data = json.loads(done.stdout)
+    assert "too bad" in (data.get("failure") or data["summary"]["failure"])
+    assert "too bad" in done.stderr
+
+
+def test_a_wrong_argument_leaves_stdout_empty(tmp_path):
+    done = run("summary", "demo:nothing")
+    assert (done.exit_code, done.stdout) == (2, "")
+    done = CliRunner().invoke(app, ["inspect", "demo:digits", "demo", "--plot", "--json"])
+    assert done.exit_code == 2
+    assert "--plot must not stand beside --json." in done.stderr
