@@ -10,11 +10,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Site
+from hookline.engine import Site, sharding
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.stores.batch_columns import ColumnForm, columns_of
+from hookline.stores.first_batch import Computing, summary_of
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
@@ -60,6 +61,7 @@ class Worker:
         self.offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
         self._first_chunk: Chunk | None = None
+        self._first_copy: Batch | None = None
 
     @cached_property
     def first(self) -> Batch:
@@ -77,9 +79,29 @@ class Worker:
         The rows show the forms of the values that a store will hold. The model runs to its end, so
         that a module which runs several times is noticed.
         """
-        with self._prefix.to_the_end():
-            self._first_chunk = self._run(self.first)
+        # For `first_again`: a model may write to its input.
+        self._first_copy = self.first._replace(data=tree.map_tensors(Tensor.clone, self.first.data))
+        self._first_chunk = self._run_to_the_end(self.first)
         return self._first_chunk
+
+    def first_again(self) -> Chunk:
+        """Run the model once more on the first batch, and return its rows."""
+        assert self._first_copy is not None
+        return self._run_to_the_end(self._first_copy)
+
+    def summary(self, chunk: Chunk) -> dict[str, Any]:
+        """Return the rows of a batch in a few numbers, by which another model is noticed."""
+        kind, model = self._device.type, self._prefix.modules[0]
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+        self.offload.ready()()
+        is_split = sharding(model) == "split"
+        return summary_of(chunk.columns, Computing.of(kind, dtypes, is_split=is_split))
+
+    def _run_to_the_end(self, batch: Batch) -> Chunk:
+        with self._prefix.to_the_end():
+            return self._run(batch)
 
     def chunk(self, batch: Batch) -> Chunk:
         """Run the model on a batch, unless that was done already, and return its rows.
@@ -90,7 +112,7 @@ class Worker:
             NotRecordedError: the model did not reach a site.
             StructureError: a value does not have a row for each item or token.
         """
-        known, self._first_chunk = self._first_chunk, None
+        known, self._first_chunk, self._first_copy = self._first_chunk, None, None
         return known if known is not None and batch.number == 0 else self._run(batch)
 
     def _run(self, batch: Batch) -> Chunk:

@@ -1,4 +1,8 @@
-"""Identify a model and a function, across processes and machines."""
+"""Identify a model and a function, across processes and machines.
+
+A model is its classes, its weights and its plain attributes. Code outside its classes, such as a
+global function that `forward` calls, is not part of the identity.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,62 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128
 
-from hookline.engine import full_value, is_dtensor, local_shards, own_class
+from hookline.engine.distributed.shards import local_shards
 from hookline.engine.pytree import describe
+from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN_REPR: Any = object.__repr__
 _N_DIGITS = 16  # of a fingerprint of code
+_SAMPLED_BYTES = 2**20  # a larger tensor may be sampled
+_N_BLOCKS = 64
+_BLOCK_BYTES = _SAMPLED_BYTES // _N_BLOCKS
+_MOST_SHOWN = 60  # characters of a plain attribute
+_PLAIN = bool | int | float | complex | str | None
 
 
-def model_identity(model: nn.Module, *, whole: bool = False) -> dict[str, str]:
-    """Return a model's type, a fingerprint of its structure, and a digest of its weights.
+class Identity(TypedDict):
+    """What identifies a model.
 
-    The structure is the class and the `extra_repr` of each module. The weights are the parameters
-    and buffers with their names, shapes and dtypes.
+    Args:
+        type: the name of its class.
+        structure: a fingerprint of the class and the `extra_repr` of each module.
+        weights: a digest of parameters and buffers, with their names, shapes and dtypes.
+        code: a fingerprint of each class of a module that is not torch's.
+        attributes: numbers and texts that modules hold, by class and name: their text, or a
+            fingerprint where instances differ.
+    """
+
+    type: str
+    structure: str
+    weights: str
+    code: dict[str, str]
+    attributes: dict[str, str]
+
+
+def model_identity(model: nn.Module, *, whole: bool = False, sampled: bool = False) -> Identity:
+    """Return fingerprints of a model's structure, weights and code, and its plain attributes.
 
     Args:
         model: the model.
         whole: gather sharded weights, one at a time: a collective. The identity is then that of
             the same model in one process. False takes of them what this rank holds.
+        sampled: read only 64 blocks of each tensor of more than 1 MiB.
     """
     kind = own_class(model)
     return {
         "type": f"{kind.__module__}.{kind.__qualname__}",
         "structure": _short("\n".join(_structure(model)).encode()),
-        "weights": _weights(model, whole=whole),
+        "weights": _weights(model, whole=whole, sampled=sampled),
+        "code": _code(model),
+        "attributes": _attributes(model),
     }
 
 
@@ -47,15 +76,93 @@ def _structure(model: nn.Module) -> Iterator[str]:
         yield f"{path}: {own_class(module).__name__}({_ADDRESS.sub('', module.extra_repr())})"
 
 
-def _weights(model: nn.Module, *, whole: bool = False) -> str:
+def _weights(model: nn.Module, *, whole: bool = False, sampled: bool = False) -> str:
     digest = xxh3_128()  # ten times as fast as sha256: weights are hashed at each start
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in sorted(named):
         tensor = named[name].detach()
         tensor = full_value(tensor) if whole and is_dtensor(tensor) else local_shards(tensor)
         digest.update(f"{name} {describe.in_words(tensor)}".encode())
-        digest.update(_bytes_of(tensor))
+        digest.update(_bytes_of(_sample(tensor) if sampled else tensor))
     return digest.hexdigest()
+
+
+def _sample(tensor: Any) -> Any:
+    """Return evenly spaced blocks of a large dense tensor, the first and the last included."""
+    is_dense = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_dense or tensor.nbytes <= _SAMPLED_BYTES or not tensor.is_contiguous():
+        return tensor
+    flat, size = tensor.reshape(-1), _BLOCK_BYTES // tensor.element_size()
+    last = flat.numel() - size
+    starts = [last * block // (_N_BLOCKS - 1) for block in range(_N_BLOCKS)]
+    return torch.cat([flat[start : start + size] for start in starts])
+
+
+def _code(model: nn.Module) -> dict[str, str]:
+    kinds = dict.fromkeys(own_class(module) for module in model.modules())
+    parts = {kind: _short(_class_bytes(kind)) for kind in kinds if not _is_torchs(kind)}
+    found: dict[str, str] = {}
+    for kind in sorted(parts, key=lambda kind: (kind.__qualname__, kind.__module__)):
+        found[kind.__qualname__] = found.get(kind.__qualname__, "") + parts[kind]
+    return found
+
+
+def _class_bytes(kind: type) -> bytes:
+    """Return bytes that tell what the methods of a class do, inherited ones included."""
+    parts = []
+    for part in kind.__mro__:
+        if part is object or _is_torchs(part):
+            continue
+        for name, member in sorted(vars(part).items()):
+            for function in _functions_of(member):
+                parts.append(name.encode() + _described(function.__code__, frozenset()))
+            if isinstance(member, _PLAIN) and not name.startswith("__"):
+                parts.append(f"{name}={member!r}".encode())
+    return b"".join(b"%d:%b" % (len(part), part) for part in parts)
+
+
+def _functions_of(member: Any) -> Iterator[FunctionType]:
+    """Yield the functions of a member of a class, those that a decorator has wrapped included."""
+    members = [member]
+    if isinstance(member, property):
+        members = [member.fget, member.fset]
+    elif isinstance(member, staticmethod | classmethod):
+        members = [member.__func__]
+    elif isinstance(member, functools.cached_property | functools.partialmethod):
+        members = [member.func]
+    seen: set[int] = set()
+    while members:
+        part = members.pop()
+        if isinstance(part, FunctionType) and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            members += map(_contents, part.__closure__ or ())
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _attributes(model: nn.Module) -> dict[str, str]:
+    texts: dict[str, list[str]] = {}
+    for module in model.modules():
+        kind = own_class(module).__qualname__
+        for name, value in vars(module).items():
+            if name != "training" and not name.startswith("_") and _is_plain(value):
+                texts.setdefault(f"{kind}.{name}", []).append(repr(value))
+    return {key: _summed(texts[key]) for key in sorted(texts)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(part, _PLAIN) for part in value)
+    return isinstance(value, _PLAIN)
+
+
+def _summed(texts: list[str]) -> str:
+    if len(set(texts)) == 1 and len(texts[0]) <= _MOST_SHOWN:
+        return texts[0]
+    return f"fingerprint {_short(repr(texts).encode())}"
 
 
 def _bytes_of(tensor: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.stores.identity import function_identity, model_identity
+from hookline.engine.identity import function_identity, model_identity
 
 
 def net(seed=0):
@@ -104,7 +104,7 @@ def test_another_process_finds_the_same():
 
 
 _WITH_SETS = """
-from hookline.stores.identity import function_identity
+from hookline.engine.identity import function_identity
 names = {"alpha", "beta", "gamma", "delta"}
 print(function_identity(lambda t: t if t in {"one", "two", "three", "four"} else t.sum()))
 def closed(names):
