@@ -81,7 +81,7 @@ def summary_of(columns: Mapping[str, Tensor], computing: Computing) -> dict[str,
     found: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
     if computing.is_split:
         found["split"] = True
-    return {**found, "columns": {name: _numbers_of(columns[name]) for name in sorted(columns)}}
+    return {**found, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
 
 
 def difference(

@@ -175,8 +175,9 @@ class Store:
             >>> store.job["sites"], store.job["batch_size"]
             (['body', 'fc'], 32)
 
-        Its keys are `model`, `sites`, `options`, `data`, `batch_size`, `n_items`, `shard_batches`
-        and `columns`.
+        Its keys are `model`, `sites`, `options`, `data`, `batch_size`, `n_items`, `shard_batches`,
+        `columns` and `first_batch`. The last is a fingerprint of the values of the first batch, by
+        which `hl.extract` notices another model.
 
         Raises:
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].job`.
