@@ -7,6 +7,7 @@ as on another machine, sums of the values are compared instead.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from xxhash import xxh3_128
 
 from hookline.recordings.tensor_file import DTYPES, flat_bytes
 
-# The values of a column are dealt to so many sums. A prime: the sums cut across any dimension.
+# The values of a column are dealt to so many sums, with arbitrary signs. A prime: the sums cut
+# across any dimension.
 _N_SUMS = 31
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TF32, _BF16 = 2.0**-10, 2.0**-7  # the rounding of products at lower precision
@@ -136,7 +138,7 @@ def _numbers_of(tensor: Tensor) -> dict[str, Any]:
         rows = np.where(finite, rows, 0)
         square = _square(rows)
     n_digits = 17 if tensor.dtype.itemsize >= 8 else 9
-    sums = np.add.reduce(rows, axis=0, dtype=np.float64).tolist()
+    sums = np.einsum("i,ij->j", _signs(len(rows)), rows, dtype=np.float64).tolist()
     return {
         "dtype": _NAMES[tensor.dtype],
         "digest": digest.hexdigest(),
@@ -157,6 +159,15 @@ def _in_rows(tensor: Tensor) -> NDArray[Any]:
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _N_SUMS))
     rows: NDArray[Any] = padded.view(-1, _N_SUMS).numpy()
     return rows
+
+
+def _signs(n: int) -> NDArray[np.float64]:
+    """Return the same arbitrary signs in every process.
+
+    With them, the squares of sums add up to about the square of the norm, whatever the values are.
+    """
+    data = np.frombuffer(hashlib.shake_256(b"hookline").digest(-(-n // 8)), np.uint8)
+    return np.unpackbits(data)[:n].astype(np.float64) * 2 - 1
 
 
 def _square(rows: NDArray[Any]) -> float:
