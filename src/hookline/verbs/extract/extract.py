@@ -93,7 +93,7 @@ def extract(
             number of tokens of each item, shape `(items,)`. The default is "attention_mask" in a
             batch that has this key. Otherwise, and with None, rows are items.
         inputs: a function of a batch that returns what the model takes; None, the default, takes
-            the whole batch.
+            the whole batch. A batch that is a list of one tensor is that tensor.
         workers: the number of processes that load data; 0, the default, loads it in this one.
         on_error: "raise", the default, stops at an item that cannot be loaded. "skip" leaves it
             out, and lists it in `store.skipped`.

@@ -19,6 +19,7 @@ from hookline.stores.first_batch import Computing, summary_of
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
+from hookline.verbs.extract.inputs.call_hint import note_inputs
 from hookline.verbs.extract.inputs.sources import Batch, Source
 from hookline.verbs.extract.inputs.token_mask import Mask, tokens_of
 from hookline.verbs.extract.seeding import seeded
@@ -127,7 +128,7 @@ class Worker:
         data = self._inputs_of(batch)
         tokens = tokens_of(data, self._mask, len(batch.items))
         with torch.no_grad():
-            missing = self.forward(tree.map_tensors(self._move, data))
+            missing = self._forward_moved(tree.map_tensors(self._move, data))
         taken = self._prefix.recording.take()
         for site in missing:
             taken[-1][site]  # raises, and says why
@@ -149,6 +150,14 @@ class Worker:
             batch.skipped,
         )
 
+    def _forward_moved(self, data: Any) -> list[Site]:
+        try:
+            return self.forward(data)
+        except TypeError as error:
+            if self._inputs is None:
+                note_inputs(self._prefix.modules[0], data, error)
+            raise
+
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""
         return tree.map_tensors(self._move, self._inputs_of(self.first))
@@ -163,7 +172,7 @@ class Worker:
         Raises:
             InputError: they are a list, or have not one row for each item of the batch.
         """
-        data = batch.data if self._inputs is None else self._inputs(batch.data)
+        data = _lone_tensor(batch.data) if self._inputs is None else self._inputs(batch.data)
         if isinstance(data, list):
             raise InputError(
                 "a batch must hold only the model's inputs, got"
@@ -231,6 +240,13 @@ def _load(worker: Worker, asked: Iterator[int]) -> Iterator[Batch]:
     elif number is not None:
         asked = itertools.chain([number], asked)
     yield from worker.source.batches(asked)
+
+
+def _lone_tensor(data: Any) -> Any:
+    """Return the tensor of a list of one, as a DataLoader makes of a TensorDataset."""
+    if isinstance(data, list) and len(data) == 1 and isinstance(data[0], Tensor):
+        return data[0]
+    return data
 
 
 _CPU = torch.device("cpu")
