@@ -202,8 +202,9 @@ SURFACES = {
         "outside_root", "passes", "remarks", "removed", "silent", "warning", "why",
     ]),
     "Store": (stored, [
-        "cat", "dataset", "export", "items", "job", "n_items", "n_rows", "names", "nbytes", "parts",
-        "place", "release", "shuffled", "sites", "skipped", "statistics", "tokens", "verify",
+        "cat", "dataset", "export", "files", "items", "job", "labels", "n_items", "n_rows", "names",
+        "nbytes", "parts", "place", "release", "shuffled", "sites", "skipped", "statistics",
+        "tokens", "verify",
     ]),
     "Column": (lambda: stored()["x"], [
         "dtype", "is_ragged", "lengths", "name", "nbytes", "ndim", "numpy", "of_item", "of_items",
