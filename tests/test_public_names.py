@@ -191,8 +191,8 @@ SURFACES = {
     ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
     "Recording": (recorded, [
-        *LOOK_UPS, "calls", "cat", "gradients", "lost", "modules", "passes", "ranks", "release",
-        "report", "save", "sites", "stack",
+        *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
+        "release", "report", "save", "sites", "stack",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
         *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order",

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import platform
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, final
 
 import numpy as np
 import torch
@@ -21,6 +25,7 @@ from xxhash import xxh3_128
 from hookline.engine.distributed.shards import local_shards
 from hookline.engine.pytree import describe
 from hookline.engine.torch_private.distributed import full_value, is_dtensor, own_class
+from hookline.engine.torch_private.modules import unwrapping
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLAIN_REPR: Any = object.__repr__
@@ -29,6 +34,7 @@ _SAMPLED_BYTES = 2**20  # a larger tensor may be sampled
 _N_BLOCKS = 64
 _BLOCK_BYTES = _SAMPLED_BYTES // _N_BLOCKS
 _MOST_SHOWN = 60  # characters of a plain attribute
+_PACKAGES = ("timm", "torchvision", "transformers")  # whose versions are noted
 _PLAIN = bool | int | float | complex | str | None
 
 
@@ -175,6 +181,84 @@ def _bytes_of(tensor: Any) -> Any:
         return flat.view(torch.uint8).numpy().data
     except (RuntimeError, TypeError):  # quantised, sparse, a subclass: by its numbers
         return repr(tensor.dequantize() if tensor.is_quantized else tensor.tolist()).encode()
+
+
+@final
+@dataclass(frozen=True)
+class RecordedModel:
+    """Identify the model of a saved recording or of a run.
+
+    Two recordings with equal fingerprints were saved with the same model. If they differ,
+    `structure`, `weights` and `code` say in what.
+
+    Attributes:
+        type: the name of the model's class, with its module.
+        structure: a fingerprint of the class and the `extra_repr` of each module.
+        weights: a fingerprint of parameters and buffers, with their names, shapes and dtypes. In a
+            distributed job, of this rank's part. Of a tensor of more than 1 MiB, 64 evenly spaced
+            blocks of 16 KiB are read.
+        code: a fingerprint of the code of the modules' classes, torch's own left out.
+        versions: the versions of hookline, Python and torch, and of timm, torchvision and
+            transformers where they were imported.
+    """
+
+    type: str
+    structure: str
+    weights: str
+    code: str
+    versions: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """A fingerprint of structure, weights and code: 16 hexadecimal digits."""
+        return _short("\n".join((self.type, self.structure, self.weights, self.code)).encode())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: Any) -> RecordedModel | None:
+        """Read what `as_json` made; None for None.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is something else.
+        """
+        if row is None:
+            return None
+        versions = {str(name): str(text) for name, text in row["versions"].items()}
+        kind, structure, weights, code = (
+            str(row[key]) for key in ("type", "structure", "weights", "code")
+        )
+        return RecordedModel(kind, structure, weights, code, versions)
+
+
+def recorded_model(model: nn.Module) -> RecordedModel | None:
+    """Identify a model, without torch's wrappers around it; None if its weights cannot be read.
+
+    Args:
+        model: the model.
+    """
+    try:
+        found = model_identity(unwrapping(model)[-1], sampled=True)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # such as lazy parameters
+        return None
+    code = _short(repr(found["code"]).encode())
+    return RecordedModel(
+        found["type"], found["structure"], found["weights"], code, _versions_here()
+    )
+
+
+def _versions_here() -> dict[str, str]:
+    try:
+        own = version("hookline")
+    except PackageNotFoundError:
+        own = "unknown"
+    found = {"hookline": own, "python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in _PACKAGES:
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
 
 
 def function_identity(function: Callable[..., Any] | None) -> str | None:

@@ -277,6 +277,8 @@ class _Recorder:
             keeps_graph=self._keeps_graph,
             unversioned=unversioned,
         )
+        if line.root is not None:
+            self.recording.identify(weakref.ref(line.root))
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""
