@@ -223,17 +223,17 @@ def decorated(function):
 
 
 def test_plain_attributes_are_texts_by_class_and_name():
-    found = model_identity(nn.Sequential(Plain(1.0), Plain(1.0)))["attributes"]
-    assert found["Plain.scale"] == "1.0"
-    assert found["Plain.names"] == "['a', 'b']"
-    assert found["Linear.in_features"] == "2"
-    assert not {"Plain._hidden", "Plain.config", "Plain.training"} & set(found)
-    one, other = (
+    attributes = model_identity(nn.Sequential(Plain(1.0), Plain(1.0)))["attributes"]
+    assert attributes["Plain.scale"] == "1.0"
+    assert attributes["Plain.names"] == "['a', 'b']"
+    assert attributes["Linear.in_features"] == "2"
+    assert not {"Plain._hidden", "Plain.config", "Plain.training"} & set(attributes)
+    first, second = (
         model_identity(nn.Sequential(Plain(1.0), Plain(scale)))["attributes"]["Plain.scale"]
         for scale in (2.0, 3.0)
     )
-    assert one.startswith("fingerprint ")
-    assert one != other
+    assert first.startswith("fingerprint ")
+    assert first != second
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_the_code_of_a_class_and_of_its_bases_counts(monkeypatch, name, member):
 
 
 def test_code_within_a_decorator_counts(monkeypatch):
-    found = set()
+    fingerprints = set()
     for function in (lambda self, x: self.fc(x), lambda self, x: self.fc(x) + 1):
         monkeypatch.setattr(Plain, "forward", decorated(function))
-        found.add(model_identity(Plain())["code"]["Plain"])
-    assert len(found) == 2
+        fingerprints.add(model_identity(Plain())["code"]["Plain"])
+    assert len(fingerprints) == 2
 
 
 def test_the_classes_of_torch_have_no_code():
@@ -271,23 +271,23 @@ def test_the_classes_of_torch_have_no_code():
 
 
 def test_a_recorded_model_has_one_fingerprint_of_all():
-    found = recorded_model(Plain())
-    assert found == RecordedModel.from_json(json.loads(json.dumps(found.as_json())))
+    recorded = recorded_model(Plain())
+    assert recorded == RecordedModel.from_json(json.loads(json.dumps(recorded.as_json())))
     torch.manual_seed(1)
     others = [recorded_model(model) for model in (Plain(), Child(), nn.Linear(2, 2))]
-    assert len({found.fingerprint, *(other.fingerprint for other in others)}) == 4
-    assert len(found.fingerprint) == 16
+    assert len({recorded.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert len(recorded.fingerprint) == 16
     assert RecordedModel.from_json(None) is None
 
 
 def test_versions_are_those_of_packages_in_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(__version__="9.9"))
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    found = recorded_model(net()).versions
-    assert found["torch"] == str(torch.__version__)
-    assert found["timm"] == "9.9"
-    assert {"hookline", "python"} < set(found)
-    assert "transformers" not in found
+    versions = recorded_model(net()).versions
+    assert versions["torch"] == str(torch.__version__)
+    assert versions["timm"] == "9.9"
+    assert {"hookline", "python"} < set(versions)
+    assert "transformers" not in versions
 
 
 def test_torchs_wrappers_around_a_model_do_not_count():

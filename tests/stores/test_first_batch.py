@@ -14,16 +14,16 @@ VALUES = torch.randn(8, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
 def summary(values, computing=CPU):
-    found = summary_of({"fc": values}, computing)
-    return json.loads(json.dumps(found))  # as a manifest holds it
+    about = summary_of({"fc": values}, computing)
+    return json.loads(json.dumps(about))  # as a manifest holds it
 
 
-def kind_of(one, other, *, is_same_place=True, computing=CPU):
+def kind_of(was, now, *, is_same_place=True, computing=CPU):
     """Whether two values are "equal", or their difference is "near" or "far"."""
-    found = difference(
-        summary(one, computing), summary(other, computing), is_same_place=is_same_place
+    differences = difference(
+        summary(was, computing), summary(now, computing), is_same_place=is_same_place
     )
-    return "far" if found.far else "near" if found.near else "equal"
+    return "far" if differences.far else "near" if differences.near else "equal"
 
 
 @pytest.mark.parametrize("is_same_place", [False, True])
@@ -69,9 +69,9 @@ def test_a_unit_and_a_row_that_are_zeroed_are_far():
 )
 def test_another_device_or_order_may_differ_more(now, expected):
     before, after = summary(VALUES), summary(VALUES * (1 + 1e-4), CPU._replace(**now))
-    found = difference(before, after, is_same_place=True)
-    assert bool(found.far) == (expected == "far")
-    assert bool(found.near) == (expected == "near")
+    differences = difference(before, after, is_same_place=True)
+    assert bool(differences.far) == (expected == "far")
+    assert bool(differences.near) == (expected == "near")
 
 
 def test_values_of_a_model_in_half_precision_may_differ_more():
@@ -130,6 +130,6 @@ def test_few_integers_may_flip_on_another_machine():
 
 
 def test_a_difference_names_the_column_and_its_size():
-    found = difference(summary(VALUES), summary(VALUES * 0), is_same_place=True)
-    assert found.far[0].startswith("fc: values differ by about ")
-    assert found.far[0].endswith(" of their norm")
+    differences = difference(summary(VALUES), summary(VALUES * 0), is_same_place=True)
+    assert differences.far[0].startswith("fc: values differ by about ")
+    assert differences.far[0].endswith(" of their norm")

@@ -107,10 +107,10 @@ def _sample(tensor: Any) -> Any:
 def _code(model: nn.Module) -> dict[str, str]:
     kinds = dict.fromkeys(own_class(module) for module in model.modules())
     parts = {kind: _short(_class_bytes(kind)) for kind in kinds if not _is_torchs(kind)}
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for kind in sorted(parts, key=lambda kind: (kind.__qualname__, kind.__module__)):
-        found[kind.__qualname__] = found.get(kind.__qualname__, "") + parts[kind]
-    return found
+        digests[kind.__qualname__] = digests.get(kind.__qualname__, "") + parts[kind]
+    return digests
 
 
 def _class_bytes(kind: type) -> bytes:
@@ -240,12 +240,12 @@ def recorded_model(model: nn.Module) -> RecordedModel | None:
         model: the model.
     """
     try:
-        found = model_identity(unwrapping(model)[-1], sampled=True)
+        identity = model_identity(unwrapping(model)[-1], sampled=True)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # such as lazy parameters
         return None
-    code = _short(repr(found["code"]).encode())
+    code = _short(repr(identity["code"]).encode())
     return RecordedModel(
-        found["type"], found["structure"], found["weights"], code, _versions_here()
+        identity["type"], identity["structure"], identity["weights"], code, _versions_here()
     )
 
 
@@ -254,11 +254,15 @@ def _versions_here() -> dict[str, str]:
         own = version("hookline")
     except PackageNotFoundError:
         own = "unknown"
-    found = {"hookline": own, "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {
+        "hookline": own,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
     for name in _PACKAGES:
         if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return found
+            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return versions
 
 
 def function_identity(function: Callable[..., Any] | None) -> str | None:

@@ -150,8 +150,8 @@ class Recording(Lookups):
                 `run.ranks[0].model`.
         """
         if self.ranks:
-            found = {rank.model.fingerprint if rank.model else "" for rank in self.ranks}
-            if len(found) > 1:
+            fingerprints = {rank.model.fingerprint if rank.model else "" for rank in self.ranks}
+            if len(fingerprints) > 1:
                 self._refuse_of_ranks("model")
             return self.ranks[0].model
         if self._model is None or isinstance(self._model, RecordedModel):

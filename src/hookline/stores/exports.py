@@ -290,7 +290,7 @@ def _batches(source: Source, schema: Any) -> Iterator[Any]:
             )
             for column, field in zip(columns, schema, strict=False)
         ]
-        arrays += [pa.array(list(map(_printable, one[items]))) for one in source.texts.values()]
+        arrays += [pa.array(list(map(_printable, texts[items]))) for texts in source.texts.values()]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

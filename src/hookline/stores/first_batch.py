@@ -80,10 +80,10 @@ def summary_of(columns: Mapping[str, Tensor], computing: Computing) -> dict[str,
         columns: the columns, on the CPU.
         computing: how the model computes.
     """
-    found: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
+    about: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
     if computing.is_split:
-        found["split"] = True
-    return {**found, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
+        about["split"] = True
+    return {**about, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
 
 
 def difference(
@@ -100,16 +100,16 @@ def difference(
     is_exact = is_same_place and was["device"] == now["device"]
     is_exact = is_exact and "split" not in was and "split" not in now
     rounding = max(was["rounding"], now["rounding"])
-    found = Difference([], [])
+    differences = Difference([], [])
     for name, mine in now["columns"].items():
         theirs = was["columns"].get(name)
         if theirs is None or theirs["digest"] == mine["digest"]:
             continue  # the forms of the columns are compared before
         distance = _distance(theirs, mine)
         is_near = distance <= _limit(mine["dtype"], rounding, is_exact=is_exact)
-        texts = found.near if is_near else found.far
+        texts = differences.near if is_near else differences.far
         texts.append(f"{name}: values differ by about {distance:.2g} of their norm")
-    return found
+    return differences
 
 
 def _limit(dtype: str, rounding: float, *, is_exact: bool) -> float:

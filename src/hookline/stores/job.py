@@ -129,24 +129,22 @@ class Job:
 
         These explain why values differ. They may also differ where the values are the same.
         """
-        found = []
-        for key, text in (("attributes", "{}"), ("code", "code of {}")):
-            mine, theirs = (job.model.get(key, {}) for job in (self, other))
-            for name in sorted({*mine, *theirs}):
-                if mine.get(name) != theirs.get(name):
-                    is_text = key == "attributes" and name in mine and name in theirs
-                    label = text.format(name)
-                    found.append(
-                        f"{label}: {theirs[name]} in the store, now {mine[name]}"
-                        if is_text
-                        else f"{label}: another one than in the store"
-                    )
+        texts = []
+        mine, theirs = (job.model.get("attributes", {}) for job in (self, other))
+        for name in sorted({*mine, *theirs}):
+            was, now = theirs.get(name, "none"), mine.get(name, "none")
+            if was != now:
+                texts.append(f"{name}: {was} in the store, now {now}")
+        mine, theirs = (job.model.get("code", {}) for job in (self, other))
+        for name in sorted({*mine, *theirs}):
+            if mine.get(name) != theirs.get(name):
+                texts.append(f"code of {name}: another one than in the store")
         mine, theirs = (job.model.get("hooks", []) for job in (self, other))
-        found += [
+        texts += [
             f"{hook}: not there when the store was begun" for hook in mine if hook not in theirs
         ]
-        found += [f"{hook}: there when the store was begun" for hook in theirs if hook not in mine]
-        return found
+        texts += [f"{hook}: there when the store was begun" for hook in theirs if hook not in mine]
+        return texts
 
 
 def exact(job: Mapping[str, Any]) -> dict[str, Any]:

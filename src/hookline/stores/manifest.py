@@ -50,12 +50,12 @@ def environment() -> dict[str, Any]:
 def _machine() -> str:
     """Return the type of the processor, and which vector instructions torch uses."""
     try:
-        found = re.search(
+        model = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
         )
     except OSError:  # no Linux
-        found = None
-    name = platform.processor() if found is None else found[1]
+        model = None
+    name = platform.processor() if model is None else model[1]
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return f"{kind} {name}".rstrip()
 

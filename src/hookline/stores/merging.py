@@ -123,11 +123,11 @@ def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) ->
     ]
     for place, values in known[1:]:
         first_place, first = known[0]
-        found = difference(first, values, is_same_place=False).far
-        if found:
+        differences = difference(first, values, is_same_place=False).far
+        if differences:
             raise StructureError(
                 f"stores of one job must be of one model, got other values for the first batch in"
-                f" {place} than in {first_place}: {found[0]}."
+                f" {place} than in {first_place}: {differences[0]}."
                 "\nExtract with the same model, hooks and edits."
             )
 

@@ -255,8 +255,8 @@ class Store:
         """
         if self.files is None or not any("/" in file for file in self.files):
             return None
-        found = [file.partition("/")[0] if "/" in file else "" for file in self.files]
-        return np.array(found, object)
+        labels = [file.partition("/")[0] if "/" in file else "" for file in self.files]
+        return np.array(labels, object)
 
     def __getitem__(self, site: str | Site) -> Column:
         return self._columns[self._name_of(site)]

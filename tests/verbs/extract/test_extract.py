@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.recordings.manifest import sealed
-from hookline.stores.manifest import write_manifest
+from hookline.stores import manifest as manifest_module
+from hookline.stores.manifest import environment, write_manifest
 from hookline.stores.place import place_of
 from zoo import SmallNet
 
@@ -627,6 +629,14 @@ def test_other_threads_are_warned_of(model, tmp_path):
             hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_another_processor_is_warned_of(model, tmp_path, monkeypatch):
+    hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    assert environment()["machine"].startswith(platform.machine())
+    monkeypatch.setattr(manifest_module, "_machine", lambda: "x86_64 AVX2 Other")
+    with pytest.warns(hl.HooklineWarning, match=r"machine was .*, is x86_64 AVX2 Other"):
+        hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
 
 
 def in_a_child(work):

@@ -241,18 +241,18 @@ class Extraction:
             return []
         is_same_place = about == environment()
         try:
-            found = difference(
+            values = difference(
                 begun.first_batch, self._job.first_batch, is_same_place=is_same_place
             )
             reasons = self._job.model_differences(begun)
         except DAMAGE as error:
             raise FolderError(f"{self._place} is damaged: its {MANIFEST}: {error}.") from error
         # In the same place equal models have equal bits, almost always.
-        if found.far or (found.near and is_same_place and reasons):
-            return [*[*found.far, *found.near][:_MOST_VALUES], *reasons]
-        if found.near and is_same_place:
+        if values.far or (values.near and is_same_place and reasons):
+            return [*[*values.far, *values.near][:_MOST_VALUES], *reasons]
+        if values.near and is_same_place:
             warn(
-                f"{self._place}: {found.near[0]} from those of the store, for the first batch."
+                f"{self._place}: {values.near[0]} from those of the store, for the first batch."
                 "\nThe new shards may differ in their last bits. The model may be another one that"
                 " gives nearly the same values."
             )
