@@ -191,8 +191,8 @@ SURFACES = {
     ]),
     "RecordLine": (lambda: hl.record(nn.Linear(2, 2)), ["recording", "remove", "report"]),
     "Recording": (recorded, [
-        *LOOK_UPS, "calls", "cat", "gradients", "lost", "modules", "passes", "ranks", "release",
-        "report", "save", "sites", "stack",
+        *LOOK_UPS, "calls", "cat", "gradients", "lost", "model", "modules", "passes", "ranks",
+        "release", "report", "save", "sites", "stack",
     ]),
     "PassRecord": (lambda: recorded().passes[0], [
         *LOOK_UPS, "backwards", "calls", "failed", "fired", "number", "order",
@@ -203,8 +203,9 @@ SURFACES = {
         "why",
     ]),
     "Store": (stored, [
-        "cat", "dataset", "export", "items", "job", "n_items", "n_rows", "names", "nbytes", "parts",
-        "place", "release", "shuffled", "sites", "skipped", "statistics", "tokens", "verify",
+        "cat", "dataset", "export", "files", "items", "job", "labels", "n_items", "n_rows", "names",
+        "nbytes", "parts", "place", "release", "shuffled", "sites", "skipped", "statistics",
+        "tokens", "verify",
     ]),
     "Column": (lambda: stored()["x"], [
         "dtype", "is_ragged", "lengths", "name", "nbytes", "ndim", "numpy", "of_item", "of_items",

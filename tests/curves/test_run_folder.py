@@ -20,6 +20,7 @@ from torch import nn
 import hookline as hl
 from hookline.curves import Entry, Layout, RunFolder, StepReport, is_run, open_run
 from hookline.curves.run_folder import _frame
+from hookline.engine.identity import recorded_model
 
 STATISTICS = (hl.stats.moments(), hl.stats.histogram(), hl.stats.quantiles((0.1, 0.5)))
 
@@ -240,3 +241,22 @@ def test_frames_that_no_monitor_writes_are_damage(tmp_path, frames):
     (tmp_path / "curves.bin").write_bytes(b"hlcurve1" + frames)
     with pytest.raises(hl.FolderError, match="is damaged at byte"):
         _ = hl.open(tmp_path).steps
+
+
+def test_a_run_identifies_its_model_as_it_began(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    began = recorded_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.monitor(model, to=tmp_path / "run") as seen:
+        assert seen.model == began
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert seen.model == hl.open(tmp_path / "run").model == began != recorded_model(model)
+
+
+def test_a_run_in_memory_identifies_no_model():
+    model = nn.Linear(2, 3)
+    with hl.monitor(model, ports="output") as seen:
+        model(torch.ones(1, 2))
+    assert seen.model is None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import os
+import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -317,3 +321,69 @@ def test_a_pipe_in_place_of_a_manifest_does_not_hang(tmp_path):
         hl.FolderError, match=r"manifest\.json must be a regular file, got a device"
     ):
         hl.open(folder)
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def recorded_of(model):
+    with hl.record(model) as run:
+        model(torch.zeros(1, 2))
+    return run
+
+
+def test_a_saved_recording_identifies_its_model(tmp_path):
+    model, changed = nn.Linear(2, 3), nn.Linear(2, 3)
+    same = copy.deepcopy(model)
+    opened = hl.open(recorded_of(model).save(tmp_path / "a"))
+    assert opened.model == hl.open(recorded_of(same).save(tmp_path / "b")).model
+    assert opened.model.type == "torch.nn.modules.linear.Linear"
+    assert hl.open(opened.save(tmp_path / "c")).model == opened.model
+    other = hl.open(recorded_of(changed).save(tmp_path / "d"))
+    assert other.model.fingerprint != opened.model.fingerprint
+    assert other.model.structure == opened.model.structure
+    assert other.model.weights != opened.model.weights
+
+
+def test_the_model_is_read_when_the_recording_is_saved(tmp_path):
+    model = nn.Linear(2, 3)
+    run = recorded_of(model)
+    before = run.model
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert hl.open(run.save(tmp_path / "a")).model == run.model != before
+
+
+def test_a_model_that_is_gone_is_not_identified(tmp_path):
+    model = nn.Linear(2, 3)
+    run = recorded_of(model)
+    held = weakref.ref(model)
+    del model
+    gc.collect()
+    assert held() is None
+    assert run.model is None
+    assert hl.open(run.save(tmp_path / "a")).model is None
+
+
+def test_copies_of_a_recording_hold_no_model():
+    model = nn.Linear(2, 3)
+    run = recorded_of(model)
+    assert copy.deepcopy(run).model is None
+    assert pickle.loads(pickle.dumps(run)).model is None
+
+
+def test_an_older_folder_has_no_model(tmp_path):
+    path = recorded_of(nn.Linear(2, 3)).save(tmp_path / "a") / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["identity"]
+    path.write_bytes(sealed({**manifest, "checksum": "0" * 16}))
+    assert hl.open(tmp_path / "a").model is None
+
+
+@pytest.mark.parametrize("identity", [3, {}, {"type": "x"}, [1]])
+def test_a_damaged_identity_is_a_damaged_folder(tmp_path, identity):
+    path = recorded_of(nn.Linear(2, 3)).save(tmp_path / "a") / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    path.write_bytes(sealed({**manifest, "identity": identity, "checksum": "0" * 16}))
+    with pytest.raises(hl.FolderError, match="is damaged"):
+        hl.open(tmp_path / "a")

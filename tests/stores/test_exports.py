@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tracemalloc
 
@@ -83,8 +84,66 @@ def test_a_table_has_a_row_for_each_item(store, tmp_path, format):
     assert found["@item"] == list(range(50, 50 + N_ITEMS))
     for site in store.sites:
         expected = store[site][:]
+        if format == "parquet":
+            expected = expected.reshape(N_ITEMS, -1) if expected.ndim > 1 else expected
         numbers = torch.tensor(found[site], dtype=torch.float64)
         assert torch.equal(numbers, expected.double()), site
+
+
+SHAPES = [(), (5,), (3, 4), (3, 4, 2), (2, 3, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory):
+    """A store of columns of one to five dimensions."""
+    columns = {f"x{len(shape)}": torch.randn(N_ITEMS, *shape) for shape in SHAPES}
+    return open_store(write_store(tmp_path_factory.mktemp("shaped"), columns))
+
+
+def test_a_parquet_row_is_one_list_of_fixed_length(shaped, tmp_path):
+    from pyarrow import parquet
+
+    schema = parquet.read_schema(shaped.export(tmp_path / "x.parquet", "parquet"))
+    for shape in SHAPES:
+        field, n = schema.field(f"x{len(shape)}"), int(np.prod(shape))
+        assert str(field.type) == (f"fixed_size_list<element: float>[{n}]" if shape else "float")
+        about = field.metadata or {}
+        assert about.get(b"shape") == (str(list(shape)).encode() if len(shape) > 1 else None)
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_tables_of_any_shape_become_arrays_again(shaped, tmp_path, package):
+    package = pytest.importorskip(package)
+    table = package.read_parquet(shaped.export(tmp_path / "x.parquet", "parquet"))
+    for name in shaped:
+        rows = np.stack(list(table[name])).reshape(shaped[name].shape)
+        assert name == "x0" or rows.dtype == np.float32
+        assert np.array_equal(rows, shaped[name].numpy())
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A store of files, of which one was skipped."""
+    where = tmp_path_factory.mktemp("labelled")
+    items = [0, 1, 3]
+    place = write_store(where, {"x": torch.arange(3.0)}, items=items)
+    place.write(
+        "names.json", [json.dumps(["a/1.png", "a/2.png", "b/0.png", "b/\udce9.png"]).encode()]
+    )
+    return open_store(place)
+
+
+@pytest.mark.parametrize("format", TABLES)
+def test_tables_have_the_file_and_the_label_of_a_row(labelled, tmp_path, format):
+    found = table(labelled.export(tmp_path / f"x.{format}", format, "x"), format)
+    assert list(found) == ["x", "@item", "@file", "@label"]
+    assert found["@file"] == ["a/1.png", "a/2.png", "b/\\udce9.png"]
+    assert found["@label"] == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("format", ARRAYS)
+def test_arrays_are_of_numbers_alone(labelled, tmp_path, format):
+    assert set(arrays(labelled.export(tmp_path / "x", format), format)) == {"x", "@item"}
 
 
 @pytest.mark.parametrize("format", ARRAYS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 import torch
 
 import hookline as hl
-from hookline.recordings.manifest import MANIFEST
+from hookline.recordings.manifest import MANIFEST, sealed
 from hookline.stores import merge, open_store, repair, verify
 from hookline.stores import merging as merging_module
 from hookline.stores.place import place_of
@@ -134,3 +135,45 @@ def test_two_values_of_one_shard_are_refused(tmp_path):
         hl.FolderError, match=r"must hold the same shard-00000000\.safetensors, got"
     ):
         merge([one, other], tmp_path / "all")
+
+
+def rewritten(where, change):
+    """A store whose manifest was changed."""
+    path = where / MANIFEST
+    manifest = json.loads(path.read_bytes())
+    change(manifest["job"])
+    path.write_bytes(sealed({**manifest, "checksum": "0" * 16}))
+    return where
+
+
+def halves(tmp_path):
+    """Two stores, each with half of the shards of one job."""
+    model = torch.nn.Linear(4, 2)
+    for name, missing in (("a", [2, 3]), ("b", [0, 1])):
+        hl.extract(model, VALUES, "", tmp_path / name, batch_size=6, shard_bytes=1)
+        for number in missing:
+            (tmp_path / name / name_of(number)).unlink()
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_parts_whose_first_values_differ_by_rounding_are_one_job(tmp_path):
+    def rounded(job):
+        column = job["first_batch"]["columns"]["(root)"]
+        column["digest"] = "0" * 32
+        column["sums"] = [number * (1 + 1e-6) for number in column["sums"]]
+        job["model"]["code"] = {"Net": "other"}
+
+    one, other = halves(tmp_path)
+    assert len(merge([one, rewritten(other, rounded)], tmp_path / "all")) == 24
+
+
+def test_parts_of_models_with_other_values_are_refused(tmp_path):
+    def changed(job):
+        column = job["first_batch"]["columns"]["(root)"]
+        column["digest"] = "0" * 32
+        column["sums"] = [number * 2 for number in column["sums"]]
+
+    one, other = halves(tmp_path)
+    with pytest.raises(hl.StructureError, match=r"must be of one model.*\(root\): values differ"):
+        merge([one, rewritten(other, changed)], tmp_path / "all")
+    assert not list((tmp_path / "all").glob("shard-*"))

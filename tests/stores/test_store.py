@@ -248,3 +248,41 @@ def test_stores_that_differ_are_not_joined(tmp_path, columns, message):
         hl.Store.cat([one, other])
     with pytest.raises(hl.StructureError, match="one or more stores, got none"):
         hl.Store.cat([])
+
+
+# -- files and labels -----------------------------------------------------------------------------
+
+
+def named_store(where, names, items):
+    place = write_store(where, {"x": torch.arange(float(len(items)))}, items=items)
+    place.write("names.json", [json.dumps(names).encode()])
+    return open_store(place)
+
+
+def test_each_row_has_its_file_and_label(tmp_path):
+    names = ["a/1.png", "a/old/2.png", "b/0.png", "b/3.png"]
+    store = named_store(tmp_path, names, [0, 1, 3])
+    assert store.files.tolist() == ["a/1.png", "a/old/2.png", "b/3.png"]
+    assert store.files[2] == "b/3.png"
+    assert store.labels.tolist() == ["a", "a", "b"]
+    assert store["x"][store.labels == "b"].tolist() == [2.0]
+    both = hl.Store.cat([store, store])
+    assert both.files.tolist() == store.files.tolist() * 2
+    assert both.labels[[0, 5]].tolist() == ["a", "b"]
+
+
+def test_files_without_subfolders_have_no_labels(tmp_path):
+    store = named_store(tmp_path / "a", ["1.png", "2.png"], [0, 1])
+    assert store.labels is None
+    mixed = named_store(tmp_path / "b", ["1.png", "a/2.png"], [0, 1])
+    assert mixed.labels.tolist() == ["", "a"]
+    unnamed = open_store(write_store(tmp_path / "c", {"x": torch.zeros(2)}))
+    assert unnamed.files is None
+    assert unnamed.labels is None
+    assert hl.Store.cat([store, unnamed]).files is None
+
+
+def test_names_that_are_too_few_are_damage(tmp_path):
+    store = named_store(tmp_path, ["1.png"], [0, 1])
+    with pytest.raises(hl.FolderError, match=r"names.json: it must have a name for each item"):
+        _ = store.files

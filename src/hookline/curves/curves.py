@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hookline.curves.numbers import numbers_of
 from hookline.curves.overview import curves_html, curves_text
 from hookline.curves.step_reports import Source, StepReport
+from hookline.engine.identity import RecordedModel
 from hookline.errors import NotRecordedError, RanksError
 
 
@@ -175,6 +176,22 @@ class Curves:
         Unix time counts the seconds since the first of January 1970, in UTC.
         """
         return np.array([one.seconds for one in self._source.read()], np.float64)
+
+    @property
+    def model(self) -> RecordedModel | None:
+        """What identifies the model: its `fingerprint`, and the `versions` of packages.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output", to=tmp_path / "run") as seen:
+            ...     _ = model(torch.ones(4, 2))
+            >>> hl.open(tmp_path / "run").model.type
+            'torch.nn.modules.linear.Linear'
+
+        The model is identified as it was when the monitor began, and written to the folder of the
+        run with the first report. None without a folder, or if an older hookline wrote it.
+        """
+        self._source.read()
+        return self._source.model
 
     @property
     def n_ranks(self) -> int:

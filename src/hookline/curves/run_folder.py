@@ -28,6 +28,7 @@ from hookline.curves.curves import Curves
 from hookline.curves.layout import Entry, Layout
 from hookline.curves.spelling import read_statistic, spell_statistic
 from hookline.curves.step_reports import StepReport
+from hookline.engine.identity import RecordedModel
 from hookline.errors import FolderError
 from hookline.util.deleted import is_deleted
 from hookline.util.locks import fork_safe_lock
@@ -88,12 +89,16 @@ class RunFolder:
     Args:
         folder: a new or an empty folder.
 
+    Attributes:
+        model: what identifies the model, written with the first report; None leaves it out.
+
     Raises:
         FolderError: the folder holds files, or cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = Path(folder)
+        self.model: RecordedModel | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             others = sorted(os.listdir(self.path))
@@ -122,7 +127,8 @@ class RunFolder:
         if not self._size:  # also after the disk was full
             self._append(_MAGIC)
         if report.layout is not self._layout:
-            self._append(_frame(_LAYOUT, _layout_bytes(report.layout)))
+            model = self.model if self._layout is None else None
+            self._append(_frame(_LAYOUT, _layout_bytes(report.layout, model)))
             self._layout = report.layout
         head = _STEP.pack(report.step, report.seconds, len(report.slots))
         self._append(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
@@ -167,13 +173,14 @@ def _frame(kind: bytes, payload: bytes) -> bytes:
     return _HEADER.pack(kind, 0, len(payload), xxh3_64_intdigest(payload)) + payload
 
 
-def _layout_bytes(layout: Layout) -> bytes:
+def _layout_bytes(layout: Layout, model: RecordedModel | None) -> bytes:
     entries = [[one.site, one.statistic, one.width, one.ranks] for one in layout.entries]
     statistics = [spell_statistic(one) for one in layout.statistics]
-    return json.dumps({"statistics": statistics, "entries": entries}).encode()
+    known = {} if model is None else {"model": model.as_json()}
+    return json.dumps({"statistics": statistics, "entries": entries, **known}).encode()
 
 
-def _read_layout(payload: Any) -> Layout:
+def _read_layout(payload: Any) -> tuple[Layout, RecordedModel | None]:
     found = json.loads(bytes(payload))
     statistics = tuple(map(read_statistic, found["statistics"]))
     entries = [
@@ -185,7 +192,7 @@ def _read_layout(payload: Any) -> Layout:
         if not isinstance(one.site, str) or any(type(k) is not int or k < 0 for k in numbers):
             raise ValueError("an entry must be of a site and of numbers from 0 up")
         _ = statistics[one.statistic]
-    return Layout(statistics, tuple(entries))
+    return Layout(statistics, tuple(entries)), RecordedModel.from_json(found.get("model"))
 
 
 @final
@@ -195,10 +202,13 @@ class RunReader:
     Attributes:
         has_ended: whether the monitor has ended; False of a run that goes on or was killed.
         version: the `run_version` of the folder when it was last read.
+        model: what identifies the model, once the first report was read; None if the folder lacks
+            it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.has_ended = False
+        self.model: RecordedModel | None = None
         self._path = folder / FILE
         self._reports: list[StepReport] = []
         self._layout: Layout | None = None
@@ -265,9 +275,10 @@ class RunReader:
                 raise self._damaged(at)
             if kind == _LAYOUT:
                 try:
-                    self._layout = _read_layout(payload)
+                    self._layout, model = _read_layout(payload)
                 except Exception as error:  # whatever the options of a statistic raise
                     raise self._damaged(at) from error
+                self.model = self.model or model
             elif kind == _END:
                 self.has_ended = True
             else:

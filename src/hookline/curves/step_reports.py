@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hookline.curves.layout import Layout
 from hookline.curves.numbers import numbers_of
+from hookline.engine.identity import RecordedModel
 from hookline.statistics.histogram import Histogram, HistogramStatistic
 
 
@@ -112,7 +113,13 @@ def _ratio(update: float, weight: float) -> float:
 
 
 class Source(Protocol):
-    """Reports that may become more while they are read."""
+    """Reports that may become more while they are read.
+
+    Attributes:
+        model: what identifies the model; None where it is not known.
+    """
+
+    model: RecordedModel | None
 
     def read(self) -> Sequence[StepReport]:
         """Return the reports so far, in order."""
@@ -121,9 +128,14 @@ class Source(Protocol):
 
 @final
 class Reports:
-    """Reports kept in memory."""
+    """Reports kept in memory.
 
-    def __init__(self) -> None:
+    Args:
+        model: what identifies the model; None where it is not known.
+    """
+
+    def __init__(self, model: RecordedModel | None = None) -> None:
+        self.model = model
         self._reports: list[StepReport] = []
 
     def add(self, report: StepReport) -> None:

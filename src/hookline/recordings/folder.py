@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hookline.display.text import first_line
 from hookline.engine import PORTS, Report, Site, as_written
+from hookline.engine.identity import RecordedModel
 from hookline.errors import FolderError
 from hookline.recordings.encoding import encode
 from hookline.recordings.log_entries import Contents, Entry, PartialGradients
@@ -164,6 +165,7 @@ def write_contents(folder: Path, contents: Contents) -> str:
             "why": {str(site): text for site, text in report.why.items()},
             "excused": [str(site) for site in report.excused],
         },
+        "identity": None if contents.model is None else contents.model.as_json(),
         "lost": contents.lost,
         "checksums": writer.sums,
         "passes": passes,
@@ -204,7 +206,9 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
         excused=frozenset(_named(text, by_text) for text in kept["excused"]),
     )
     modules = tuple((str(p), str(t)) for p, t in manifest["modules"])
-    return Contents(report, sites, passes, [str(item) for item in manifest["lost"]], modules)
+    lost = [str(item) for item in manifest["lost"]]
+    model = RecordedModel.from_json(manifest.get("identity"))
+    return Contents(report, sites, passes, lost, modules, model)
 
 
 def _named(text: str, by_text: Mapping[str, Site]) -> Site:

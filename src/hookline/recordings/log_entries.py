@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from hookline.engine import Report, Site
+from hookline.engine.identity import RecordedModel
 from hookline.engine.pytree import outlines
 
 
@@ -67,6 +68,7 @@ class Contents:
         passes: for each pass its number, whether it failed, and its entries in firing order.
         lost: the parts of values that could not be saved, as "site: description".
         modules: the path and type of every module of the model.
+        model: what identifies the model; None where it is not known.
     """
 
     report: Report
@@ -74,3 +76,4 @@ class Contents:
     passes: list[tuple[int, bool | None, list[Entry]]]
     lost: list[str] = field(default_factory=list)
     modules: tuple[tuple[str, str], ...] = ()
+    model: RecordedModel | None = None

@@ -90,6 +90,7 @@ def _open(path: Path) -> tuple[Recording, list[Contents]]:
 def _recording_of(contents: Contents) -> Recording:
     recording = Recording(contents.sites, contents.report, contents.modules)
     recording.lost = contents.lost
+    recording.identify(contents.model)
     for number, failed, entries in contents.passes:
         recording.begin_pass(pass_of(number, failed, entries))
     return recording

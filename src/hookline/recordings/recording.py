@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final, overload
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import plural
@@ -27,6 +27,7 @@ from hookline.engine import (
     is_grouped,
     is_transformed,
 )
+from hookline.engine.identity import RecordedModel, recorded_model
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.folder import write
@@ -43,7 +44,7 @@ from hookline.recordings.stored_values import Stored
 
 
 @final
-@hides("begin_pass", "finish", "one_of_several", "take")
+@hides("begin_pass", "finish", "identify", "one_of_several", "take")
 class Recording(Lookups):
     """A mapping from sites to recorded values.
 
@@ -102,6 +103,7 @@ class Recording(Lookups):
         self._report: Callable[[], Report] | Report = report
         self._log = Log(sites, self.report, keeps_graph=keeps_graph, unversioned=unversioned)
         self._is_transformed = False
+        self._model: RecordedModel | Callable[[], nn.Module | None] | None = None
 
     # -- callbacks of the line ------------------------------------------------------------------
 
@@ -121,9 +123,41 @@ class Recording(Lookups):
         if self._is_transformed and not is_transformed():
             self._log.settle()
 
+    def identify(self, model: RecordedModel | Callable[[], nn.Module | None] | None) -> None:
+        """Note what identifies the model, or a weak reference to it."""
+        self._model = model
+
     def take(self) -> list[PassRecord]:
         """Remove all passes from the recording, and return them."""
         return [PassRecord(self._log, current) for current in self._log.take()]
+
+    @property
+    def model(self) -> RecordedModel | None:
+        """What identifies the model: its `fingerprint`, and the `versions` of packages.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.record(model) as run:
+            ...     _ = model(torch.zeros(4, 2))
+            >>> opened = hl.open(run.save(tmp_path / "run"))
+            >>> opened.model.fingerprint == run.model.fingerprint, sorted(opened.model.versions)[:2]
+            (True, ['hookline', 'python'])
+
+        `save` writes it, as the model is at that moment. Before, each look-up reads the model as it
+        is then. None if the model no longer exists, or if an older hookline saved the recording.
+
+        Raises:
+            AmbiguousError: the recording holds several ranks with different weights; write
+                `run.ranks[0].model`.
+        """
+        if self.ranks:
+            fingerprints = {rank.model.fingerprint if rank.model else "" for rank in self.ranks}
+            if len(fingerprints) > 1:
+                self._refuse_of_ranks("model")
+            return self.ranks[0].model
+        if self._model is None or isinstance(self._model, RecordedModel):
+            return self._model
+        model = self._model()
+        return None if model is None else recorded_model(model)
 
     # -- look-ups -------------------------------------------------------------------------------
 
@@ -396,7 +430,8 @@ class Recording(Lookups):
             for entry in entries:
                 self._log.check(entry)
             passes.append((current.number, current.failed, entries))
-        return Contents(self.report(), self.sites, passes, list(self.lost), self.modules)
+        report, lost = self.report(), list(self.lost)
+        return Contents(report, self.sites, passes, lost, self.modules, self.model)
 
     def release(self) -> None:
         """Close the files of the folder that this recording was opened from.
@@ -421,7 +456,8 @@ class Recording(Lookups):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle by value; the stamps of the copy start anew."""
-        state = {**self.__dict__, "_report": self.report(), "_log": None}
+        known = self._model if isinstance(self._model, RecordedModel) else None
+        state = {**self.__dict__, "_report": self.report(), "_log": None, "_model": known}
         state["copies"] = [
             (current.number, current.failed, [
                 (entry.site, self._log.check(entry), None, *entry[3:])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -58,14 +59,25 @@ _PACKAGES = {
 }
 
 
-def export(
-    columns: Sequence[Column], n_items: int, to: str | os.PathLike[str], format: Format
-) -> Path:
-    """Write columns in another format; `Store.export` says how.
+class Source(NamedTuple):
+    """What is exported.
 
     Args:
         columns: the columns.
         n_items: the number of items.
+        texts: columns of a text for each item, by name. Only tables have them.
+    """
+
+    columns: Sequence[Column]
+    n_items: int
+    texts: Mapping[str, NDArray[Any]]
+
+
+def export(source: Source, to: str | os.PathLike[str], format: Format) -> Path:
+    """Write columns in another format; `Store.export` says how.
+
+    Args:
+        source: the columns.
         to: a new file or folder.
         format: the name of the format.
 
@@ -86,7 +98,7 @@ def export(
         raise FolderError(f"{path} must not exist yet to export to it.\nGive a new name.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITERS[format](columns, n_items, path)
+        _WRITERS[format](source, path)
     except BaseException as error:
         # What is half written looks like a smaller export.
         if path.is_dir():
@@ -138,11 +150,11 @@ def _row_bytes(column: Column) -> int:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def _write_npy(columns: Sequence[Column], n_items: int, path: Path) -> None:
+def _write_npy(source: Source, path: Path) -> None:
     """Write an .npy file for each column, which `np.load(..., mmap_mode="r")` maps."""
     path.mkdir()
     names = {}
-    for column in _with_lengths(columns):
+    for column in _with_lengths(source.columns):
         names[column.name] = f"{quote(column.name, safe='@()[] ')}.npy"
         header = {
             "descr": np.lib.format.dtype_to_descr(numpy_dtype(_dtype(column))),
@@ -156,12 +168,12 @@ def _write_npy(columns: Sequence[Column], n_items: int, path: Path) -> None:
     (path / "columns.json").write_text(json.dumps(names, indent=1))
 
 
-def _write_zarr(columns: Sequence[Column], n_items: int, path: Path) -> None:
+def _write_zarr(source: Source, path: Path) -> None:
     """Write a Zarr group with an array for each column."""
     import zarr
 
     group = zarr.open_group(str(path), mode="w-")
-    for column in _with_lengths(columns):
+    for column in _with_lengths(source.columns):
         n_rows = max(1, min(len(column), _CHUNK_BYTES // max(_row_bytes(column), 1)))
         array = group.create_array(
             column.name.replace("/", "%2F"),
@@ -184,37 +196,38 @@ def _with_lengths(columns: Sequence[Column]) -> list[Column]:
 # -- tables ---------------------------------------------------------------------------------------
 
 
-def _write_parquet(columns: Sequence[Column], n_items: int, path: Path) -> None:
+def _write_parquet(source: Source, path: Path) -> None:
     from pyarrow import parquet
 
-    schema = _schema(columns)
+    # pandas makes arrays of objects of nested lists, which NumPy cannot stack.
+    schema = _schema(source, is_flat=True)
     # Activations do not repeat: a dictionary of them is larger than they are.
-    with parquet.ParquetWriter(path, schema, use_dictionary=False) as writer:
-        for batch in _batches(columns, n_items, schema):
+    with parquet.ParquetWriter(path, schema, use_dictionary=list(source.texts)) as writer:
+        for batch in _batches(source, schema):
             writer.write_batch(batch)
 
 
-def _write_lance(columns: Sequence[Column], n_items: int, path: Path) -> None:
+def _write_lance(source: Source, path: Path) -> None:
     import lance
     import pyarrow as pa
 
     # Lance takes a dot in a name for a field of a structure.
-    schema = _schema(columns)
+    schema = _schema(source)
     schema = pa.schema([field.with_name(field.name.replace(".", "/")) for field in schema])
-    reader = pa.RecordBatchReader.from_batches(schema, _batches(columns, n_items, schema))
+    reader = pa.RecordBatchReader.from_batches(schema, _batches(source, schema))
     lance.write_dataset(reader, str(path), schema=schema, mode="create")
 
 
-def _write_datasets(columns: Sequence[Column], n_items: int, path: Path) -> None:
+def _write_datasets(source: Source, path: Path) -> None:
     """Write a folder that `datasets.load_from_disk` opens."""
     import pyarrow as pa
     from datasets import DatasetInfo, Features
 
-    schema = _schema(columns)
+    schema = _schema(source)
     path.mkdir()
     name = "data-00000-of-00001.arrow"
     with pa.OSFile(str(path / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for batch in _batches(columns, n_items, schema):
+        for batch in _batches(source, schema):
             writer.write_batch(batch)
     # What `save_to_disk` writes beside the file; it would copy the file, and show a bar.
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(path))
@@ -226,16 +239,25 @@ def _write_datasets(columns: Sequence[Column], n_items: int, path: Path) -> None
     (path / "state.json").write_text(json.dumps(state))
 
 
-def _schema(columns: Sequence[Column]) -> Any:
-    """Return the Arrow schema: a column of rows is of fixed size, one of tokens a list of them."""
+def _schema(source: Source, *, is_flat: bool = False) -> Any:
+    """Return the Arrow schema: a column of rows is of fixed size, one of tokens a list of them.
+
+    Args:
+        source: what is exported.
+        is_flat: write a row of several dimensions as one list, and its shape into the metadata.
+    """
     import pyarrow as pa
 
     fields = []
-    for column in columns:
+    for column in source.columns:
+        shape = column.shape[1:]
         kind = pa.from_numpy_dtype(_arrow_dtype(column))
-        for size in reversed(column.shape[1:]):
+        for size in (math.prod(shape),) * bool(shape) if is_flat else reversed(shape):
             kind = pa.list_(kind, size)
-        fields.append(pa.field(column.name, pa.list_(kind) if column.is_ragged else kind))
+        about = {"shape": json.dumps(shape)} if is_flat and len(shape) > 1 else None
+        kind = pa.list_(kind) if column.is_ragged else kind
+        fields.append(pa.field(column.name, kind, metadata=about))
+    fields += [pa.field(name, pa.string()) for name in source.texts]
     return pa.schema(fields)
 
 
@@ -254,19 +276,21 @@ def _arrow_dtype(column: Column) -> np.dtype[Any]:
     return found
 
 
-def _batches(columns: Sequence[Column], n_items: int, schema: Any) -> Iterator[Any]:
+def _batches(source: Source, schema: Any) -> Iterator[Any]:
     """Yield record batches of a row an item."""
     import pyarrow as pa
 
-    for items, rows in _items(columns, n_items):
+    columns = source.columns
+    for items, rows in _items(columns, source.n_items):
         arrays = [
             _arrow(
                 _numbers(column, rows if column.is_ragged else items),
                 field.type,
                 column.lengths.numpy(items) if column.is_ragged else None,
             )
-            for column, field in zip(columns, schema, strict=True)
+            for column, field in zip(columns, schema, strict=False)
         ]
+        arrays += [pa.array(list(map(_printable, texts[items]))) for texts in source.texts.values()]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -292,6 +316,11 @@ def _arrow(numbers: NDArray[Any], kind: Any, lengths: NDArray[np.int64] | None) 
     return found
 
 
+def _printable(text: str) -> str:
+    """Return a name of a file as Unicode; bytes that are none are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of items of about equal bytes, each with the range of its tokens."""
     per_item = sum(_row_bytes(column) for column in columns if not column.is_ragged)
@@ -315,7 +344,7 @@ def _items(columns: Sequence[Column], n_items: int) -> Iterator[tuple[slice, sli
         before = start
 
 
-_WRITERS: dict[str, Callable[[Sequence[Column], int, Path], None]] = {
+_WRITERS: dict[str, Callable[[Source, Path], None]] = {
     "parquet": _write_parquet,
     "datasets": _write_datasets,
     "npy": _write_npy,

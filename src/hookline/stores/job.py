@@ -17,6 +17,7 @@ from hookline.stores.batch_columns import ColumnForm
 from hookline.stores.shard_file import Chunk
 
 SHARD_BYTES = 32 * 2**20  # large enough that syncing a file costs little, small enough to redo
+_EXACT = ("type", "structure", "weights")
 
 
 @final
@@ -33,9 +34,10 @@ class Job:
         n_items: the items in all; None for data without a length.
         shard_batches: the batches of a shard.
         columns: the form of each column.
+        first_batch: the values of the first batch in a few numbers; None where nobody ran it.
     """
 
-    model: Mapping[str, str]
+    model: Mapping[str, Any]
     sites: Sequence[str]
     options: Mapping[str, Any]
     data: Mapping[str, Any]
@@ -43,6 +45,7 @@ class Job:
     n_items: int | None
     shard_batches: int = 0
     columns: Sequence[ColumnForm] = field(default_factory=tuple)
+    first_batch: Mapping[str, Any] | None = None
 
     @property
     def n_batches(self) -> int | None:
@@ -54,14 +57,22 @@ class Job:
         """The number of shards; None for data without a length."""
         return None if self.n_batches is None else -(-self.n_batches // self.shard_batches)
 
-    def planned(self, shard_batches: int, columns: Sequence[ColumnForm]) -> Job:
+    def planned(
+        self,
+        shard_batches: int,
+        columns: Sequence[ColumnForm],
+        first_batch: Mapping[str, Any] | None = None,
+    ) -> Job:
         """Return the job with what the first batch has shown."""
-        return replace(self, shard_batches=shard_batches, columns=columns)
+        return replace(self, shard_batches=shard_batches, columns=columns, first_batch=first_batch)
 
     @property
     def digest(self) -> str:
-        """A checksum of the job, by which its shards are told from those of another."""
-        return xxh3_128_hexdigest(json.dumps(self.as_json(), sort_keys=True).encode())
+        """A checksum of the job, by which its shards are told from those of another.
+
+        Processes on other machines have the same checksum, so it is of what is compared exactly.
+        """
+        return xxh3_128_hexdigest(json.dumps(exact(self.as_json()), sort_keys=True).encode())
 
     def batches_of(self, shard: int) -> range:
         """Return the numbers of a shard's batches."""
@@ -72,6 +83,8 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         """Return the job as the manifest holds it."""
         row = {**asdict(self), "columns": [column.as_json() for column in self.columns]}
+        if self.first_batch is None:
+            del row["first_batch"]
         found: dict[str, Any] = json.loads(json.dumps(row))  # as it will be read: lists, no tuples
         return found
 
@@ -87,7 +100,7 @@ class Job:
 
     def differences(self, other: Job) -> list[str]:
         """Name what differs between this job and the one that a store was begun with."""
-        mine, theirs = self.as_json(), other.as_json()
+        mine, theirs = exact(self.as_json()), exact(other.as_json())
         found = []
         for key in ("model", "sites", "options", "data", "batch_size", "n_items"):
             if mine[key] == theirs[key]:
@@ -102,11 +115,55 @@ class Job:
                 found.append(_differ(key, theirs[key], mine[key]))
         return found
 
+    def column_differences(self, other: Job) -> list[str]:
+        """Name the columns whose form differs from that in a store."""
+        mine, theirs = ({form.name: form for form in job.columns} for job in (self, other))
+        return [
+            _differ(name, _form_text(theirs.get(name)), _form_text(mine.get(name)))
+            for name in {**theirs, **mine}
+            if mine.get(name) != theirs.get(name)
+        ]
+
+    def model_differences(self, other: Job) -> list[str]:
+        """Name what differs of the models besides weights: code, plain attributes and hooks.
+
+        These explain why values differ. They may also differ where the values are the same.
+        """
+        texts = []
+        mine, theirs = (job.model.get("attributes", {}) for job in (self, other))
+        for name in sorted({*mine, *theirs}):
+            was, now = theirs.get(name, "none"), mine.get(name, "none")
+            if was != now:
+                texts.append(f"{name}: {was} in the store, now {now}")
+        mine, theirs = (job.model.get("code", {}) for job in (self, other))
+        for name in sorted({*mine, *theirs}):
+            if mine.get(name) != theirs.get(name):
+                texts.append(f"code of {name}: another one than in the store")
+        mine, theirs = (job.model.get("hooks", []) for job in (self, other))
+        texts += [
+            f"{hook}: not there when the store was begun" for hook in mine if hook not in theirs
+        ]
+        texts += [f"{hook}: there when the store was begun" for hook in theirs if hook not in mine]
+        return texts
+
+
+def exact(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal in two jobs that are the same, of a job as the manifest holds it.
+
+    The values of the first batch may differ by rounding. Code may change and do the same.
+    """
+    model = {key: value for key, value in job["model"].items() if key in _EXACT}
+    return {key: value for key, value in {**job, "model": model}.items() if key != "first_batch"}
+
 
 def batches_per_shard(chunk: Chunk, shard_bytes: int) -> int:
     """Return how many batches like this one a shard holds: it depends on nothing else."""
     n_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
     return max(1, shard_bytes // max(n_bytes, 1))
+
+
+def _form_text(form: ColumnForm | None) -> str:
+    return "none" if form is None else f"{list(form.shape)} {form.dtype} an {form.per}"
 
 
 def _differ(name: str, was: Any, now: Any) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +37,27 @@ def environment() -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "machine": _machine(),
         "threads": torch.get_num_threads(),
         "autocast": [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds],
         "matmul_precision": torch.get_float32_matmul_precision(),
         # Asked only if CUDA is in use: the question would start it.
         "gpu": torch.cuda.get_device_name() if in_use else "none",
     }
+
+
+@cache
+def _machine() -> str:
+    """Return the type of the processor, and which vector instructions torch uses."""
+    try:
+        model = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:  # no Linux
+        model = None
+    name = platform.processor() if model is None else model[1]
+    kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{kind} {name}".rstrip()
 
 
 def write_manifest(

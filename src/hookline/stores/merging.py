@@ -10,6 +10,8 @@ from typing import Any
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, StructureError
 from hookline.recordings.manifest import DAMAGE
+from hookline.stores.first_batch import difference
+from hookline.stores.job import exact
 from hookline.stores.manifest import read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place, place_of
 from hookline.stores.shard_file import (
@@ -70,7 +72,8 @@ def merge(
         if target.names():
             raise FolderError(f"{target} must be empty to merge into.\nGive a new folder.")
         job, about = manifests[0]["job"], manifests[0]["environment"]
-        if all(manifest["job"] == job for manifest in manifests[1:]):
+        if all(exact(manifest["job"]) == exact(job) for manifest in manifests[1:]):
+            _check_values(sources, [manifest["job"] for manifest in manifests])
             shards = _of_one_job(sources, manifests, target)
         else:
             shards = _one_behind_the_other(sources, manifests, target)
@@ -95,9 +98,9 @@ def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]
     Raises:
         StructureError: they differ in one.
     """
-    job = manifests[0]["job"]
+    job = exact(manifests[0]["job"])
     for place, manifest in zip(places, manifests, strict=True):
-        other = manifest["job"]
+        other = exact(manifest["job"])
         for key in sorted({*job, *other} - _OF_THE_DATA):
             if job.get(key) != other.get(key):
                 raise StructureError(
@@ -105,6 +108,28 @@ def _check_alike(places: Sequence[Place], manifests: Sequence[Mapping[str, Any]]
                     f" {places[0]} and {other.get(key)} in {place}."
                     "\nExtract with the same model, selector and options."
                 )
+
+
+def _check_values(places: Sequence[Place], jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the stores of one job have the same values for its first batch.
+
+    Raises:
+        StructureError: they differ by more than rounding.
+    """
+    known = [
+        (place, job["first_batch"])
+        for place, job in zip(places, jobs, strict=True)
+        if "first_batch" in job
+    ]
+    for place, values in known[1:]:
+        first_place, first = known[0]
+        differences = difference(first, values, is_same_place=False).far
+        if differences:
+            raise StructureError(
+                f"stores of one job must be of one model, got other values for the first batch in"
+                f" {place} than in {first_place}: {differences[0]}."
+                "\nExtract with the same model, hooks and edits."
+            )
 
 
 def _of_one_job(

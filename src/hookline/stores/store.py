@@ -9,6 +9,9 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hookline.display.html import MOST_ROWS, escape, table
 from hookline.display.text import escape_invisible, first_line, plural
 from hookline.display.units import measure, size
@@ -25,7 +28,7 @@ from hookline.recordings.manifest import DAMAGE, MANIFEST
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
-from hookline.stores.exports import Format, export
+from hookline.stores.exports import Format, Source, export
 from hookline.stores.manifest import read_manifest
 from hookline.stores.place import Place, place_of
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
@@ -175,8 +178,9 @@ class Store:
             >>> store.job["sites"], store.job["batch_size"]
             (['body', 'fc'], 32)
 
-        Its keys are `model`, `sites`, `options`, `data`, `batch_size`, `n_items`, `shard_batches`
-        and `columns`.
+        Its keys are `model`, `sites`, `options`, `data`, `batch_size`, `n_items`, `shard_batches`,
+        `columns` and `first_batch`. The last is a fingerprint of the values of the first batch, by
+        which `hl.extract` notices another model.
 
         Raises:
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].job`.
@@ -192,7 +196,7 @@ class Store:
             >>> store.names is None
             True
 
-        `store.names[store.items[3]]` is the name of the item 3 of the store.
+        `store.files` has the names of the items that have a row.
 
         Raises:
             AmbiguousError: `hl.Store.cat` joined several stores; write `store.parts[0].names`.
@@ -208,6 +212,51 @@ class Store:
         except DAMAGE as error:
             raise _damaged(self._place, f"its {NAMES}: {first_line(error)}") from error
         return found
+
+    @cached_property
+    def files(self) -> NDArray[Any] | None:
+        """The file of each row, for a folder of images: an array of strings, shape `(items,)`.
+
+            >>> store.files is None
+            True
+
+        The paths begin in the folder of the data, and have `/` between folders. `store.files[17]`
+        is the file whose values are in row 17. None if the items were not files.
+
+        Raises:
+            FolderError: the names are damaged.
+        """
+        if self.parts:
+            parts = [part.files for part in self.parts]
+            there = [files for files in parts if files is not None]
+            return np.concatenate(there) if len(there) == len(parts) else None
+        if self.names is None:
+            return None
+        try:
+            files: NDArray[Any] = np.array(self.names, object)[self.items.numpy()]
+            return files
+        except IndexError as error:
+            why = f"its {NAMES}: it must have a name for each item, got {len(self.names)}"
+            raise _damaged(self._place, why) from error
+
+    @cached_property
+    def labels(self) -> NDArray[Any] | None:
+        """The label of each row, for a folder of images with subfolders, as an array of strings.
+
+            >>> store.labels is None
+            True
+
+        The label is the name of the subfolder, as in torchvision's `ImageFolder`: "cat" for
+        `cat/01.png` and for `cat/old/01.png`. It is empty for an image outside of subfolders. None
+        if there are no subfolders. `store["fc"][store.labels == "cat"]` reads the rows of a label.
+
+        Raises:
+            FolderError: the names are damaged.
+        """
+        if self.files is None or not any("/" in file for file in self.files):
+            return None
+        labels = [file.partition("/")[0] if "/" in file else "" for file in self.files]
+        return np.array(labels, object)
 
     def __getitem__(self, site: str | Site) -> Column:
         return self._columns[self._name_of(site)]
@@ -348,7 +397,7 @@ class Store:
 
         | `format` | `to` | read by | package |
         |---|---|---|---|
-        | `"parquet"` | a file | pyarrow, pandas, DuckDB | pyarrow |
+        | `"parquet"` | a file | pyarrow, pandas, polars, DuckDB | pyarrow |
         | `"datasets"` | a folder | `datasets.load_from_disk` | datasets |
         | `"npy"` | a folder | `np.load(file, mmap_mode="r")` | none |
         | `"zarr"` | a folder | `zarr.open_group` | zarr |
@@ -357,7 +406,9 @@ class Store:
         In parquet, datasets and Lance a row is an item. If a site has a value for each token, its
         column has a list of values for each item. In npy and Zarr such a column has a row for each
         token, and `@length` has the number of tokens of each item. `@item` has the index of each
-        item in its data set, and `@token` the token ids. bfloat16 and float8 become float32, which
+        item in its data set, and `@token` the token ids. Tables of a folder of images also have the
+        texts `@file` and `@label`. In parquet, a row of several dimensions is one flat list; its
+        shape is in the metadata of the field. bfloat16 and float8 become float32, which
         holds the same numbers. Lance has `/` in names for each dot. The names of .npy files are
         quoted as in URLs, and listed in `columns.json`.
 
@@ -381,7 +432,9 @@ class Store:
             own.append(self.tokens)
         named = {column.name for column in columns}
         columns += [column for column in own if column.name not in named]
-        return export(columns, self.n_items, to, format)
+        texts = {"@file": self.files, "@label": self.labels}
+        there = {name: column for name, column in texts.items() if column is not None}
+        return export(Source(columns, self.n_items, there), to, format)
 
     def verify(self) -> None:
         """Verify the checksums of all values. This reads the whole store.

@@ -339,3 +339,34 @@ def test_a_group_killed_at_20_moments_goes_on_to_the_same_bytes(tmp_path, kind):
     assert files(folder) == files(tmp_path / "whole")
     assert len(hl.open(folder, verify=True)) == 50
     assert not list(folder.glob(".*.part"))
+
+
+# -- the values of the first batch ----------------------------------------------------------------
+
+
+def hooked(rank, kind, on):
+    model = of_kind(kind)
+    if rank in on:
+        model.stem.register_forward_hook(lambda module, args, output: output * 0)
+    return model
+
+
+def hook_on_one_rank(rank, folder):
+    with pytest.raises(hl.RanksError, match=r"every rank, got on rank 1 .*: values differ"):
+        hl.extract(hooked(rank, "replicated", [1]), ROWS, SITES, folder / "s", **SMALL)
+
+
+def test_a_hook_on_one_rank_alone_is_an_error(ranks, tmp_path):
+    ranks.run(__file__, "hook_on_one_rank", str(tmp_path))
+    assert not list((tmp_path / "s").glob("shard-*"))
+
+
+def hooks_after_a_store(rank, folder, kind):
+    hl.extract(hooked(rank, kind, []), ROWS, SITES, folder / "s", **SMALL)
+    with pytest.raises(hl.FolderError, match=r"(?s)of another model.*stem: values differ"):
+        hl.extract(hooked(rank, kind, [0, 1]), ROWS, SITES, folder / "s", **SMALL)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "FSDP2"])
+def test_ranks_refuse_the_store_of_another_model(ranks, tmp_path, kind):
+    ranks.run(__file__, "hooks_after_a_store", str(tmp_path), kind)

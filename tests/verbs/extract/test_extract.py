@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -17,7 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookline as hl
-from hookline.stores.manifest import write_manifest
+from hookline.recordings.manifest import sealed
+from hookline.stores import manifest as manifest_module
+from hookline.stores.manifest import environment, write_manifest
 from hookline.stores.place import place_of
 from zoo import SmallNet
 
@@ -382,17 +386,15 @@ def test_started_again_it_goes_on_and_the_result_is_the_same(model, tmp_path, at
     assert torch.equal(store["stem"][:], whole["stem"][:])
 
 
-def test_a_finished_store_is_checked_and_not_made_again(whole, model):
-    class Never(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("it must not run")
-
-    handle = model.stem.register_forward_pre_hook(lambda *_: Never()(None))
+def test_of_a_finished_store_only_the_first_batch_runs(whole, model):
+    runs = []
+    handle = model.stem.register_forward_pre_hook(lambda _, args: runs.append(len(args[0])))
     try:
         store = hl.extract(model, ROWS, ["stem", "layer1.0.relu:input"], whole, **SMALL)
     finally:
         handle.remove()
     assert len(store) == 100
+    assert runs == [7]
 
 
 def test_a_damaged_shard_is_found_and_made_again(model, tmp_path, whole):
@@ -429,6 +431,184 @@ def test_another_job_is_refused_and_its_difference_named(model, tmp_path):
         hl.extract(model, ROWS, "stem", folder, resume=False, **SMALL)
 
 
+class Scaled(nn.Module):
+    """A model of which a part is a plain attribute."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(192, 8)
+        self.act = nn.ReLU()
+        self.scale = scale
+
+    def forward(self, x):
+        return self.act(self.fc(x.flatten(1))) * self.scale
+
+
+def with_attribute(model):
+    model.scale = 2.0
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def with_code(model):
+    before, Scaled.forward = Scaled.forward, lambda self, x: self.fc(x.flatten(1))
+    yield
+    Scaled.forward = before
+
+
+@contextlib.contextmanager
+def with_hook(model):
+    handle = model.fc.register_forward_hook(lambda module, args, output: output * 0)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def with_pre_hook(model):
+    handle = model.act.register_forward_pre_hook(lambda module, args: (-args[0],))
+    yield
+    handle.remove()
+
+
+CHANGES = [
+    (with_attribute, r"Scaled.scale: 1.0 in the store, now 2.0"),
+    (with_code, r"code of Scaled: another one than in the store"),
+    (
+        with_hook,
+        r"forward hook at fc \(with_hook.<locals>.<lambda>\): not there when",
+    ),
+    (with_pre_hook, r"forward_pre hook at act \(.*\): not there when the store was begun"),
+    (lambda model: hl.edit(model, "fc", lambda t: t * 0), r"forward hook at fc \(edit fc\): not"),
+]
+FIRST = r"(?s)holds a store of another model.*\n  \(root\): values differ by about .*\n  "
+
+
+@pytest.mark.parametrize("is_finished", [False, True], ids=["killed", "finished"])
+@pytest.mark.parametrize(("change", "reason"), CHANGES)
+def test_a_model_that_does_something_else_is_refused(tmp_path, is_finished, change, reason):
+    model, data, folder = Scaled(), StopsAt(None if is_finished else 50), tmp_path / "s"
+    small = {"batch_size": 7, "shard_bytes": 400}
+    with contextlib.nullcontext() if is_finished else pytest.raises(hl.InputError):
+        hl.extract(model, data, "", folder, **small)
+    data.at, before = None, files(folder)
+    with change(model), pytest.raises(hl.FolderError, match=FIRST + reason):
+        hl.extract(model, data, "", folder, **small)
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"nhead": 4}, r"MultiheadAttention.num_heads: 2 in the store, now 4"),
+        (
+            {"activation": "gelu"},
+            r"activation_relu_or_gelu: 1 in the store, now 2",
+        ),
+        ({"norm_first": True}, r"TransformerEncoderLayer.norm_first: False in the store, now True"),
+    ],
+)
+def test_heads_and_activation_and_the_norms_place_count(tmp_path, options, reason):
+    def layer(**options):
+        torch.manual_seed(0)
+        given = {"nhead": 2, **options}
+        return nn.TransformerEncoderLayer(8, dim_feedforward=16, batch_first=True, **given)
+
+    rows = ROWS[:, 0]
+    hl.extract(layer(), rows, "norm2", tmp_path / "s", **SMALL)
+    with pytest.raises(hl.FolderError, match=r"(?s)norm2: values differ.*" + reason):
+        hl.extract(layer(**options), rows, "norm2", tmp_path / "s", **SMALL)
+
+
+def test_a_change_that_half_precision_nearly_hides_is_refused(tmp_path):
+    class Normed(Scaled):
+        def forward(self, x):
+            return F.layer_norm(super().forward(x), (8,), eps=1e-9)
+
+    model = Normed().bfloat16()
+    rows = ROWS.bfloat16()
+    hl.extract(model, rows, "", tmp_path / "s", **SMALL)
+    model.scale = 1.5
+    with pytest.raises(hl.FolderError, match=r"scale: 1.0 in the store, now 1.5"):
+        hl.extract(model, rows, "", tmp_path / "s", **SMALL)
+
+
+def test_a_value_that_gets_another_shape_is_refused_at_once(tmp_path):
+    model, data = Scaled(), StopsAt(50)
+    with pytest.raises(hl.InputError):
+        hl.extract(model, data, "", tmp_path / "s", **SMALL)
+    data.at = None
+    handle = model.register_forward_hook(lambda module, args, output: output[:, :2])
+    with pytest.raises(hl.FolderError, match=r"\(root\): '\[8\] F32 an item' in the store, now"):
+        hl.extract(model, data, "", tmp_path / "s", **SMALL)
+    handle.remove()
+
+
+class Noisy(Scaled):
+    """A model that draws from a generator of its own: its values do not repeat."""
+
+    def __init__(self):
+        super().__init__()
+        self._generator = [torch.Generator()]
+
+    def forward(self, x):
+        return super().forward(x) + torch.randn(8, generator=self._generator[0])
+
+
+def test_a_model_that_does_not_repeat_is_not_refused(tmp_path):
+    model, data = Noisy(), StopsAt(50)
+    with pytest.raises(hl.InputError):
+        hl.extract(model, data, "", tmp_path / "s", **SMALL)
+    data.at = None
+    with pytest.warns(hl.HooklineWarning, match=r"gives other values each time it runs"):
+        store = hl.extract(model, data, "", tmp_path / "s", **SMALL)
+    assert len(store) == 100
+    with pytest.warns(hl.HooklineWarning, match=r"so another model is not noticed"):
+        hl.extract(model, data, "", tmp_path / "s", **SMALL)
+
+
+def test_dropout_and_writes_into_the_input_do_repeat(tmp_path):
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten(), nn.Linear(192, 4))
+    given = {"eval": False, **SMALL}
+    hl.extract(model, ROWS, "", tmp_path / "s", **given)
+    hl.extract(model, ROWS, "", tmp_path / "s", **given)
+    model[1].p = 0.25
+    with pytest.raises(hl.FolderError, match=r"structure"):
+        hl.extract(model, ROWS, "", tmp_path / "s", **given)
+    model[1].p = 0.5
+    edit = hl.edit(model, "1", lambda t: t * 2)
+    with edit, pytest.raises(hl.FolderError, match=r"forward hook at 1 \(edit 1\)"):
+        hl.extract(model, ROWS, "", tmp_path / "s", **given)
+
+
+def test_batches_of_an_iterator_show_another_model_too(tmp_path):
+    model = Scaled()
+    hl.extract(model, iter(ROWS.split(7)), "", tmp_path / "s")
+    assert len(hl.extract(model, iter(ROWS.split(7)), "", tmp_path / "s")) == 100
+    model.scale = 2.0
+    with pytest.raises(hl.FolderError, match=FIRST + r"Scaled.scale"):
+        hl.extract(model, iter(ROWS.split(7)), "", tmp_path / "s")
+
+
+def test_equal_values_of_other_code_are_not_refused(tmp_path, monkeypatch):
+    hl.extract(Scaled(), ROWS, "", tmp_path / "s", **SMALL)
+    monkeypatch.setattr(
+        Scaled, "forward", lambda self, x: self.scale * self.act(self.fc(x.flatten(1)))
+    )
+    assert len(hl.extract(Scaled(), ROWS, "", tmp_path / "s", **SMALL)) == 100
+
+
+def test_a_store_without_first_values_is_warned_of(tmp_path):
+    hl.extract(Scaled(), ROWS, "", tmp_path / "s", **SMALL)
+    path = tmp_path / "s" / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["job"]["first_batch"]
+    manifest["checksum"] = "0" * 16
+    path.write_bytes(sealed(manifest))
+    with pytest.warns(hl.HooklineWarning, match=r"was begun by an older hookline"):
+        hl.extract(Scaled(2.0), ROWS, "", tmp_path / "s", **SMALL)
+
+
 def test_another_autocast_is_warned_of(tmp_path):
     net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     data = StopsAt(50)
@@ -449,6 +629,14 @@ def test_other_threads_are_warned_of(model, tmp_path):
             hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_another_processor_is_warned_of(model, tmp_path, monkeypatch):
+    hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    assert environment()["machine"].startswith(platform.machine())
+    monkeypatch.setattr(manifest_module, "_machine", lambda: "x86_64 AVX2 Other")
+    with pytest.warns(hl.HooklineWarning, match=r"machine was .*, is x86_64 AVX2 Other"):
+        hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
 
 
 def in_a_child(work):

@@ -273,3 +273,12 @@ def test_another_environment_of_an_actor_is_warned_of():
     on_ray._warn_of_another(here, dict(here))
     with pytest.warns(hl.HooklineWarning, match="an actor differs.*threads is 2, here 1"):
         on_ray._warn_of_another(here, {**here, "threads": 2})
+
+
+def test_an_edit_that_actors_lack_is_an_error(cluster, tmp_path):
+    model = conv_net()
+    with (
+        hl.edit(model, "stem", lambda t: t * 0),
+        pytest.raises(hl.RanksError, match=r"in an actor of Ray .* got stem: values differ"),
+    ):
+        hl.extract(model, ROWS, "stem", tmp_path / "s", engine="ray", **TINY)

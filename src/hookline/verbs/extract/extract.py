@@ -50,7 +50,9 @@ def extract(
     it, and keeps the shards that are complete. The same call gives the same bits, however often it
     was interrupted, because batches are cut by the index of the items. This holds on the same type
     of processor, with the same versions and number of threads. A folder that holds the store of
-    another model, selector, option or data set is refused.
+    another model, selector, option or data set is refused. To notice another model, the first batch
+    runs in each call, also if the store is finished. Hooks, edits and plain attributes count by the
+    values that they change.
 
     The model runs in eval mode, without gradients, and no further than the last selected site. Only
     the first batch runs to the end of the model, so that a module which runs several times is
@@ -91,7 +93,7 @@ def extract(
             number of tokens of each item, shape `(items,)`. The default is "attention_mask" in a
             batch that has this key. Otherwise, and with None, rows are items.
         inputs: a function of a batch that returns what the model takes; None, the default, takes
-            the whole batch.
+            the whole batch. A batch that is a list of one tensor is that tensor.
         workers: the number of processes that load data; 0, the default, loads it in this one.
         on_error: "raise", the default, stops at an item that cannot be loaded. "skip" leaves it
             out, and lists it in `store.skipped`.
@@ -121,9 +123,10 @@ def extract(
         TypeError: there is no such option.
         StructureError: a value has no row for each item or token, or its rows have another shape
             than before.
-        FolderError: the folder holds other files or a store of another job, another process writes
-            to it, or it cannot be written or is not shared by all machines.
-        RanksError: a rank has other arguments, failed, or did not come.
+        FolderError: the folder holds other files or a store of another job or model, another
+            process writes to it, or it cannot be written or is not shared by all machines.
+        RanksError: a rank or an actor has other arguments or another model, failed, or did not
+            come.
     """
     require_model(model, "hl.extract(model, data, selector, to)")
     check_options(options)

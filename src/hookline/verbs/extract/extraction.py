@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
+from torch import nn
+
 from hookline.display.text import first_line, plural
 from hookline.display.units import size
-from hookline.engine import sharding
+from hookline.engine import path_text, sharding
+from hookline.engine.identity import function_identity, model_identity
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
 from hookline.recordings.manifest import DAMAGE, MANIFEST
-from hookline.stores.identity import function_identity, model_identity
+from hookline.stores.first_batch import difference
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place
@@ -25,8 +28,11 @@ from hookline.verbs.extract.inputs.sources import fingerprint
 from hookline.verbs.extract.process_setup import Setup
 from hookline.verbs.extract.progress import Progress
 from hookline.verbs.extract.worker import Worker
+from hookline.verbs.inventory import inventory
 
 _MOST_NAMED = 5
+_MOST_VALUES = 3  # of columns whose values differ, so that there is room for the reasons
+_MOST_HOOKS = 20
 _N_THREADS = 8  # that read shards
 
 T = TypeVar("T")
@@ -56,6 +62,7 @@ class Extraction:
         self._batch_bytes = 0
         self._is_split = sharding(setup.model) == "split"
         self._job = self._begun_job(setup)
+        self._begun: tuple[Job, Mapping[str, Any]] | None = None  # on rank 0, of a store
 
     def run(self, engine: Engine, *, resume: bool) -> None:
         """Do what is left of the job.
@@ -70,9 +77,11 @@ class Extraction:
         """
         self._compare_ranks()
         is_new = self._ranks.first(lambda: self._look_up(resume=resume))
+        self._compare_values(self._ranks.each(self._plan))
         if is_new:
-            self._compare_values(self._ranks.each(self._plan))
             self._ranks.first(self._begin)
+        else:
+            self._compare_first_batch()
         job, self._n_written = self._ranks.first(lambda: [self._job.as_json(), self._n_written])
         self._job = Job.from_json(job)
         self._worker.forms = {form.name: form for form in self._job.columns}
@@ -93,7 +102,7 @@ class Extraction:
         options, source = setup.options, setup.source
         dtype, mask = options.get("dtype"), options.get("mask", "attention_mask")
         return Job(
-            model_identity(setup.model, whole=True),
+            {**model_identity(setup.model, whole=True), "hooks": _hooks_on(setup.model)},
             [str(site) for site in self._worker.sites],
             {
                 "keep": function_identity(options.get("keep")),
@@ -135,8 +144,8 @@ class Extraction:
         check_free(self._place)
         return True
 
-    def _plan(self) -> dict[str, str]:
-        """Plan the store from the first batch; return a fingerprint of each column."""
+    def _plan(self) -> dict[str, Any]:
+        """Plan the store from the first batch; return its values in a few numbers."""
         chunk = self._worker.first_chunk()
         forms = self._worker.forms
         if not forms:
@@ -146,29 +155,108 @@ class Extraction:
                 f" {item}).\nMend the data, or leave out its first {len(chunk.skipped)} items."
             )
         n_batches = batches_per_shard(chunk, self._options.get("shard_bytes", SHARD_BYTES))
-        self._job = self._job.planned(n_batches, tuple(forms.values()))
         self._batch_bytes = sum(tensor.nbytes for tensor in chunk.columns.values())
-        if self._ranks.n == 1:
-            return {}
-        self._worker.offload.ready()()
-        return {name: fingerprint(tensor) for name, tensor in chunk.columns.items()}
+        values = self._worker.summary(chunk)
+        self._job = self._job.planned(n_batches, tuple(forms.values()), values)
+        return values
 
-    def _compare_values(self, said: list[dict[str, str]]) -> None:
-        """Compare the values that all ranks have for the first batch.
+    def _compare_values(self, said: list[dict[str, Any]]) -> None:
+        """Compare the values that all ranks have for the first batch. A collective.
 
         Raises:
             StructureError: tensor parallelism has given each rank a part of a value, and no way to
                 join the parts.
+            RanksError: a rank has another model, as by a hook on it.
         """
-        if not self._is_split:
+        if self._is_split:
+            for name, column in said[0]["columns"].items():
+                if any(values["columns"].get(name) != column for values in said):
+                    raise StructureError(
+                        f"{name} must be a DTensor or equal on all ranks, got a plain tensor that"
+                        " differs.\nSelect a site after the parts are joined, or parallelize with"
+                        " use_local_output=False."
+                    )
             return
-        for name in said[0]:
-            if any(one.get(name) != said[0][name] for one in said):
-                raise StructureError(
-                    f"{name} must be a DTensor or equal on all ranks, got a plain tensor that"
-                    " differs.\nSelect a site after the parts are joined, or parallelize with"
-                    " use_local_output=False."
-                )
+        differing = [
+            (rank, differences[0])
+            for rank, values in enumerate(said)
+            if (differences := difference(said[0], values, is_same_place=False).far)
+        ]
+        if differing and self._repeats(said):
+            rank, text = differing[0]
+            raise RanksError(
+                f"the model must give the same values on every rank, got on rank {rank} {text}."
+                "\nGive each rank the same model, with the same hooks, edits and attributes."
+            )
+
+    def _repeats(self, said: list[dict[str, Any]]) -> bool:
+        """Run the first batch again on all ranks; tell whether its values are the same.
+
+        A collective, with a warning if they are not.
+        """
+        again = self._ranks.each(lambda: self._worker.summary(self._worker.first_again()))
+        pairs = zip(said, again, strict=True)
+        differences = [difference(*pair, is_same_place=True).far for pair in pairs]
+        if not any(differences):
+            return True
+        if self._ranks.me == 0:
+            warn(
+                "the model gives other values each time it runs on the first batch"
+                f" ({next(filter(None, differences))[0]}), so another model is not noticed."
+                "\nMake it repeatable: seed its own generators, and reset its state in forward."
+            )
+        return False
+
+    def _compare_first_batch(self) -> None:
+        """Compare the first batch with that of the store that was begun here. A collective.
+
+        Raises:
+            FolderError: the model gives other values.
+        """
+        differences = self._ranks.first(self._first_batch_differences)
+        if differences and self._repeats(self._ranks.each(lambda: self._job.first_batch)):
+            raise FolderError(
+                f"{self._place} holds a store of another model, which gives other values for the"
+                " first batch:\n  "
+                + "\n  ".join(differences[:_MOST_NAMED])
+                + "\nGive a new folder, or the model that the store was begun with, with the same"
+                " hooks and edits."
+            )
+        if self._begun is not None:
+            self._job, _ = self._begun
+
+    def _first_batch_differences(self) -> list[str]:
+        """Name what differs from the store, values first; warn of what may be rounding."""
+        assert self._begun is not None
+        assert self._job.first_batch is not None
+        begun, about = self._begun
+        differences = self._job.column_differences(begun)
+        if differences:
+            return differences
+        if begun.first_batch is None:
+            warn(
+                f"{self._place} was begun by an older hookline, which did not note the values of"
+                " the first batch: changes of hooks, attributes and code are not noticed."
+            )
+            return []
+        is_same_place = about == environment()
+        try:
+            values = difference(
+                begun.first_batch, self._job.first_batch, is_same_place=is_same_place
+            )
+            reasons = self._job.model_differences(begun)
+        except DAMAGE as error:
+            raise FolderError(f"{self._place} is damaged: its {MANIFEST}: {error}.") from error
+        # In the same place equal models have equal bits, almost always.
+        if values.far or (values.near and is_same_place and reasons):
+            return [*[*values.far, *values.near][:_MOST_VALUES], *reasons]
+        if values.near and is_same_place:
+            warn(
+                f"{self._place}: {values.near[0]} from those of the store, for the first batch."
+                "\nThe new shards may differ in their last bits. The model may be another one that"
+                " gives nearly the same values."
+            )
+        return []
 
     def _begin(self) -> None:
         """Write the manifest of a new store."""
@@ -217,7 +305,7 @@ class Extraction:
                 + "\nGive a new folder, or the arguments that the store was begun with."
             )
         _compare_environments(f"{self._place} was begun elsewhere", manifest["environment"])
-        self._job = begun
+        self._begun = begun, manifest["environment"]
         written = manifest["shards"]
         self._n_written = None if written is None else len(written["items"])
 
@@ -288,6 +376,18 @@ def check_free(place: Place) -> None:
             f"{place} must be empty or hold a store, got other files"
             f" ({', '.join(others[:3])}{', …' * (len(others) > 3)}).\nGive a new folder."
         )
+
+
+def _hooks_on(model: nn.Module) -> list[str]:
+    """Name the hooks that may change what a model computes, those of edits included."""
+    hooks = [
+        f"{hook.kind} hook at {path_text(hook.path)} ({hook.function})"
+        for hook in inventory(model)
+        if hook.owner != "torch"
+        and hook.kind in ("forward_pre", "forward")
+        and not (hook.owner == "hookline" and hook.function.startswith(("pass ", "record ")))
+    ]
+    return hooks[:_MOST_HOOKS]
 
 
 def _in_threads(step: Callable[[T], None], given: Iterable[T]) -> None:

@@ -25,6 +25,7 @@ import torch
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import HooklineError, InputError, RanksError, warn
 from hookline.models._torchvision_import import import_torchvision
+from hookline.stores.first_batch import difference
 from hookline.stores.job import Job
 from hookline.stores.manifest import environment
 from hookline.stores.place import LocalPlace, Place
@@ -167,6 +168,7 @@ class _Replica:
             self._process.take_over()
             self._worker = self._open.enter_context(_received(self._setup[0]).worker())
             self._worker.forms = {form.name: form for form in self._job.columns}
+            _check_model(self._worker, self._job)
         write_shards(self._place, self._worker, self._job, numbers, _nothing)
 
 
@@ -212,6 +214,27 @@ class _Process:
         if self.has_torchvision:
             with suppress(ImportError):
                 import_torchvision()
+
+
+def _check_model(worker: Worker, job: Job) -> None:
+    """Compare the values that this actor's copy of the model gives for the first batch.
+
+    Raises:
+        RanksError: it gives other values than the driver's model.
+    """
+    if job.first_batch is None:
+        return
+    values = worker.summary(worker.first_chunk())
+    differences = difference(job.first_batch, values, is_same_place=False).far
+    if not differences:
+        return
+    again = worker.summary(worker.first_again())
+    if not difference(values, again, is_same_place=True).far:
+        raise RanksError(
+            "the model must give the same values in an actor of Ray as in this process, got"
+            f" {differences[0]}.\nPut changes into the model itself: actors get a copy of it,"
+            " without hl.edit and other lines."
+        )
 
 
 def _received(setup: Any) -> Setup:

@@ -10,14 +10,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hookline.engine import Site
+from hookline.engine import Site, sharding
 from hookline.engine.pytree import describe, tree
 from hookline.errors import InputError
 from hookline.recordings import PassRecord
 from hookline.stores.batch_columns import ColumnForm, columns_of
+from hookline.stores.first_batch import Computing, summary_of
 from hookline.stores.job import Job
 from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
+from hookline.verbs.extract.inputs.call_hint import note_inputs
 from hookline.verbs.extract.inputs.sources import Batch, Source
 from hookline.verbs.extract.inputs.token_mask import Mask, tokens_of
 from hookline.verbs.extract.seeding import seeded
@@ -60,6 +62,7 @@ class Worker:
         self.offload = Offload(self._device)
         self.forms: dict[str, ColumnForm] | None = None
         self._first_chunk: Chunk | None = None
+        self._first_copy: Batch | None = None
 
     @cached_property
     def first(self) -> Batch:
@@ -77,9 +80,29 @@ class Worker:
         The rows show the forms of the values that a store will hold. The model runs to its end, so
         that a module which runs several times is noticed.
         """
-        with self._prefix.to_the_end():
-            self._first_chunk = self._run(self.first)
+        # For `first_again`: a model may write to its input.
+        self._first_copy = self.first._replace(data=tree.map_tensors(Tensor.clone, self.first.data))
+        self._first_chunk = self._run_to_the_end(self.first)
         return self._first_chunk
+
+    def first_again(self) -> Chunk:
+        """Run the model once more on the first batch, and return its rows."""
+        assert self._first_copy is not None
+        return self._run_to_the_end(self._first_copy)
+
+    def summary(self, chunk: Chunk) -> dict[str, Any]:
+        """Return the rows of a batch in a few numbers, by which another model is noticed."""
+        kind, model = self._device.type, self._prefix.modules[0]
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+        self.offload.ready()()
+        is_split = sharding(model) == "split"
+        return summary_of(chunk.columns, Computing.of(kind, dtypes, is_split=is_split))
+
+    def _run_to_the_end(self, batch: Batch) -> Chunk:
+        with self._prefix.to_the_end():
+            return self._run(batch)
 
     def chunk(self, batch: Batch) -> Chunk:
         """Run the model on a batch, unless that was done already, and return its rows.
@@ -90,7 +113,7 @@ class Worker:
             NotRecordedError: the model did not reach a site.
             StructureError: a value does not have a row for each item or token.
         """
-        known, self._first_chunk = self._first_chunk, None
+        known, self._first_chunk, self._first_copy = self._first_chunk, None, None
         return known if known is not None and batch.number == 0 else self._run(batch)
 
     def _run(self, batch: Batch) -> Chunk:
@@ -105,7 +128,7 @@ class Worker:
         data = self._inputs_of(batch)
         tokens = tokens_of(data, self._mask, len(batch.items))
         with torch.no_grad():
-            missing = self.forward(tree.map_tensors(self._move, data))
+            missing = self._forward_moved(tree.map_tensors(self._move, data))
         taken = self._prefix.recording.take()
         for site in missing:
             taken[-1][site]  # raises, and says why
@@ -127,6 +150,14 @@ class Worker:
             batch.skipped,
         )
 
+    def _forward_moved(self, data: Any) -> list[Site]:
+        try:
+            return self.forward(data)
+        except TypeError as error:
+            if self._inputs is None:
+                note_inputs(self._prefix.modules[0], data, error)
+            raise
+
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""
         return tree.map_tensors(self._move, self._inputs_of(self.first))
@@ -141,7 +172,7 @@ class Worker:
         Raises:
             InputError: they are a list, or have not one row for each item of the batch.
         """
-        data = batch.data if self._inputs is None else self._inputs(batch.data)
+        data = _lone_tensor(batch.data) if self._inputs is None else self._inputs(batch.data)
         if isinstance(data, list):
             raise InputError(
                 "a batch must hold only the model's inputs, got"
@@ -209,6 +240,13 @@ def _load(worker: Worker, asked: Iterator[int]) -> Iterator[Batch]:
     elif number is not None:
         asked = itertools.chain([number], asked)
     yield from worker.source.batches(asked)
+
+
+def _lone_tensor(data: Any) -> Any:
+    """Return the tensor of a list of one, as a DataLoader makes of a TensorDataset."""
+    if isinstance(data, list) and len(data) == 1 and isinstance(data[0], Tensor):
+        return data[0]
+    return data
 
 
 _CPU = torch.device("cpu")

@@ -244,7 +244,7 @@ def _attach(
     assert root is not None
     counts = ALL if sharding(root) == "FSDP1" else FIRST  # FSDP1 shards plain tensors
     parameters = Parameters(found.parameters, slots, counts)
-    reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0)
+    reporting = Reporting(to, writes=not is_grouped() or dist.get_rank() == 0, model=root)
     steps = Steps(root, slots, parameters, scaling, every, reporting, line.passes.lock)
     line.passes.sink, line.passes.at_root = steps, steps.root_begins
     values = ValueSites(slots, line.passes, scaling)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+from torch import nn
+
 from hookline.curves import Curves, Reports, StepReport
 from hookline.display.text import type_and_line
+from hookline.engine.identity import recorded_model
 from hookline.errors import HooklineWarning, warn
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
+from hookline.verbs.monitor.sinks.files import RunWriter
 
 
 @final
@@ -21,12 +25,18 @@ class Reporting:
     Args:
         to: the argument of `hl.monitor`.
         writes: whether this rank writes.
+        model: the model, which is identified in the folder of a run.
     """
 
-    def __init__(self, to: Any, *, writes: bool) -> None:
-        self._reports = Reports()
+    def __init__(self, to: Any, *, writes: bool, model: nn.Module) -> None:
+        writers = writers_for(to) if writes else []
+        folders = [writer for writer in writers if isinstance(writer, RunWriter)]
+        identified = recorded_model(model) if folders else None
+        for folder in folders:
+            folder.identify(identified)
+        self._reports = Reports(identified)
         self.curves = Curves(self._reports)
-        self._writers = [_Guarded(one) for one in writers_for(to)] if writes else []
+        self._writers = [_Guarded(writer) for writer in writers]
         self._process = OwnProcess()
         self._has_told = False
 

@@ -280,8 +280,10 @@ class _Recorder:
             keeps_graph=self._keeps_graph,
             unversioned=unversioned,
         )
-        if line.root is not None and may_search(line.root):
-            line.passes.at_root = _BeamWarning(line.name)
+        if line.root is not None:
+            self.recording.identify(weakref.ref(line.root))
+            if may_search(line.root):
+                line.passes.at_root = _BeamWarning(line.name)
 
     def bind(self, site: Site) -> Bound:
         """Return the tap or callback for the next site."""

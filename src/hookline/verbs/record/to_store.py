@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from hookline.engine import Line, Pass, Report
+from hookline.engine.identity import function_identity, model_identity
 from hookline.engine.pytree import describe, tree
 from hookline.errors import AttachError, FolderError, HooklineError, StructureError, warn
 from hookline.recordings import PassRecord, Recording
 from hookline.stores import Store, open_store
 from hookline.stores.batch_columns import ColumnForm, columns_of
-from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, write_manifest
 from hookline.stores.offload import Offload

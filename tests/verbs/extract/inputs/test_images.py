@@ -7,7 +7,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import hookline as hl
 from hookline.verbs.extract.inputs.sources import source_of
 from source_checks import alike, run, said, whole
 
@@ -108,3 +110,18 @@ def test_workers_read_the_same_pictures(folder):
         for workers in (0, 2)
     )
     assert all(map(alike, run(here, [3, 1, 0]), run(there, [3, 1, 0])))
+
+
+def test_rows_of_a_store_know_their_files_and_labels(folder, tmp_path):
+    (folder / "b.png").write_bytes(b"no picture")
+
+    def mean(picture):
+        return torch.tensor(np.asarray(picture.convert("L")), dtype=torch.float32).mean().reshape(1)
+
+    given = {"preprocess": mean, "on_error": "skip", "batch_size": 2}
+    with pytest.warns(hl.HooklineWarning, match="1 items could not be loaded"):
+        store = hl.extract(nn.Identity(), folder, "", tmp_path / "s", **given)
+    assert len(store.files) == len(store.labels) == len(store) == len(store.names) - 1
+    for row, file in enumerate(store.files):
+        assert store[""][row] == mean(pictures.open(folder / file))
+        assert store.labels[row] == (file.split("/")[0] if "/" in file else "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from hookline.curves import RunFolder, StepReport
+from hookline.engine.identity import RecordedModel
 from hookline.errors import FolderError
 from hookline.util.deleted import is_deleted
 
@@ -24,6 +25,10 @@ class RunWriter:
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path)
         self.name = str(path)
+
+    def identify(self, model: RecordedModel | None) -> None:
+        """Note what identifies the model, before the first report."""
+        self._folder.model = model
 
     def start(self, first: StepReport) -> None:
         """Do nothing: the file begins with the first report."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.stores.identity import function_identity, model_identity
+from hookline.engine.identity import (
+    RecordedModel,
+    _sample,
+    function_identity,
+    model_identity,
+    recorded_model,
+)
 
 
 def net(seed=0):
@@ -104,7 +111,7 @@ def test_another_process_finds_the_same():
 
 
 _WITH_SETS = """
-from hookline.stores.identity import function_identity
+from hookline.engine.identity import function_identity
 names = {"alpha", "beta", "gamma", "delta"}
 print(function_identity(lambda t: t if t in {"one", "two", "three", "four"} else t.sum()))
 def closed(names):
@@ -181,3 +188,131 @@ def test_a_function_may_close_over_itself_and_over_nothing_yet():
     itself = Scaled(None)
     itself.weight = types.SimpleNamespace(of=itself)
     assert isinstance(function_identity(itself), str)
+
+
+# -- code and attributes --------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    limit = 3
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.scale = scale
+        self.names = ["a", "b"]
+        self._hidden = object()
+        self.config = types.SimpleNamespace(scale=scale)
+
+    def forward(self, x):
+        return self.fc(x) * self.scale
+
+
+class Child(Plain):
+    @functools.cached_property
+    def doubled(self):
+        return self.scale * 2
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+
+    return call
+
+
+def test_plain_attributes_are_texts_by_class_and_name():
+    attributes = model_identity(nn.Sequential(Plain(1.0), Plain(1.0)))["attributes"]
+    assert attributes["Plain.scale"] == "1.0"
+    assert attributes["Plain.names"] == "['a', 'b']"
+    assert attributes["Linear.in_features"] == "2"
+    assert not {"Plain._hidden", "Plain.config", "Plain.training"} & set(attributes)
+    first, second = (
+        model_identity(nn.Sequential(Plain(1.0), Plain(scale)))["attributes"]["Plain.scale"]
+        for scale in (2.0, 3.0)
+    )
+    assert first.startswith("fingerprint ")
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [
+        ("forward", lambda self, x: self.fc(x)),
+        ("forward", decorated(lambda self, x: self.fc(x))),
+        ("limit", 4),
+        ("half", property(lambda self: self.scale / 2)),
+        ("make", classmethod(lambda cls: cls())),
+        ("helper", staticmethod(lambda x: x)),
+    ],
+)
+def test_the_code_of_a_class_and_of_its_bases_counts(monkeypatch, name, member):
+    before = model_identity(Child())["code"]
+    assert set(before) == {"Child"}
+    assert model_identity(Child())["code"] == before
+    monkeypatch.setattr(Plain, name, member, raising=False)
+    assert model_identity(Child())["code"] != before
+
+
+def test_code_within_a_decorator_counts(monkeypatch):
+    fingerprints = set()
+    for function in (lambda self, x: self.fc(x), lambda self, x: self.fc(x) + 1):
+        monkeypatch.setattr(Plain, "forward", decorated(function))
+        fingerprints.add(model_identity(Plain())["code"]["Plain"])
+    assert len(fingerprints) == 2
+
+
+def test_the_classes_of_torch_have_no_code():
+    assert model_identity(net())["code"] == {}
+
+
+# -- the model of a recording or a run ------------------------------------------------------------
+
+
+def test_a_recorded_model_has_one_fingerprint_of_all():
+    recorded = recorded_model(Plain())
+    assert recorded == RecordedModel.from_json(json.loads(json.dumps(recorded.as_json())))
+    torch.manual_seed(1)
+    others = [recorded_model(model) for model in (Plain(), Child(), nn.Linear(2, 2))]
+    assert len({recorded.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert len(recorded.fingerprint) == 16
+    assert RecordedModel.from_json(None) is None
+
+
+def test_versions_are_those_of_packages_in_use(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(__version__="9.9"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    versions = recorded_model(net()).versions
+    assert versions["torch"] == str(torch.__version__)
+    assert versions["timm"] == "9.9"
+    assert {"hookline", "python"} < set(versions)
+    assert "transformers" not in versions
+
+
+def test_torchs_wrappers_around_a_model_do_not_count():
+    model = net()
+    wrapped = nn.DataParallel(model)
+    assert recorded_model(wrapped) == recorded_model(model)
+
+
+def test_a_sample_of_large_tensors_sees_both_ends():
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    seen = {model_identity(model, sampled=True)["weights"]}
+    with torch.no_grad():
+        for at in (0, 2**20 - 1):
+            model.weight.view(-1)[at] += 1
+            seen.add(model_identity(model, sampled=True)["weights"])
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.bool])
+def test_a_sample_has_so_many_bytes_in_any_dtype(dtype):
+    tensor = torch.zeros(3 * 2**20, dtype=dtype)
+    assert _sample(tensor).nbytes == 2**20
+    assert _sample(tensor[: 2**17]).shape == tensor[: 2**17].shape
+
+
+def test_lazy_and_meta_models_are_no_error():
+    assert recorded_model(nn.LazyLinear(2)) is None
+    assert isinstance(recorded_model(nn.Linear(2, 2, device="meta")), RecordedModel)

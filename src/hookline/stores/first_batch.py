@@ -1,0 +1,186 @@
+"""The values of a job's first batch in a few numbers, by which another model is noticed.
+
+Weights and modules do not tell all that a model does: a plain attribute, code, a hook or an edit
+changes its values as well. The digests of equal values are equal. Where only rounding may differ,
+as on another machine, sums of the values are compared instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from xxhash import xxh3_128
+
+from hookline.recordings.tensor_file import DTYPES, flat_bytes
+
+# The values of a column are dealt to so many sums, with arbitrary signs. A prime: the sums cut
+# across any dimension.
+_N_SUMS = 31
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_TF32, _BF16 = 2.0**-10, 2.0**-7  # the rounding of products at lower precision
+# How far values of a same model may lie apart where whole numbers decide, such as an argmax.
+_INTEGERS_ELSEWHERE = 0.5
+
+
+class Computing(NamedTuple):
+    """Describe with which rounding a model computes.
+
+    Args:
+        device: the type of its device.
+        rounding: the relative rounding of its coarsest dtype.
+        is_split: whether tensor parallelism adds the numbers in another order than one process.
+    """
+
+    device: str
+    rounding: float
+    is_split: bool
+
+    @staticmethod
+    def of(device: str, dtypes: Iterable[torch.dtype], *, is_split: bool) -> Computing:
+        """Return how a model computes.
+
+        Args:
+            device: the type of its device.
+            dtypes: the dtypes of its parameters, and those of autocast.
+            is_split: whether tensor parallelism splits the weights.
+        """
+        precision = {"highest": 0.0, "high": _TF32, "medium": _BF16}
+        rounding = max(
+            precision[torch.get_float32_matmul_precision()],
+            0.0 if device == "cpu" else _TF32,
+            *map(_rounding_of, {torch.float32, *dtypes} if device != "cpu" else dtypes),
+            0.0,
+        )
+        return Computing(device, rounding, is_split)
+
+
+class Difference(NamedTuple):
+    """How the values of two first batches differ.
+
+    Args:
+        far: a text for each column whose values differ by more than rounding.
+        near: a text for each column whose values differ by rounding alone.
+    """
+
+    far: list[str]
+    near: list[str]
+
+
+def summary_of(columns: Mapping[str, Tensor], computing: Computing) -> dict[str, Any]:
+    """Return the columns of a batch in a few numbers, for JSON.
+
+    Args:
+        columns: the columns, on the CPU.
+        computing: how the model computes.
+    """
+    about: dict[str, Any] = {"device": computing.device, "rounding": computing.rounding}
+    if computing.is_split:
+        about["split"] = True
+    return {**about, "columns": {name: _numbers_of(rows) for name, rows in columns.items()}}
+
+
+def difference(
+    was: Mapping[str, Any], now: Mapping[str, Any], *, is_same_place: bool
+) -> Difference:
+    """Compare two summaries of a first batch.
+
+    Args:
+        was: the one that a store was begun with.
+        now: the one of this call.
+        is_same_place: whether versions, hardware and settings are the same: equal values then have
+            equal bits, but for the alignment of memory.
+    """
+    is_exact = is_same_place and was["device"] == now["device"]
+    is_exact = is_exact and "split" not in was and "split" not in now
+    rounding = max(was["rounding"], now["rounding"])
+    differences = Difference([], [])
+    for name, mine in now["columns"].items():
+        theirs = was["columns"].get(name)
+        if theirs is None or theirs["digest"] == mine["digest"]:
+            continue  # the forms of the columns are compared before
+        distance = _distance(theirs, mine)
+        is_near = distance <= _limit(mine["dtype"], rounding, is_exact=is_exact)
+        texts = differences.near if is_near else differences.far
+        texts.append(f"{name}: values differ by about {distance:.2g} of their norm")
+    return differences
+
+
+def _limit(dtype: str, rounding: float, *, is_exact: bool) -> float:
+    """Return how far values of the same model may lie apart, relative to their norm."""
+    kind = DTYPES[dtype]
+    if not (kind.is_floating_point or kind.is_complex):
+        return 0.0 if is_exact else _INTEGERS_ELSEWHERE
+    rounding = max(rounding, _rounding_of(kind))
+    # Rounding adds up over the layers. Half of the digits must agree on another machine.
+    return min(8 * rounding, math.sqrt(rounding) / 8) if is_exact else math.sqrt(rounding)
+
+
+def _rounding_of(dtype: torch.dtype) -> float:
+    is_real = dtype.is_floating_point or dtype.is_complex
+    return float(torch.finfo(dtype).eps) if is_real else 0.0
+
+
+def _numbers_of(tensor: Tensor) -> dict[str, Any]:
+    digest = xxh3_128(f"{list(tensor.shape)}".encode())
+    digest.update(flat_bytes(tensor.contiguous()).numpy().data)
+    rows = _in_rows(tensor)
+    n_not_finite, square = 0, _square(rows)
+    if not math.isfinite(square):
+        finite = np.isfinite(rows)
+        n_not_finite = int((~finite).sum())
+        rows = np.where(finite, rows, 0)
+        square = _square(rows)
+    n_digits = 17 if tensor.dtype.itemsize >= 8 else 9
+    sums = np.einsum("i,ij->j", _signs(len(rows)), rows, dtype=np.float64).tolist()
+    return {
+        "dtype": _NAMES[tensor.dtype],
+        "digest": digest.hexdigest(),
+        "not_finite": n_not_finite,
+        "norm": _shortened(math.sqrt(square), n_digits),
+        "sums": [_shortened(number, n_digits) for number in sums],
+    }
+
+
+def _in_rows(tensor: Tensor) -> NDArray[Any]:
+    """Return the numbers of a tensor in rows of `_N_SUMS`, zeros behind them, as float32 or 64."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = tensor.reshape(-1)
+    if not flat.is_floating_point():
+        flat = flat.double()
+    elif flat.itemsize < 4:
+        flat = flat.float()
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _N_SUMS))
+    rows: NDArray[Any] = padded.view(-1, _N_SUMS).numpy()
+    return rows
+
+
+def _signs(n: int) -> NDArray[np.float64]:
+    """Return the same arbitrary signs in every process.
+
+    With them, the squares of sums add up to about the square of the norm, whatever the values are.
+    """
+    data = np.frombuffer(hashlib.shake_256(b"hookline").digest(-(-n // 8)), np.uint8)
+    return np.unpackbits(data)[:n].astype(np.float64) * 2 - 1
+
+
+def _square(rows: NDArray[Any]) -> float:
+    return float(np.einsum("ij,ij->", rows, rows, dtype=np.float64))
+
+
+def _shortened(number: float, n_digits: int) -> float:
+    return float(f"{number:.{n_digits}g}")
+
+
+def _distance(was: Mapping[str, Any], now: Mapping[str, Any]) -> float:
+    """Return about the norm of the difference of two columns, relative to theirs."""
+    if was["not_finite"] != now["not_finite"]:
+        return math.inf
+    scale = max(was["norm"], now["norm"])
+    return math.dist(was["sums"], now["sums"]) / scale if scale else 0.0
