@@ -114,7 +114,7 @@ def test_outputs_are_those_of_hooks_written_by_hand():
         assert torch.equal(run[path], expected[path])
 
 
-def test_values_kept_on_the_cpu_are_whole_and_outlive_the_devices():
+def test_values_kept_on_the_cpu_are_whole():
     model, data = language(), tokens()
     expected = by_hand(model, ["h.0", "h.2"], lambda: model.eval()(data))
     with hl.record(model, "h.*", device="cpu") as run:
