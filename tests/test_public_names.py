@@ -199,7 +199,8 @@ SURFACES = {
     ]),
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
-        "outside_root", "passes", "remarks", "removed", "silent", "warning", "why",
+        "outside_root", "passes", "remarks", "removed", "replaced", "silent", "warning",
+        "why",
     ]),
     "Store": (stored, [
         "cat", "dataset", "export", "items", "job", "n_items", "n_rows", "names", "nbytes", "parts",

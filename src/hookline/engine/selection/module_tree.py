@@ -13,7 +13,12 @@ from typing import final
 from torch import Tensor, nn
 
 from hookline.engine.torch_private.distributed import sharded_parameters
-from hookline.engine.torch_private.modules import is_leaf, look_into, parameters
+from hookline.engine.torch_private.modules import (
+    is_leaf,
+    look_into,
+    parameters,
+    value_address,
+)
 from hookline.errors import AttachError
 
 
@@ -47,7 +52,9 @@ class ModuleNode:
 class ParameterNode:
     """One parameter of a model, or a tensor that was given by name; tied parameters have aliases.
 
-    For a parameter that FSDP2 shards (`is_sharded`), the tensor is always this rank's shard.
+    For a parameter that FSDP2 shards (`is_sharded`), the tensor is always this rank's shard. The
+    holder is the module of the first path; None for tensors that no model holds. The address is of
+    the tensor's value (`value_address`), to which the hooks on its gradient belong.
     """
 
     path: str
@@ -56,6 +63,8 @@ class ParameterNode:
     type_name: str
     aliases: tuple[str, ...] = ()
     is_sharded: bool = False
+    holder: ModuleNode | None = None
+    address: int = 0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -207,5 +216,7 @@ def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
                 f"{node.type_name}.{name}",
                 paths[1:],
                 id(held) in shards,
+                node,
+                value_address(tensor),
             )
     return list(found.values())

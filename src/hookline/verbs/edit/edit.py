@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import (
     Bound,
     GradientCallback,
+    Lapse,
     Line,
     Order,
     Pass,
@@ -89,6 +90,7 @@ def edit(
     line = Line(model, name="edit", every_thread=every_thread)
     _check_change(change)
     line.options.lenient = selector is None
+    line.originals.lapse = _LAPSE
     selection = line.select(selector, ports_for(model, ports))
 
     change = defaults_by_name(change, 1)
@@ -103,6 +105,9 @@ def edit(
     line.tap(selection, bind, Order.EDIT)
     line.options.remark = partial(_left_alone, effects)
     return line
+
+
+_LAPSE = Lapse("the edit of {sites} no longer happens", "the edit of {sites} is at {now} now")
 
 
 def _check_change(change: Any) -> None:
