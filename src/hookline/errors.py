@@ -109,7 +109,7 @@ def caller() -> Place:
 
 
 def warn(message: str) -> None:
-    """Emit a HooklineWarning at the nearest line up the stack that is outside hookline and torch."""
+    """Emit a HooklineWarning at the nearest line up the stack outside hookline and torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inner(frame):
         frame, level = frame.f_back, level + 1

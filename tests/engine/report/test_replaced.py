@@ -146,6 +146,17 @@ def test_the_report_counts_what_was_replaced_and_says_where_it_is():
     assert "it is now at 0.base" in report._repr_html_()
 
 
+def test_a_report_between_does_not_keep_the_warning_back():
+    model = net()
+    with hl.record(model, ["0", "1.0.bias:grad"]) as run:
+        model(X)
+        model[0] = nn.Linear(2, 2)
+        assert run.report().replaced == {}
+        with pytest.warns(hl.HooklineWarning, match="the values of 0 are those of the old module"):
+            both_ways(model)
+        assert len(run.report().replaced) == 1
+
+
 def test_the_report_of_clip_says_which_parameter_was_replaced():
     model = net()
     line = hl.clip(model, "0.bias", norm=1.0)
@@ -283,7 +294,7 @@ def test_compiled_models_are_looked_at_too(fresh_dynamo, where):
 
 
 def test_each_thread_looks_and_one_tells():
-    model, told = net(), []
+    model = net()
     with hl.record(model, "0", every_thread=True), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model(X)

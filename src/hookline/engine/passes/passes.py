@@ -171,9 +171,9 @@ class Passes:
     """
 
     __slots__ = (
-        "_latest", "_numbers", "_open", "at_border", "at_root", "closed", "compiler", "every_thread", "failed",
-        "in_thread", "lock", "other_contexts", "outside_root", "sink", "started", "switch",
-        "transformed",
+        "_latest", "_numbers", "_open", "at_border", "at_root", "closed", "compiler",
+        "every_thread", "failed", "in_thread", "lock", "other_contexts", "outside_root", "sink",
+        "started", "switch", "transformed",
     )  # fmt: skip
 
     def __init__(self, *, every_thread: bool = False) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import starmap
+from operator import is_
 from typing import Any, NamedTuple, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.display.text import plural
 from hookline.engine.selection.module_tree import (
@@ -25,20 +26,16 @@ from hookline.engine.selection.site import Site, path_text
 from hookline.engine.taps.base import Tap
 from hookline.engine.torch_private.distributed import sharding
 from hookline.engine.torch_private.modules import (
-    children,
     in_functional_call,
     parameters,
     table_of,
-    unwrapping,
+    unwrap,
     value_address,
 )
 from hookline.errors import warn
 from hookline.util.locks import fork_safe_lock
 
 Node = ModuleNode | ParameterNode
-# The attributes of a module, the name of one of its tables, and the names and objects expected
-# there. The table is fetched at each look, because `del sequential[1]` puts a new one in its place.
-_Links = list[tuple[dict[str, Any], str, list[tuple[str, Any]]]]
 
 
 class Lapse(NamedTuple):
@@ -94,8 +91,8 @@ class Originals:
     """
 
     __slots__ = (
-        "_further", "_has_parameters", "_links", "_lock", "_n_linked", "_name", "_nodes", "_root",
-        "_taps", "_tensors", "lapse", "told",
+        "_core", "_further", "_has_parameters", "_held", "_lock", "_n_linked", "_name", "_nodes",
+        "_parameters", "_root", "_taps", "lapse", "told",
     )  # fmt: skip
 
     def __init__(
@@ -105,16 +102,19 @@ class Originals:
         self.told: dict[Site, Loss] = {}
         self._name = name
         self._root = root
+        self._core = None if root is None else unwrap(root)
         self._taps = taps
         self._nodes = nodes
         self._further: list[tuple[Site, Node]] = []
         # FSDP1 puts other tensors in the parameters' places, and back.
         self._has_parameters = True
         self._lock = fork_safe_lock()
-        # Two lists of links, of modules and of parameters; and the parameters with the addresses
-        # of their values. They are made at the first look.
-        self._links: tuple[_Links, _Links] = ([], [])
-        self._tensors: list[tuple[Tensor, int]] = []
+        # Made at the first look: for each module above a selected one, its attributes and its
+        # children; for each selected parameter, the attributes of its module, its name, and itself.
+        # The tables are fetched from the attributes at each look, because `del sequential[1]` makes
+        # a new one.
+        self._held: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
+        self._parameters: list[tuple[dict[str, Any], str, ParameterNode]] = []
         self._n_linked = -1  # the number of taps when they were made
 
     def add(self, places: Iterable[tuple[Site, Node]]) -> None:
@@ -124,8 +124,8 @@ class Originals:
 
     def end(self) -> None:
         """Release the model."""
-        self._root, self._nodes, self._further = None, {}, []
-        self._links, self._tensors = ([], []), []
+        self._root = self._core = None
+        self._nodes, self._further, self._held, self._parameters = {}, [], [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
@@ -134,8 +134,6 @@ class Originals:
         with self._lock:
             losses = self._find()
             self.told.update((loss.site, loss) for loss in losses)
-            if losses:
-                self._n_linked = -1  # without the told sites, so that the next look is quick again
         if losses:
             warn(self._warning(losses))
 
@@ -149,11 +147,33 @@ class Originals:
     # -- the quick look ----------------------------------------------------------------------------
 
     def _are_in_place(self) -> bool:
-        return (
-            _lead_to(self._links[0])
-            and (_lead_to(self._links[1]) or in_functional_call())
-            and all(value_address(tensor) == address for tensor, address in self._tensors)
-        )
+        if self._root is None or unwrap(self._root) is not self._core:
+            return self._root is None
+        for attributes, held in self._held:
+            now = tuple(attributes["_modules"].values())
+            if len(now) != len(held) or not all(map(is_, now, held)):
+                return False
+        return all(starmap(_is_held, self._parameters)) or in_functional_call()
+
+    def _link(self, nodes: Iterable[Node]) -> None:
+        """Note where the modules and parameters of some nodes must be found."""
+        nodes = list(nodes)
+        above = {node.parent for node in nodes}
+        waiting = list(above)
+        for node in waiting:
+            if node is not None and node.parent not in above:
+                above.add(node.parent)
+                waiting.append(node.parent)
+        self._held = [
+            (table_of(node.module, "_modules"), node.held) for node in above if node and node.held
+        ]
+        self._parameters = [
+            (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
+            for node in nodes
+            if isinstance(node, ParameterNode) and node.parent and self._can_lose(node)
+        ]
+
+    # -- the search --------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[Site, Node]]:
         """Yield the sites that are on the model and not told yet."""
@@ -165,59 +185,35 @@ class Originals:
             if site not in self.told:
                 yield site, node
 
-    def _link(self, search: _Search | None = None) -> None:
-        """Note where each object must be found: at its first path, or where a search has seen it.
-
-        Args:
-            search: a search that has lost nothing.
-        """
-        tables = _Table("_modules"), _Table("_parameters")
-        tensors: dict[int, tuple[Tensor, int]] = {}
-        seen = set()
-        n_taps = len(self._taps)
-        for _, node in self._places():
-            if not self._can_lose(node):
-                continue
-            above = node if search is None else search.now(node) or node
-            if isinstance(above, ParameterNode):
-                if id(above.tensor) in tensors or above.holder is None:
-                    continue
-                tensors[id(above.tensor)] = above.tensor, above.address
-                tables[1].add(above.holder.module, above.path, above.tensor, search)
-                above = above.holder
-            while above.parent is not None and id(above) not in seen:
-                seen.add(id(above))
-                tables[0].add(above.parent.module, above.path, above.module, search)
-                above = above.parent
-        if self._root is not None:
-            tables[0].add_wrapped(self._root)
-        self._links = tables[0].links(), tables[1].links()
-        self._tensors = list(tensors.values())
-        self._n_linked = n_taps
-
-    # -- the search --------------------------------------------------------------------------------
-
     def _find(self) -> list[Loss]:
         """Find the sites that were replaced and not told yet."""
-        if self._root is None:
-            return []
-        if self._n_linked != len(self._taps):
-            self._link()
-        if self._are_in_place():
+        n_taps = len(self._taps)
+        if self._n_linked != n_taps:
+            self._link([*self._nodes.values(), *(node for _, node in self._further)])
+            self._n_linked = n_taps
+        if self._root is None or self._are_in_place():
             return []
         self._has_parameters = sharding(self._root) != "FSDP1"
         search = _Search(module_tree(self._root))
-        places = [place for place in self._places() if self._can_lose(place[1])]
-        losses = list(filter(None, [search.loss(*place) for place in places]))
-        if not losses:  # wrapped by torch, or held at another path
-            self._link(search)
+        losses, kept = [], []
+        for site, node in self._places():
+            loss = search.loss(site, node) if self._can_lose(node) else None
+            if loss is None:
+                kept.append(search.now(node) or node)
+            else:
+                losses.append(loss)
+        if not losses:
+            # The next look is quick again: it knows the wrappers, the other paths of shared
+            # modules, and the modules beside the selected ones.
+            self._core = unwrap(self._root)
+            self._link(kept)
         return losses
 
     def _can_lose(self, node: Node) -> bool:
         """Tell whether the model holds the object of a node under its path all the time."""
         if isinstance(node, ModuleNode):
             return True
-        return self._has_parameters and node.holder is not None and not node.is_sharded
+        return self._has_parameters and node.parent is not None and not node.is_sharded
 
     def _warning(self, losses: list[Loss]) -> str:
         groups: dict[tuple[str, str, bool], list[Loss]] = {}
@@ -243,17 +239,10 @@ class Originals:
         )
 
 
-def _lead_to(links: _Links) -> bool:
-    """Tell whether each name still leads to its object."""
-    try:
-        for attributes, name, expected in links:
-            table = attributes[name]
-            for key, part in expected:
-                if table[key] is not part:
-                    return False
-    except KeyError:
-        return False
-    return True
+def _is_held(attributes: dict[str, Any], name: str, node: ParameterNode) -> bool:
+    """Tell whether a module still holds a parameter, with the same value."""
+    table, tensor = attributes["_parameters"], node.tensor
+    return name in table and table[name] is tensor and value_address(tensor) == node.address
 
 
 _SINCE = "after the line was attached"
@@ -261,54 +250,6 @@ _SINCE = "after the line was attached"
 
 def _listed(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
-
-
-@final
-class _Table:
-    """The objects that modules must hold in one of their tables, by module."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._parts: dict[int, tuple[dict[str, Any], list[tuple[str, Any]]]] = {}
-
-    def links(self) -> _Links:
-        """Return the links."""
-        return [(attributes, self._name, expected) for attributes, expected in self._parts.values()]
-
-    def add(self, module: nn.Module, path: str, part: Any, search: object = None) -> None:
-        """Add an object that a module must hold.
-
-        Args:
-            module: the module.
-            path: the path of the object; it ends in its name.
-            part: the object.
-            search: given if the module surely holds the object, perhaps by a name with a dot.
-        """
-        entry = self._parts.get(id(module))
-        if entry is None:
-            entry = self._parts[id(module)] = table_of(module, self._name), []
-        attributes, expected = entry
-        name, table = path.rpartition(".")[2], attributes[self._name]
-        held = table[name] if name in table else None
-        if held is not part and search is not None:
-            names = [key for key, other in table.items() if _inside(other) is part]
-            name = names[0] if names else name
-            held = table[name] if names else None
-        if held is not part and isinstance(held, nn.Module) and _inside(held) is part:
-            expected.append((name, held))
-            self.add_wrapped(held)
-        else:
-            expected.append((name, part))
-
-    def add_wrapped(self, held: nn.Module) -> None:
-        """Add the modules inside of torch's wrappers."""
-        for wrapper, inner in pairwise(unwrapping(held)):
-            names = [name for name, child in children(wrapper).items() if child is inner]
-            self.add(wrapper, names[0], inner)
-
-
-def _inside(held: Any) -> Any:
-    return unwrapping(held)[-1] if isinstance(held, nn.Module) else held
 
 
 @final
@@ -354,16 +295,16 @@ class _Search:
         return Loss(site, "module", path_text(outermost.path), event, _moved(site, now))
 
     def _loss_of_parameter(self, site: Site, node: ParameterNode) -> Loss | None:
-        if self._is_functional or node.holder is None:
+        if self._is_functional or node.parent is None:
             return None
         now = self.now(node)
         if self._is_there(node):
             if value_address(node.tensor) == node.address:
                 return None
             return Loss(site, "parameter", node.path, "swapped (torch.utils.swap_tensors)", None)
-        if not self._is_there(node.holder):
-            return self._loss_above(site, node.holder, now)
-        held = dict(parameters(node.holder.module).items()).get(node.path.rpartition(".")[2])
+        if not self._is_there(node.parent):
+            return self._loss_above(site, node.parent, now)
+        held = dict(parameters(node.parent.module).items()).get(node.path.rpartition(".")[2])
         event = "unregistered"  # a parametrization leaves an attribute of the same name
         if held is not None:
             event = _replaced(type(node.tensor).__name__, type(held).__name__)

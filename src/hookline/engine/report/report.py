@@ -90,7 +90,9 @@ class Report:
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
-        return f"hl.{self.name}: {share}: {shown}{more}." + "".join(f"\n{line}" for line in self._advice())
+        return f"hl.{self.name}: {share}: {shown}{more}." + "".join(
+            f"\n{line}" for line in self._advice()
+        )
 
     def __str__(self) -> str:
         width = max((len(str(site)) for site, _ in self.fired), default=0)

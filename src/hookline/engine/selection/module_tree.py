@@ -24,13 +24,17 @@ from hookline.errors import AttachError
 
 @dataclass(slots=True, eq=False)
 class ModuleNode:
-    """One module of a model: its first path, its index in registration order, its other paths."""
+    """One module of a model: its first path, its index in registration order, its other paths.
+
+    `held` are its children with torch's wrappers around them, as the module holds them.
+    """
 
     path: str
     module: nn.Module
     index: int
     aliases: tuple[str, ...] = ()
     parent: ModuleNode | None = None
+    held: tuple[nn.Module | None, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -53,7 +57,7 @@ class ParameterNode:
     """One parameter of a model, or a tensor that was given by name; tied parameters have aliases.
 
     For a parameter that FSDP2 shards (`is_sharded`), the tensor is always this rank's shard. The
-    holder is the module of the first path; None for tensors that no model holds. The address is of
+    parent is the module of the first path; None for tensors that no model holds. The address is of
     the tensor's value (`value_address`), to which the hooks on its gradient belong.
     """
 
@@ -63,7 +67,7 @@ class ParameterNode:
     type_name: str
     aliases: tuple[str, ...] = ()
     is_sharded: bool = False
-    holder: ModuleNode | None = None
+    parent: ModuleNode | None = None
     address: int = 0
 
     @property
@@ -179,6 +183,7 @@ def _visit(
     else:
         node.aliases += (path,)
     if inner:
+        node.held = tuple(inner.values())
         above.add(key)
         prefix, bare = f"{path}." if path else "", met.bare
         for name, child in inner.items():

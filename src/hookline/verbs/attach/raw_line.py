@@ -122,4 +122,6 @@ def attach(
     return line
 
 
-_LAPSE = Lapse("the hooks at {sites} are on the old {kind}", "the hooks at {sites} are at {now} now")
+_LAPSE = Lapse(
+    "the hooks at {sites} are on the old {kind}", "the hooks at {sites} are at {now} now"
+)
