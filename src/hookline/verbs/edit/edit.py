@@ -202,24 +202,28 @@ def _left_alone(effects: list[_NoOpDetector]) -> str | None:
 class EditGradient(GradientCallback):
     """Change the gradients at one site."""
 
-    __slots__ = ("_change", "_where", "inside")
+    __slots__ = ("_change", "inside")
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
-        self.inside = partial(effect.inside, change)
-        self._change = partial(effect.of_gradient, change)
-        self._where = effect.where
+        self.inside = partial(_gradient_like, partial(effect.inside, change), effect.where)
+        self._change = partial(_gradient_like, partial(effect.of_gradient, change), effect.where)
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
-        new = self._change(grad)
-        found = None if new is None else describe.difference(grad, new)
-        if found:
-            raise StructureError(
-                f"the edit at {self._where} would change the gradient's form: {found}."
-                "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
-            )
-        return new
+        return self._change(grad)
+
+
+def _gradient_like(change: Callable[[Any], Any], where: str, grad: Any) -> Any:
+    """Change a gradient, in compiled code too, and refuse one of another form."""
+    new = change(grad)
+    difference = None if new is None else describe.difference(grad, new)
+    if difference:
+        raise StructureError(
+            f"the edit at {where} would change the gradient's form: {difference}."
+            "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
+        )
+    return new
 
 
 def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[Pass, Any], Any]:
