@@ -151,7 +151,8 @@ def _made_anew(value: Any, parts: list[Any]) -> Any:
     """Make a read-only mapping or a view of a dict with other parts; None if that is impossible."""
     if isinstance(value, MappingView):
         if type(value) is _VALUES:
-            return dict(zip(value.mapping, parts, strict=True)).values()
+            view: Any = value
+            return dict(zip(view.mapping, parts, strict=True)).values()
         if type(value) is _ITEMS:
             return dict(parts).items()
         return None

@@ -202,28 +202,38 @@ def _left_alone(effects: list[_NoOpDetector]) -> str | None:
 class EditGradient(GradientCallback):
     """Change the gradients at one site."""
 
-    __slots__ = ("_change", "inside")
+    __slots__ = ("_change", "_where", "inside")
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
-        self.inside = partial(_gradient_like, partial(effect.inside, change), effect.where)
-        self._change = partial(_gradient_like, partial(effect.of_gradient, change), effect.where)
+        self.inside = partial(_changed_in_graph, partial(effect.inside, change), effect.where)
+        self._change = partial(effect.of_gradient, change)
+        self._where = effect.where
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
-        return self._change(grad)
+        new = self._change(grad)
+        difference = None if new is None else describe.difference(grad, new)
+        if difference:
+            raise _other_gradient(self._where, difference)
+        return new
 
 
-def _gradient_like(change: Callable[[Any], Any], where: str, grad: Any) -> Any:
-    """Change a gradient, in compiled code too, and refuse one of another form."""
+def _changed_in_graph(change: Callable[[Any], Any], where: str, grad: Tensor) -> Any:
+    """Change a gradient in compiled code, where autograd would add up one of a larger shape."""
     new = change(grad)
-    difference = None if new is None else describe.difference(grad, new)
-    if difference:
-        raise StructureError(
-            f"the edit at {where} would change the gradient's form: {difference}."
-            "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
-        )
+    # A graph of a backward allows no look at the layout.
+    if isinstance(new, Tensor) and new.shape != grad.shape:
+        forms = [f"Tensor{describe.shape(tensor)}" for tensor in (grad, new)]
+        raise _other_gradient(where, "expected {}, got {}".format(*forms))
     return new
+
+
+def _other_gradient(where: str, difference: str) -> StructureError:
+    return StructureError(
+        f"the edit at {where} would change the gradient's form: {difference}."
+        "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
+    )
 
 
 def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[Pass, Any], Any]:
