@@ -199,7 +199,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_a_model_returns_the_same_container_when_a_part_is_edited(make):
+def test_a_model_returns_the_same_container_after_an_edit(make):
     model, x = Around(make), torch.ones(2)
     plain = model(x)
     leaf, last = list(tree.tensors(plain))[-1]

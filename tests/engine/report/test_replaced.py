@@ -129,7 +129,7 @@ def test_the_warning_says_what_to_do_and_names_the_users_line():
     assert told[0].filename == __file__
 
 
-def test_the_report_counts_what_was_replaced_and_says_where_it_is():
+def test_the_report_says_what_was_replaced_and_where_it_is():
     model = net()
     line = hl.edit(model, ["0", "1.0"], hl.edits.scale(0))
     said_of(line, model, set_lora)

@@ -92,7 +92,7 @@ class Originals:
 
     __slots__ = (
         "_core", "_further", "_has_parameters", "_held", "_lock", "_n_linked", "_name", "_nodes",
-        "_parameters", "_root", "_taps", "lapse", "told",
+        "_root", "_taps", "_tensors", "lapse", "told",
     )  # fmt: skip
 
     def __init__(
@@ -114,7 +114,7 @@ class Originals:
         # The tables are fetched from the attributes at each look, because `del sequential[1]` makes
         # a new one.
         self._held: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
-        self._parameters: list[tuple[dict[str, Any], str, ParameterNode]] = []
+        self._tensors: list[tuple[dict[str, Any], str, ParameterNode]] = []
         self._n_linked = -1  # the number of taps when they were made
 
     def add(self, places: Iterable[tuple[Site, Node]]) -> None:
@@ -125,7 +125,7 @@ class Originals:
     def end(self) -> None:
         """Release the model."""
         self._root = self._core = None
-        self._nodes, self._further, self._held, self._parameters = {}, [], [], []
+        self._nodes, self._further, self._held, self._tensors = {}, [], [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
@@ -153,7 +153,7 @@ class Originals:
             now = tuple(attributes["_modules"].values())
             if len(now) != len(held) or not all(map(is_, now, held)):
                 return False
-        return all(starmap(_is_held, self._parameters)) or in_functional_call()
+        return all(starmap(_is_held, self._tensors)) or in_functional_call()
 
     def _link(self, nodes: Iterable[Node]) -> None:
         """Note where the modules and parameters of some nodes must be found."""
@@ -167,7 +167,7 @@ class Originals:
         self._held = [
             (table_of(node.module, "_modules"), node.held) for node in above if node and node.held
         ]
-        self._parameters = [
+        self._tensors = [
             (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
             for node in nodes
             if isinstance(node, ParameterNode) and node.parent and self._can_lose(node)
