@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import hookline as hl
+from hookline.engine.report import replaced
 
 X = torch.ones(1, 2)
 
@@ -319,10 +320,37 @@ def test_a_warning_made_an_error_leaves_no_open_pass():
     assert [record.failed for record in run.passes] == [True, False]
 
 
+class Grows(nn.Module):
+    """Makes a new module beside the selected one in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x):
+        self.inner.act = nn.Tanh()
+        return self.inner(x)
+
+
+def test_modules_beside_the_selected_ones_cost_one_search(monkeypatch):
+    searches, module_tree = [], replaced.module_tree
+    monkeypatch.setattr(
+        replaced, "module_tree", lambda root: searches.append(root) or module_tree(root)
+    )
+    model = Grows()
+    with hl.record(model, "inner.0") as run:
+        for _ in range(5):
+            model(X)
+        assert len(searches) == 1
+        model.inner[0] = nn.Linear(2, 2)
+        with pytest.warns(hl.HooklineWarning, match="the module inner.0 was replaced"):
+            model(X)
+    assert len(run.passes) == 6
+
+
 def test_the_parameters_of_fsdp1_are_not_looked_at(monkeypatch):
     model = net()
-    replaced = "hookline.engine.report.replaced.sharding"
-    monkeypatch.setattr(replaced, lambda model: "FSDP1")
+    monkeypatch.setattr(replaced, "sharding", lambda model: "FSDP1")
     assert said_of(hl.record(model, "0.bias:grad"), model, assign) == []
 
 

@@ -91,8 +91,8 @@ class Originals:
     """
 
     __slots__ = (
-        "_core", "_further", "_has_parameters", "_held", "_lock", "_n_linked", "_name", "_nodes",
-        "_root", "_taps", "_tensors", "lapse", "told",
+        "_core", "_further", "_has_parameters", "_held", "_lock", "_n_linked", "_name", "_named",
+        "_nodes", "_root", "_taps", "_tensors", "lapse", "told",
     )  # fmt: skip
 
     def __init__(
@@ -110,10 +110,13 @@ class Originals:
         self._has_parameters = True
         self._lock = fork_safe_lock()
         # Made at the first look: for each module above a selected one, its attributes and its
-        # children; for each selected parameter, the attributes of its module, its name, and itself.
+        # children, which is quickest to make and to compare. After a change of other modules, for
+        # each module on a selected path, the attributes of the one above, its name, and itself. For
+        # each selected parameter, the attributes of its module, its name, and itself.
         # The tables are fetched from the attributes at each look, because `del sequential[1]` makes
         # a new one.
         self._held: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
+        self._named: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._tensors: list[tuple[dict[str, Any], str, ParameterNode]] = []
         self._n_linked = -1  # the number of taps when they were made
 
@@ -125,7 +128,8 @@ class Originals:
     def end(self) -> None:
         """Release the model."""
         self._root = self._core = None
-        self._nodes, self._further, self._held, self._tensors = {}, [], [], []
+        self._nodes, self._further = {}, []
+        self._held, self._named, self._tensors = [], [], []
 
     def look(self) -> None:
         """Warn of the sites that were replaced since the last look. Called when a pass begins."""
@@ -153,19 +157,35 @@ class Originals:
             now = tuple(attributes["_modules"].values())
             if len(now) != len(held) or not all(map(is_, now, held)):
                 return False
+        for attributes, name, module in self._named:
+            table = attributes["_modules"]
+            if name not in table or table[name] is not module:
+                return False
         return all(starmap(_is_held, self._tensors)) or in_functional_call()
 
-    def _link(self, nodes: Iterable[Node]) -> None:
-        """Note where the modules and parameters of some nodes must be found."""
-        nodes = list(nodes)
+    def _link(self, nodes: list[Node], *, by_name: bool = False) -> None:
+        """Note where the modules and parameters of some nodes must be found.
+
+        Args:
+            nodes: the nodes.
+            by_name: True leaves out the modules beside those on the paths.
+        """
         above = {node.parent for node in nodes}
         waiting = list(above)
         for node in waiting:
             if node is not None and node.parent not in above:
                 above.add(node.parent)
                 waiting.append(node.parent)
-        self._held = [
-            (table_of(node.module, "_modules"), node.held) for node in above if node and node.held
+        parents = [
+            (node, table_of(node.module, "_modules")) for node in above if node and node.held
+        ]
+        self._held = [] if by_name else [(attributes, node.held) for node, attributes in parents]
+        wanted = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
+        self._named = [
+            (attributes, name, child)
+            for _, attributes in parents * by_name
+            for name, child in attributes["_modules"].items()
+            if child is not None and id(unwrap(child)) in wanted
         ]
         self._tensors = [
             (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
@@ -203,10 +223,9 @@ class Originals:
             else:
                 losses.append(loss)
         if not losses:
-            # The next look is quick again: it knows the wrappers, the other paths of shared
-            # modules, and the modules beside the selected ones.
+            # The next look is quick again: it knows the wrappers and the other paths.
             self._core = unwrap(self._root)
-            self._link(kept)
+            self._link(kept, by_name=True)
         return losses
 
     def _can_lose(self, node: Node) -> bool:
