@@ -151,8 +151,9 @@ class Originals:
     # -- the quick look ----------------------------------------------------------------------------
 
     def _are_in_place(self) -> bool:
-        if self._root is None or unwrap(self._root) is not self._core:
-            return self._root is None
+        root = self._root  # another thread may end the line meanwhile
+        if root is None or unwrap(root) is not self._core:
+            return root is None
         for attributes, held in self._held:
             now = tuple(attributes["_modules"].values())
             if len(now) != len(held) or not all(map(is_, now, held)):
@@ -176,17 +177,17 @@ class Originals:
             if node is not None and node.parent not in above:
                 above.add(node.parent)
                 waiting.append(node.parent)
-        parents = [
-            (node, table_of(node.module, "_modules")) for node in above if node and node.held
-        ]
-        self._held = [] if by_name else [(attributes, node.held) for node, attributes in parents]
-        wanted = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
-        self._named = [
-            (attributes, name, child)
-            for _, attributes in parents * by_name
-            for name, child in attributes["_modules"].items()
-            if child is not None and id(unwrap(child)) in wanted
-        ]
+        tables = [(table_of(node.module, "_modules"), node.held) for node in above if node]
+        self._held, self._named = [table for table in tables if table[1]], []
+        if by_name:
+            wanted = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
+            self._named = [
+                (attributes, name, child)
+                for attributes, _ in self._held
+                for name, child in attributes["_modules"].items()
+                if child is not None and id(unwrap(child)) in wanted
+            ]
+            self._held = []
         self._tensors = [
             (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
             for node in nodes
@@ -207,14 +208,14 @@ class Originals:
 
     def _find(self) -> list[Loss]:
         """Find the sites that were replaced and not told yet."""
-        n_taps = len(self._taps)
+        root, n_taps = self._root, len(self._taps)
         if self._n_linked != n_taps:
             self._link([*self._nodes.values(), *(node for _, node in self._further)])
             self._n_linked = n_taps
-        if self._root is None or self._are_in_place():
+        if root is None or self._are_in_place():
             return []
-        self._has_parameters = sharding(self._root) != "FSDP1"
-        search = _Search(module_tree(self._root))
+        self._has_parameters = sharding(root) != "FSDP1"
+        search = _Search(module_tree(root))
         losses, kept = [], []
         for site, node in self._places():
             loss = search.loss(site, node) if self._can_lose(node) else None
@@ -224,7 +225,7 @@ class Originals:
                 losses.append(loss)
         if not losses:
             # The next look is quick again: it knows the wrappers and the other paths.
-            self._core = unwrap(self._root)
+            self._core = unwrap(root)
             self._link(kept, by_name=True)
         return losses
 
