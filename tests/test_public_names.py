@@ -199,8 +199,8 @@ SURFACES = {
     ]),
     "Report": (lambda: recorded().report(), [
         "ended", "excused", "fired", "model_type", "n_fired", "name", "notes", "other_contexts",
-        "outside_root", "passes", "remarks", "removed", "silent", "to_dict", "to_pandas", "warning",
-        "why",
+        "outside_root", "passes", "remarks", "removed", "replaced", "silent", "to_dict",
+        "to_pandas", "warning", "why",
     ]),
     "Store": (stored, [
         "cat", "dataset", "export", "files", "items", "job", "labels", "n_items", "n_rows", "names",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 from typing import Any, NamedTuple
 
 
@@ -85,6 +86,12 @@ class HooklineWarning(UserWarning):
     """A probable mistake, or something that hookline left out, which raises no error."""
 
 
+def _is_inner(frame: FrameType) -> bool:
+    """Tell whether a frame is of hookline, or of torch, which calls hookline's hooks."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith(("hookline.", "torch."))
+
+
 class Place(NamedTuple):
     """A line of a user's source."""
 
@@ -94,17 +101,17 @@ class Place(NamedTuple):
 
 
 def caller() -> Place:
-    """Return the nearest line up the stack that is outside hookline."""
+    """Return the nearest line up the stack that is outside hookline and torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+    while frame.f_back is not None and _is_inner(frame):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "?"))
 
 
 def warn(message: str) -> None:
-    """Emit a HooklineWarning at the nearest line up the stack that is outside hookline."""
+    """Emit a HooklineWarning at the nearest line up the stack outside hookline and torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hookline."):
+    while frame.f_back is not None and _is_inner(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, HooklineWarning, stacklevel=level)
 

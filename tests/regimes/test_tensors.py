@@ -525,6 +525,29 @@ def test_a_subclass_is_recorded_as_one_with_right_gradients(kind, net, image):
     assert not of(net.fc.weight.grad).any()
 
 
+class WritesInside(nn.Module):
+    """Writes to the tensor inside of a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Tanh()
+
+    def forward(self, x):
+        y = self.part(x)
+        y.inner.add_(1)
+        return y
+
+
+def test_a_write_to_the_inner_tensor_of_a_subclass_needs_a_copy():
+    x = Boxed(torch.zeros(2))
+    with torch.no_grad():
+        for copy, expected in ((False, 1.0), (True, 0.0)):
+            model = WritesInside()
+            with hl.record(model, "part", copy=copy) as run:
+                model(x)
+            assert run["part"].inner.tolist() == [expected] * 2  # docs/recording.md says so
+
+
 class Weights(nn.Module):
     """Returns a parameter as it is, a sparse one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from html.parser import HTMLParser
 
 import pytest
@@ -42,11 +43,11 @@ def test_a_recording_is_a_table_of_its_sites(net, image):
         net(image)
     shown = Cells(run._repr_html_())
     assert shown.rows == [
-        ["site", "type", "values", "first value"],
-        ["stem", "Conv2d", "2", "[2, 4, 8, 8] float32"],
-        ["layer1.0.bn", "BatchNorm2d", "2",
+        ["site", "type", "shape", "dtype", "calls", "passes", "remark"],
+        ["stem", "Conv2d", "[2, 4, 8, 8]", "float32", "1", "2", ""],
+        ["layer1.0.bn", "BatchNorm2d", "[2, 4, 8, 8]", "float32", "1", "2",
          "overwritten in place after it was recorded; a look-up says how to keep it"],
-        ["fc", "Linear", "2", "[2, 5] float32"],
+        ["fc", "Linear", "[2, 5]", "float32", "1", "2", ""],
     ]  # fmt: skip
     assert "Recording of SmallNet: 3 sites, 2 passes, 6 values" in shown.text
 
@@ -72,8 +73,10 @@ def test_gradients_of_several_backward_passes_are_shown():
     assert Cells(run._repr_html_()).rows[1] == [
         "(root):grad_output",
         "Linear",
-        "2",
-        "[3, 1] float32",
+        "[3, 1]",
+        "float32",
+        "1",
+        "1",
     ]
 
 
@@ -88,6 +91,47 @@ def test_a_site_without_a_value_is_pointed_out(looped):
     assert report.rows[2] == ["head", "Linear", "1", ""]
 
 
+def test_a_notebook_shows_the_facts_of_the_text(looped):
+    looped.unused = nn.Linear(1, 1)
+    with pytest.warns(hl.HooklineWarning), hl.record(looped, ["block", "unused"]) as run:
+        looped.block(torch.ones(1, 2))
+    for shown, head in ((run, "Recording of"), (run.report(), "hl.record on")):
+        text, notebook = str(shown).splitlines(), Cells(shown._repr_html_())
+        assert head in notebook.text
+        facts = {fact.strip() for fact in text[0].split(";")[1:]}
+        assert facts
+        assert all(fact in notebook.text for fact in facts)
+    report = run.report()
+    note = "hl.record: a note\nin two lines"
+    noted = dataclasses.replace(report, notes=(note,), other_contexts=1)
+    notebook = Cells(noted._repr_html_()).text
+    assert "1 run in other threads or tasks was not seen" in notebook
+    for line in str(noted).splitlines():
+        if line.startswith(("  note: ", "hl.doctor(")):
+            assert line.removeprefix("  note: ") in notebook
+    assert "the model itself was not called" in notebook
+
+
+def test_a_notebook_shows_all_columns_and_totals_of_a_summary():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU())
+    model.append(model[0])  # shared
+    summary = hl.summary(model[:3], torch.ones(4, 2))
+    text, notebook = str(summary), Cells(summary._repr_html_())
+    rows, totals = text.split("\n\n")
+    assert notebook.rows[0] == rows.splitlines()[0].split()
+    for line in totals.splitlines():
+        assert " ".join(line.split()) in notebook.text
+    shared = hl.summary(nn.ModuleDict({"a": model[0], "b": model[0]}))
+    assert "shared with b" in Cells(shared._repr_html_()).text
+
+
+def test_a_notebook_shows_the_ranks_of_a_recording(looped):
+    with hl.record(looped, "block") as run, hl.record(looped, "block") as other:
+        looped(torch.ones(1, 2))
+    run.ranks = (other, other)
+    assert Cells(run._repr_html_()).text == str(run)
+
+
 def test_a_selection_is_a_table_with_aliases(net):
     assert Cells(hl.select(net, "fc")._repr_html_()).rows == [["site", "type"], ["fc", "Linear"]]
     net.again = net.fc
@@ -96,8 +140,8 @@ def test_a_selection_is_a_table_with_aliases(net):
 
 def test_a_summary_is_a_table_of_modules(net, image):
     shown = Cells(hl.summary(net, image)._repr_html_())
-    assert shown.rows[0] == ["module", "type", "parameters", "input", "output", "FLOPs", "memory"]
-    assert shown.rows[-1][:3] == ["\u2003\u2003fc", "Linear", "25"]
+    assert shown.rows[0] == ["module", "type", "input", "output", "parameters", "FLOPs", "memory"]
+    assert shown.rows[-1][:5] == ["\u2003\u2003fc", "Linear", "[2,4]", "[2,5]", "25"]
     assert "SmallNet: " in shown.text
     failed = hl.summary(net, torch.zeros(1, 9, 8, 8))
     assert "the run failed in stem" in Cells(failed._repr_html_()).text

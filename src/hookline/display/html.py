@@ -38,8 +38,14 @@ def escape(text: str) -> str:
     return html.escape(escape_invisible(text))
 
 
-def table(head: str, names: Sequence[str], rows: Iterable[Sequence[str]], n_all: int) -> str:
-    """Return the HTML of a table with a line above it.
+def table(
+    head: str,
+    names: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    n_all: int,
+    notes: Iterable[str] = (),
+) -> str:
+    """Return the HTML of a table with a line above it and notes below it.
 
         >>> "<td>fc</td>" in table("<b>Selection</b>", ["site"], [["fc"]], 1)
         True
@@ -49,6 +55,7 @@ def table(head: str, names: Sequence[str], rows: Iterable[Sequence[str]], n_all:
         names: the column names; the prefix `>` aligns a column right, `~` lets it wrap.
         rows: the cells as text, at most `MOST_ROWS` rows; this function escapes them.
         n_all: the number of rows in all; a footer counts the rows that are not shown.
+        notes: the notes as text; this function escapes them.
     """
     classes = [{">": "number", "~": "wrap"}.get(name[0], "") for name in names]
     kinds = [f' class="{kind}"' if kind else "" for kind in classes]
@@ -62,6 +69,7 @@ def table(head: str, names: Sequence[str], rows: Iterable[Sequence[str]], n_all:
     )
     more = n_all - MOST_ROWS
     foot = f'<p class="quiet">… and {more:,} more; iterate for all</p>' if more > 0 else ""
+    foot += "".join(f"<p>{escape(line)}</p>" for note in notes for line in note.splitlines())
     return (
         f'{_STYLE}<div class="hookline"><p>{head}</p><table><thead><tr>{heads}</tr></thead>'
         f"<tbody>{body}</tbody></table>{foot}</div>"

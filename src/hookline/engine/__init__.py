@@ -38,7 +38,9 @@ from hookline.engine.passes.passes import Pass as Pass
 from hookline.engine.passes.passes import Passes as Passes
 from hookline.engine.pytree.opaque import every as every_tensor
 from hookline.engine.pytree.opaque import holder as tensor_holder
+from hookline.engine.report.replaced import Lapse as Lapse
 from hookline.engine.report.report import Report as Report
+from hookline.engine.report.report import facts as facts
 from hookline.engine.selection.ground import EVERYWHERE as EVERYWHERE
 from hookline.engine.selection.ground import Ground as Ground
 from hookline.engine.selection.selectors import Selection as Selection
@@ -93,6 +95,7 @@ __all__ = [
     "GradOutputTap",
     "GradientCallback",
     "Ground",
+    "Lapse",
     "Line",
     "Order",
     "OutputTap",
@@ -117,6 +120,7 @@ __all__ = [
     "default_store",
     "defaults_by_name",
     "every_tensor",
+    "facts",
     "full_value",
     "gather_json",
     "gathered",

@@ -23,13 +23,30 @@ _MOST_SIGNS = 48
 _HEAD = ("site", "shape", "dtype", "calls", "passes")
 
 
-def recording_text(log: Log) -> str:
+def recording_text(log: Log, n_lost: int) -> str:
     """Format a recording: each site's shapes, dtypes, calls and passes."""
-    n_values = sum(len(current.log) for current in log.passes)
-    sites, passes = plural(len(log.sites), "site"), plural(len(log.passes), "pass", "passes")
-    head = f"Recording of {sites}: {passes}, {plural(n_values, 'value')}"
     noted = [tuple(current.log) for current in log.passes]
-    return _text(log, head, range(len(log.sites)), noted, len(_HEAD))
+    head, facts = f"Recording of {plural(len(log.sites), 'site')}", recording_facts(log, n_lost)
+    return _text(log, f"{head}: {facts}", range(len(log.sites)), noted, len(_HEAD))
+
+
+def recording_facts(log: Log, n_lost: int) -> str:
+    """Write the numbers of a recording, and the sites and values that it lacks."""
+    n_values = sum(len(current.log) for current in log.passes)
+    facts = [f"{plural(len(log.passes), 'pass', 'passes')}, {plural(n_values, 'value')}"]
+    n_silent = len(log.sites) - len({noted[0] for current in log.passes for noted in current.log})
+    if log.passes and n_silent:
+        facts.append(f"{n_silent} without a value: print(run.report()) says why")
+    if n_lost:
+        facts.append(f"{plural(n_lost, 'part')} not saved: run.lost")
+    return "; ".join(facts)
+
+
+def recording_rows(log: Log, most: int) -> tuple[list[str], list[tuple[str, ...]], list[str]]:
+    """Return the table of a recording: the names of its columns, its rows, and notes on it."""
+    noted = [tuple(current.log) for current in log.passes]
+    rows = _rows(log, range(len(log.sites))[:most], noted)
+    return ["site", "shape", "dtype", ">calls", ">passes"], rows, _notes(noted)
 
 
 def pass_text(log: Log, current: Pass, backward: int | None = None) -> str:
@@ -62,9 +79,13 @@ def _text(
         lines.append(f"  {'  '.join(texts)}".rstrip())
     if len(numbers) > len(shown):
         lines.append(f"  … and {plural(len(numbers) - len(shown), 'more site')}: run.sites")
-    if len(passes) > _MOST_PASSES:
-        lines.append(f"  shapes and dtypes: of the first {_MOST_PASSES} passes")
+    lines += [f"  {note}" for note in _notes(passes)]
     return escape_invisible("\n".join(lines))
+
+
+def _notes(passes: Sequence[tuple[Noted, ...]]) -> list[str]:
+    is_long = len(passes) > _MOST_PASSES
+    return [f"shapes and dtypes: of the first {_MOST_PASSES} passes"] * is_long
 
 
 def _rows(

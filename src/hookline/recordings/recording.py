@@ -16,7 +16,7 @@ from typing import Any, final, overload
 from torch import Tensor, nn
 
 from hookline.display.html import MOST_ROWS, escape, table
-from hookline.display.text import plural
+from hookline.display.text import first_line, plural
 from hookline.engine import (
     TIMEOUT_S,
     Pass,
@@ -28,7 +28,6 @@ from hookline.engine import (
     is_transformed,
 )
 from hookline.engine.identity import RecordedModel, recorded_model
-from hookline.engine.pytree import describe, tree
 from hookline.errors import AmbiguousError, FolderError, OverwrittenError
 from hookline.recordings.folder import write
 from hookline.recordings.gradients import GradientFlow, gradient_flow
@@ -37,7 +36,7 @@ from hookline.recordings.joining import concatenated, stacked, way_to_join
 from hookline.recordings.log import Log, Read, note_copied, note_transformed
 from hookline.recordings.log_entries import Contents, Entry
 from hookline.recordings.lookups import Lookups
-from hookline.recordings.overview import recording_text
+from hookline.recordings.overview import recording_facts, recording_rows, recording_text
 from hookline.recordings.pass_record import PassList, PassRecord, pass_of
 from hookline.recordings.rank_folder import is_one_of_many, write_ranks
 from hookline.recordings.stored_values import Stored
@@ -477,34 +476,29 @@ class Recording(Lookups):
     def __repr__(self) -> str:
         if self.ranks:
             return f"Recording of {len(self.ranks)} ranks: run.ranks[0] is {self.ranks[0]!r}"
-        return recording_text(self._log)
+        return recording_text(self._log, len(self.lost))
 
     def _repr_html_(self) -> str:
-        """Return the notebook table: each site that fired, its type, count and first value."""
-        passes = list(self.passes[:1000])
-        fired: Counter[Site] = Counter(site for one in passes for site, _ in one.fired())
+        """Return the notebook table: the facts of the text, each site's type, and what is lost."""
+        if self.ranks:
+            return f"<pre>{escape(repr(self))}</pre>"
         first: dict[Site, tuple[PassRecord, int]] = {}
-        for one in passes:
-            for site, call in one.fired():
-                first.setdefault(site, (one, call))
-        sites = [site for site in self.sites if site in fired]
-        n_silent = len(self.sites) - len(sites)
-        head = (
-            f"<b>Recording</b> of {escape(self.report().model_type)}:"
-            f" {plural(len(self.sites), 'site')}, {plural(len(self.passes), 'pass', 'passes')},"
-            f" {plural(sum(fired.values()), 'value')}"
-        )
-        if len(self.passes) > len(passes):
-            head += f" in the first {len(passes)} passes"
-        if n_silent:
-            head += f"; {n_silent} without a value: <code>print(run.report())</code> says why"
-        if self.lost:
-            head += f"; {plural(len(self.lost), 'part')} not saved: <code>run.lost</code>"
+        for record in self.passes[:1000]:
+            for site, call in record.fired():
+                first.setdefault(site, (record, call))
+        shown = self.sites[:MOST_ROWS]
+        names, cells, notes = recording_rows(self._log, MOST_ROWS)
+        remarks = [_remark(*first[site], site) if site in first else "" for site in shown]
         rows = [
-            [str(site), site.module_type, f"{fired[site]:,}", _first_value(*first[site], site)]
-            for site in sites[:MOST_ROWS]
+            [row[0], site.module_type, *row[1:], remark]
+            for row, site, remark in zip(cells, shown, remarks, strict=True)
         ]
-        return table(head, ["site", "type", ">values", "first value"], rows, len(sites))
+        names = [names[0], "type", *names[1:], "~remark"]
+        if not any(remarks):
+            rows, names = [row[:-1] for row in rows], names[:-1]
+        facts = f"{plural(len(self.sites), 'site')}, {recording_facts(self._log, len(self.lost))}"
+        head = f"<b>Recording</b> of {escape(f'{self.report().model_type}: {facts}')}"
+        return table(head, names, rows, len(self.sites), notes)
 
     @property
     def _name(self) -> str:
@@ -550,16 +544,14 @@ class Recording(Lookups):
             )
 
 
-def _first_value(one: PassRecord, call: int, site: Site) -> str:
-    """Describe a site's first value without reading tensor data."""
+def _remark(record: PassRecord, call: int, site: Site) -> str:
+    """Say why a site's first value cannot be looked up, without reading tensor data."""
     key = site if site.call is not None else Site(site.path, site.port, site.leaf, call)
     try:
-        runs = one.backwards if site.is_gradient else []
-        value: Any = next((run for run in runs if (site, call) in run.fired()), one)[key]
+        runs = record.backwards if site.is_gradient else []
+        next((run for run in runs if (site, call) in run.fired()), record)[key]
     except OverwrittenError:
         return "overwritten in place after it was recorded; a look-up says how to keep it"
     except FolderError as error:
-        return str(error).splitlines()[0]
-    first = next(tree.tensors(value), None)
-    dtype = "" if first is None else f" {str(first[1].dtype).removeprefix('torch.')}"
-    return describe.shape_or_structure(value) + dtype
+        return first_line(error)
+    return ""

@@ -36,6 +36,7 @@ from hookline.stores.shards import Form, Shards
 
 NAMES = "names.json"
 _MOST_SITES = 24
+_COLUMNS = ("site", "shape", "dtype", "a row for each", ">mean", ">std", ">not finite", ">size")
 
 
 @final
@@ -530,7 +531,7 @@ class Store:
         return rows
 
     def __repr__(self) -> str:
-        names = ["site", "shape", "dtype", "a row for each", "mean", "std", "not finite", "size"]
+        names = [name.lstrip(">") for name in _COLUMNS]
         cells = [names, *self._rows()[:_MOST_SITES]]
         widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
         lines = [f"Store of {self._head()}"]
@@ -546,18 +547,8 @@ class Store:
 
     def _repr_html_(self) -> str:
         """Return the notebook table: each site, its form and its statistics."""
-        names = [
-            "site",
-            "shape",
-            "dtype",
-            "a row for each",
-            ">mean",
-            ">std",
-            ">not finite",
-            ">size",
-        ]
         head = f"<b>Store</b> of {escape(self._head())}"
-        return table(head, names, self._rows(), len(self.sites))
+        return table(head, _COLUMNS, self._rows(), len(self.sites))
 
 
 def open_store(where: str | os.PathLike[str] | Place, *, verify: bool = False) -> Store:

@@ -163,26 +163,15 @@ class Summary(Tabular):
 
     def _repr_html_(self) -> str:
         """Show the modules, indented, and the totals in a notebook."""
-        head = (
-            f"<b>{escape(self.model_type)}</b>: {self.parameters:,} parameters"
-            f" ({size(self.parameter_bytes)}), {self.trainable:,} trainable"
-        )
-        names = ["module", "type", ">parameters"]
-        if self.ran:
-            head += f"; {count(self.flops)} FLOPs, activations {size(self.activation_bytes)}"
-            names += ["~input", "~output", ">FLOPs", ">memory"]
+        modules, totals = _modules(self), _totals(self)
+        rows = [[_plain(cell) for cell in row] for row in modules.rows[:MOST_ROWS]]
+        facts = "; ".join(f"{label} {_plain(text)}" for label, text in totals.rows)
+        head = f"<b>{escape(self.model_type)}</b>: {escape(facts)}"
         if self.without_formula:
             head += f"<br>{escape(missing_formulas(self.without_formula))}"
         if self.failure:
             head += f"; <b>the run failed</b> in {escape(self.failure)}"
-        rows = []
-        for row in self.rows[:MOST_ROWS]:
-            name = "\u2003\u2003" * row.depth + row.name
-            cells = [name, row.type_and_calls, _number(row.parameters)]
-            if self.ran:
-                cells += [row.input, row.output, _number(row.flops, count)]
-                cells += [_number(row.output_bytes, size)]
-            rows.append(cells)
+        names = [name.replace("^", "") for name in modules.names]
         return table(head, names, rows, len(self.rows))
 
 
@@ -400,6 +389,14 @@ def indented_name(row: Row) -> Words:
     more = len(row.aliases) - _N_ALIASES_SHOWN
     shared = ", ".join(row.aliases[:_N_ALIASES_SHOWN]) + f" and {more} more" * (more > 0)
     return [(indent + row.name, ""), (f"\n{indent}  shared with {shared}", "dim")]
+
+
+def _plain(words: Words) -> str:
+    """Write words of the terminal for a notebook, which folds spaces and line breaks."""
+    text = words if isinstance(words, str) else "".join(part for part, _ in words)
+    line, *more = text.splitlines() or [""]
+    depth = (len(line) - len(line.lstrip(" "))) // 2
+    return ", ".join(["\u2003\u2003" * depth + line.lstrip(" "), *(part.strip() for part in more)])
 
 
 def _output(row: Row, holds_one_that_ran: bool) -> Words:

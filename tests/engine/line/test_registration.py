@@ -419,3 +419,27 @@ def test_a_tensor_hook_may_be_removed_as_another_is_registered(monkeypatch):
         model.weight.meanwhile.end()
         model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("verb", [hl.record, lambda *a: hl.edit(*a, torch.sin), hl.watch])
+@pytest.mark.parametrize("begins", [True, False])
+def test_torch_refuses_any_line_in_a_hook_after_an_exception(verb, begins):
+    """As docs/hooks.md says of every line, and not of those of hl.attach alone."""
+    model = Raises()
+    lines = [] if begins else [verb(model, "")]
+    for _ in range(2):
+        model.register_forward_hook(
+            lambda *_: lines.append(verb(model, "")) if begins else lines[0].remove(),
+            always_call=True,
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hl.HooklineWarning)
+        with pytest.raises(RuntimeError, match="OrderedDict mutated during iteration"):
+            model(torch.ones(1))
+        for line in lines:
+            line.remove()

@@ -191,13 +191,14 @@ def test_a_script_parameter_without_gradient_is_explained():
 
 def test_a_parameter_that_was_replaced_is_said_to_be():
     model = nn.Sequential(nn.Linear(2, 2))
-
-    def replace_and_run():
-        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    line = hl.record(model, "0.weight:grad")
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.warns(hl.HooklineWarning, match="the values of 0.weight:grad are those of the old"):
         model(torch.ones(1, 2)).sum().backward()
-
-    found = why_silent(model, "0.weight:grad", replace_and_run)
-    assert found["0.weight:grad"].startswith("the parameter was replaced after the line")
+    line.remove()  # and says nothing more
+    (why,) = line.report().why.values()
+    assert why.startswith("the parameter 0.weight was replaced (another Parameter now)")
+    assert why.endswith("; attach after that")
 
 
 def test_a_head_counts_passes_threads_and_what_was_run_alone(looped):

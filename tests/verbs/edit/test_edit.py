@@ -358,7 +358,7 @@ def test_only_a_hook_prepended_later_comes_before_an_edit():
     assert sorted(seen[1:]) == [("after", 1), ("before", 1), ("line", 1), ("prepended line", 1)]
 
 
-@pytest.mark.parametrize("name", ["replace", "scale", "add"])
+@pytest.mark.parametrize("name", ["scale", "add"])
 @pytest.mark.parametrize("shape", [(2,), (2, 1, 5), (3, 5)])
 def test_a_tensor_that_does_not_broadcast_is_refused_by_name(net, image, name, shape):
     change = getattr(hl.edits, name)(torch.ones(shape))
@@ -371,6 +371,51 @@ def test_a_tensor_that_does_not_broadcast_is_refused_by_name(net, image, name, s
     assert caught.value.__notes__ == ["hookline: raised by the hook at fc (Linear)"]
     with hl.edit(net, "fc", getattr(hl.edits, name)(torch.ones(2, 1))):
         net(image)
+
+
+@pytest.mark.parametrize(
+    ("shape", "advice"),
+    [
+        ((2, 1), "To put it at each place, give hl.edit: lambda t: new.expand_as(t).clone()."),
+        ((5,), "To put it at each place, give hl.edit: lambda t: new.expand_as(t).clone()."),
+        ((1,), "To put it at each place, give hl.edit: lambda t: new.expand_as(t).clone()."),
+        ((5, 2), "Give a number, or a tensor of the value's shape."),
+    ],
+)
+@pytest.mark.parametrize("site", ["fc", "fc:grad_output"])
+def test_replace_takes_no_tensor_of_another_shape(net, image, site, shape, advice):
+    with hl.edit(net, site, hl.edits.replace(torch.ones(shape))):
+        with pytest.raises(hl.StructureError) as caught:
+            net(image).sum().backward()
+    assert str(caught.value).splitlines() == [
+        "the tensor given to hl.edits.replace must have the value's shape [2, 5], got"
+        f" {list(shape)}.",
+        advice,
+    ]
+    for new in (2.0, torch.tensor(2.0), torch.full((2, 5), 2.0)):
+        with hl.record(net, site) as run, hl.edit(net, site, hl.edits.replace(new)):
+            loss = net(image).sum()
+            if loss.requires_grad:  # else the output is the constant
+                loss.backward()
+        assert (run[site] == 2).all()
+
+
+BROADCAST = {
+    "replace": hl.edits.replace(torch.ones(2, 1)),
+    "add": hl.edits.add(torch.ones(3, 1, 4)),
+    "scale": hl.edits.scale(torch.ones(3, 2, 4)),
+    "clamp": hl.edits.clamp(max=torch.ones(3, 1, 4)),
+    "a function": lambda value: value.expand(3, 2, 4),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("site", ["0", "0:input", "0:grad_output"])
+@pytest.mark.parametrize("change", BROADCAST.values(), ids=BROADCAST)
+def test_compiled_code_takes_no_other_shape_either(fresh_dynamo, site, change):
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), backend="eager")
+    with hl.edit(model, site, change), pytest.raises(hl.StructureError, match=r"\[2, 4\]"):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
 
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -26,6 +26,7 @@ from hookline.engine.line.registration import Registrations
 from hookline.engine.passes.checkpointing import forget_checkpoints, watch_checkpoints
 from hookline.engine.passes.passes import Passes
 from hookline.engine.pytree import describe
+from hookline.engine.report.replaced import Originals
 from hookline.engine.report.report import Report
 from hookline.engine.report.why_silent import Silent, explain, gathered
 from hookline.engine.selection.ground import Everywhere, Ground, tree_of
@@ -61,7 +62,7 @@ class LineOptions:
 
 @hides(
     "all_or_nothing", "attached", "hooking", "is_everywhere", "keep", "module_tree", "nodes",
-    "options", "passes", "root", "select", "tap", "taps",
+    "options", "originals", "passes", "root", "select", "tap", "taps",
 )  # fmt: skip
 class Line:
     """Hooks that were attached together, and are removed together.
@@ -120,6 +121,7 @@ class Line:
         self._is_entered = False
         self._registrations = Registrations()
         self._compiled = Compiled(self.passes, self.root, self.taps, self._nodes)
+        self.originals = Originals(name, self.root, self.taps, self._nodes)
         self.attached: list[Attachment] = [self._registrations, self._compiled]
         self._had_handles = False
         # Weak keys: a line need not know a handle that nobody holds.
@@ -301,6 +303,7 @@ class Line:
             self._registrations.register(self.root, "forward_pre", begin.begin, Order.BEGIN)
             self._registrations.register(self.root, "forward", end.end, Order.END, always_call=True)
             self.passes.compiler = self._compiled
+            self.passes.at_border = self.originals.look
             self._compiled.enable_if_dynamo_loaded(self.module_tree.compiled)
 
     def _refuse_elsewhere(self) -> None:
@@ -366,6 +369,7 @@ class Line:
         if self._last.passes != self.passes.started:  # another thread has begun a pass meanwhile
             self._last = self._make_report(ended=True)
         self._handles.clear()
+        self.originals.end()
         self._nodes, self.root = {}, None
         self.module_tree = ModuleTree(self.module_tree.name, [], [])
 
@@ -403,16 +407,20 @@ class Line:
             excused=frozenset([tap.site for tap in silent if tap.is_excused]),
             notes=self._notes(),
             removed=tuple(removed),
+            replaced={site: loss.remark for site, loss in self.originals.told.items()},
         )
 
     def _explain(self, silent: list[Tap]) -> dict[Site, str]:
         elsewhere = next(filter(None, [one.why_silent() for one in self.attached]), None)
-        return {
-            tap.site: elsewhere
-            or explain(Silent(tap, self._nodes.get(id(tap)), self.passes, self.root))
-            for tap in silent
-            if not tap.is_removed
-        }
+        losses = self.originals.losses()
+        why = {}
+        for tap in silent:
+            if not tap.is_removed:
+                loss = losses.get(tap.site)
+                reason = f"{loss.remark}; attach after that" if loss else elsewhere
+                silence = Silent(tap, self._nodes.get(id(tap)), self.passes)
+                why[tap.site] = reason or explain(silence)
+        return why
 
     def _gathered(self) -> str | None:
         """Write the warning that several runs of modules share one pass, where passes matter."""

@@ -166,19 +166,21 @@ class Passes:
         sink: an object to tell when passes begin.
         at_root: called with each pass that a run of the root begins, and the frame of the root's
             call; None for verbs that need neither.
+        at_border: called before the first value of each pass; None for lines without a model.
         lock: held while a pass begins.
     """
 
     __slots__ = (
-        "_latest", "_numbers", "_open", "at_root", "closed", "compiler", "every_thread", "failed",
-        "in_thread", "lock", "other_contexts", "outside_root", "sink", "started", "switch",
-        "transformed",
+        "_latest", "_numbers", "_open", "at_border", "at_root", "closed", "compiler",
+        "every_thread", "failed", "in_thread", "lock", "other_contexts", "outside_root", "sink",
+        "started", "switch", "transformed",
     )  # fmt: skip
 
     def __init__(self, *, every_thread: bool = False) -> None:
         self.in_thread = _ThreadPasses()
         self.sink: Sink | None = None
         self.at_root: Callable[[Pass, FrameType], None] | None = None
+        self.at_border: Callable[[], None] | None = None
         self.switch = Switch()
         self.compiler: Compiler | None = None
         self.every_thread = every_thread
@@ -217,7 +219,7 @@ class Passes:
         for current in list(self._open.values()):  # other threads' passes too
             self._finish(current, failed=False)
         self.in_thread, self.sink, self._latest = _ThreadPasses(), None, None
-        self.compiler = self.at_root = None
+        self.compiler = self.at_root = self.at_border = None
         self.switch.is_on = False
 
     def is_here(self) -> bool:
@@ -274,6 +276,8 @@ class Passes:
                 current = local.current = self._start(is_transformed=mode is not None)
             # First, so that `end` ends the pass if the lines below raise.
             current.roots.begin(frame, root)
+            if self.at_border is not None:
+                self.at_border()
             if self.at_root is not None:
                 self.at_root(current, frame)
             for one in THREAD.checkpoints:
@@ -344,6 +348,8 @@ class Passes:
                 if not self.closed:
                     local.outside = self._start(is_transformed=mode is not None)
                     self.outside_root += 1
+            if self.at_border is not None:
+                self.at_border()
             for one in THREAD.checkpoints if local.outside is not None else ():
                 one.pass_begins(self, local.outside, by_root=False)
         return local.outside
@@ -363,6 +369,8 @@ class Passes:
                 self._finish(latest, failed=False)
             latest = self._start(is_transformed=is_transformed())
             latest.backward = backward
+            if self.at_border is not None:
+                self.at_border()
         return latest
 
     def _start(self, *, is_transformed: bool) -> Pass:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import MappingView
+from operator import is_
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
+from hookline.display.text import first_line
 from hookline.engine.pytree.describe import in_words, leaf_text
 from hookline.engine.pytree.tree import _SETS, Key, Leaf, items, rebuild
-from hookline.errors import SiteError
+from hookline.errors import SiteError, StructureError
 
 
 def get(value: Any, leaf: Leaf, where: str) -> Any:
@@ -31,17 +36,54 @@ def get(value: Any, leaf: Leaf, where: str) -> Any:
     return part
 
 
-def put(value: Any, leaf: Leaf, new: Any) -> Any:
-    """Return a copy of the value in which the part at this (existing) leaf is `new`."""
+def put(value: Any, leaf: Leaf, new: Any, where: str = "the value") -> Any:
+    """Return a copy of the value in which the part at this (existing) leaf is `new`.
+
+    Raises:
+        StructureError: a container on the way cannot be made anew with its class and attributes;
+            `where` names the site in the error.
+    """
     if not leaf:
         return new
     parts = items(value)
     assert parts is not None
-    found = _find(parts, leaf[0])
-    assert found is not None
-    replaced = [part for _, part in parts]
-    replaced[found] = put(replaced[found], leaf[1:], new)
-    return rebuild(value, replaced)
+    position = _find(parts, leaf[0])
+    assert position is not None
+    changed = [part for _, part in parts]
+    changed[position] = put(changed[position], leaf[1:], new, where)
+    if type(value) in _PLAIN or is_dynamo_compiling():
+        return rebuild(value, changed)
+    try:
+        made = rebuild(value, changed)
+        if _is_like(made, value, changed):
+            return made
+        error = None
+    except Exception as raised:
+        error = raised
+    kind = type(value).__name__
+    reason = first_line(error) if error else "its copy has another class, part or attribute"
+    raise StructureError(
+        f"{where} must be a part of a container that can be made anew, got one of class {kind}:"
+        f" {reason}."
+        f"\nSelect the {kind} as a whole, and return a new one; or use line.forward of hl.attach."
+    ) from error
+
+
+_PLAIN = (tuple, list, dict)
+
+
+def _is_like(made: Any, value: Any, parts: list[Any]) -> bool:
+    """Tell whether a container is of the same class as another, with these parts."""
+    if type(made) is not type(value):
+        return False
+    if isinstance(made, MappingView):  # its parts may be made at each look
+        return True
+    held = [part for _, part in items(made) or ()]
+    return (
+        len(held) == len(parts)
+        and all(map(is_, held, parts))
+        and getattr(made, "__dict__", {}).keys() == getattr(value, "__dict__", {}).keys()
+    )
 
 
 def _find(parts: list[tuple[Key, Any]], key: Key) -> int | None:

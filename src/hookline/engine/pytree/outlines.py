@@ -37,7 +37,8 @@ def _outline(value: Any, number: Callable[[Tensor], int | None], seen: IdentityM
         return None
     seen[value] = None
     try:
-        form = tree.rebuild(value, [_outline(part, number, seen) for _, part in parts])
+        inner = [_outline(part, number, seen) for _, part in parts]
+        form = tree.rebuild(value, inner, exact=False)
     except Exception:  # an object that cannot be copied
         form = None
     seen[value] = form
@@ -51,4 +52,4 @@ def fill(form: Any, values: Mapping[int, Any]) -> Any:
     parts = tree.items(form)
     if parts is None:
         return None
-    return tree.rebuild(form, [fill(part, values) for _, part in parts])
+    return tree.rebuild(form, [fill(part, values) for _, part in parts], exact=False)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import sys
 import types
 from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MappingView, MutableMapping
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,9 @@ ATOMS = (
 _SETS = (set, frozenset)
 _OTHERS: Any = (*_SETS, UserList, MappingView)  # a dict view shows its dict and cannot be copied
 PLAIN_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_VALUES: type = type({}.values())
+_ITEMS: type = type({}.items())
+_UNSET: Any = object()  # the value of an attribute that is not set
 _COPYING = ("__reduce__", "__reduce_ex__")
 _DEEPEST = 150  # levels of nesting, near Python's own limit; deeper values are not intended
 
@@ -88,22 +93,85 @@ def _attributes(value: Any) -> list[tuple[Key, Any]] | None:
     return list(found.items()) if found else None
 
 
-def rebuild(value: Any, parts: list[Any]) -> Any:
-    """Make a value of the same type with these parts, in the order of `items`."""
+def rebuild(value: Any, parts: list[Any], *, exact: bool = True) -> Any:
+    """Make a value of the same type with these parts, in the order of `items`.
+
+    Its attributes that are no parts are kept.
+
+    Args:
+        value: the value.
+        parts: the new parts.
+        exact: False makes a dict or a list of a mapping or view that cannot be made anew.
+
+    Raises:
+        TypeError: the value cannot be made anew with other parts.
+    """
     if isinstance(value, tuple):
-        if not hasattr(value, "_make"):
-            return tuple(parts) if type(value) is tuple else type(value)(parts)
-        if OLD_DYNAMO and is_dynamo_compiling():
-            return type(value)(*parts)
-        # Not by its own __new__, which may have any signature.
-        return tuple.__new__(type(value), parts)
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return dict(zip((key for key, _ in items(value) or ()), parts, strict=True))
+        return _with_attributes_of(value, _tuple(value, parts))
     if isinstance(value, frozenset):
-        return type(value)(parts)
+        return _with_attributes_of(value, type(value)(parts))
+    if isinstance(value, MappingView) or _is_fixed_mapping(value):
+        new = _made_anew(value, parts)
+        if new is None and exact:
+            raise TypeError("it is read-only")
+        if new is None:
+            keys = [key for key, _ in items(value) or ()]
+            new = parts if isinstance(value, MappingView) else dict(zip(keys, parts, strict=True))
+        return new
     new = _shell(value)
     _fill(new, [key for key, _ in items(value) or ()], parts)
     return new
+
+
+def _tuple(value: Any, parts: list[Any]) -> Any:
+    if type(value) is tuple:
+        return tuple(parts)
+    if is_dynamo_compiling() and (OLD_DYNAMO or not hasattr(value, "_make")):
+        return type(value)(*parts) if hasattr(value, "_make") else type(value)(parts)
+    # torch's own named tuples, such as torch.return_types.topk, allow no other way.
+    if hasattr(type(value), "n_sequence_fields"):
+        return type(value)(parts)
+    # Not by its own __new__, which may have any signature.
+    return tuple.__new__(type(value), parts)
+
+
+def _with_attributes_of(value: Any, new: Any) -> Any:
+    """Give a new object the attributes of another that it lacks."""
+    attributes = getattr(value, "__dict__", None)
+    if attributes and attributes.keys() != new.__dict__.keys():
+        new.__dict__.update(attributes)
+    return new
+
+
+def _is_fixed_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and not isinstance(value, MutableMapping)
+
+
+def _made_anew(value: Any, parts: list[Any]) -> Any:
+    """Make a read-only mapping or a view of a dict with other parts; None if that is impossible."""
+    if isinstance(value, MappingView):
+        if type(value) is _VALUES:
+            view: Any = value
+            return dict(zip(view.mapping, parts, strict=True)).values()
+        if type(value) is _ITEMS:
+            return dict(parts).items()
+        return None
+    keys = list(value)
+    if type(value) is types.MappingProxyType:
+        behind = {**value} if is_dynamo_compiling() else gc.get_referents(value)[0]
+        return types.MappingProxyType(rebuild(behind, parts))
+    new = copy.copy(value)
+    behind = {
+        name: held
+        for name, held in getattr(value, "__dict__", {}).items()
+        if isinstance(held, MutableMapping) and list(held) == keys
+    }
+    if new is value or len(behind) != 1:
+        return None
+    ((name, held),) = behind.items()
+    new.__dict__[name] = rebuild(held, parts)
+    is_same = list(new) == keys and all(map(is_, new.values(), parts))
+    return new if is_same else None
 
 
 def _shell(value: Any) -> Any:
@@ -118,11 +186,12 @@ def _shell(value: Any) -> Any:
         return {**value}
     if is_dynamo_compiling() and dataclasses.is_dataclass(value):
         # A graph cannot hold copy.copy; all fields are filled later.
-        return object.__new__(type(value))
+        return _with_attributes_of(value, object.__new__(type(value)))
     new = copy.copy(value)
     if new is value:
         raise TypeError(f"{type(value).__name__} does not let itself be copied")
-    return new
+    # The copy of a subclass of deque lacks its attributes.
+    return _with_attributes_of(value, new) if isinstance(value, deque) else new
 
 
 def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
@@ -138,11 +207,14 @@ def _fill(new: Any, keys: list[Key], parts: list[Any]) -> None:
         new.data = [*parts]  # a class's own copy may share the list
     elif isinstance(new, MutableMapping):
         for key, part in zip(keys, parts, strict=True):
-            new[key] = part
+            if is_dynamo_compiling() or key not in new or new[key] is not part:
+                new[key] = part
     else:
         # Not setattr: a frozen dataclass would refuse, and a property could run code.
         for key, part in zip(keys, parts, strict=True):
-            object.__setattr__(new, str(key), part)
+            # A part that is as it was may be the class's own, such as the default of a field.
+            if is_dynamo_compiling() or getattr(new, str(key), _UNSET) is not part:
+                object.__setattr__(new, str(key), part)
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -185,8 +257,7 @@ def _map_filled(
 ) -> Any:
     """Map a value whose copy is made first and then filled."""
     try:
-        is_fixed = isinstance(value, Mapping) and not isinstance(value, MutableMapping)
-        shell = dict(parts) if is_fixed else _shell(value)
+        shell = dict(parts) if _is_fixed_mapping(value) else _shell(value)
         # The copy exists before its parts, so that a value that contains itself is copied as such.
         seen[value] = shell
         _fill(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from hookline.display.data import Tabular
@@ -49,6 +49,8 @@ class Report(Tabular):
         notes: further notes for the user.
         removed: the indices in `fired` of the hooks that their own handles removed before the line
             ended.
+        replaced: for each site whose module or parameter was no longer at its path when a pass
+            began, the event.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Report(Tabular):
     outside_root: int = 0
     notes: tuple[str, ...] = ()
     removed: tuple[int, ...] = ()
+    replaced: Mapping[Site, str] = field(default_factory=dict)
 
     @property
     def silent(self) -> tuple[Site, ...]:
@@ -77,7 +80,8 @@ class Report(Tabular):
         """Return the warning for the end of the line; None if every site that was due has fired."""
         if not self.why:  # the common case: all sites have fired
             return None
-        silent = [site for site in self.silent if site not in self.excused]
+        told = self.excused | self.replaced.keys()
+        silent = [site for site in self.silent if site not in told]
         if not silent:
             return None
         unseen = {str(NOT_RUN), str(OTHER_CONTEXT)}
@@ -87,7 +91,9 @@ class Report(Tabular):
         shown = "; ".join(f"{site}: {self.why[site]}" for site in silent[:3])
         more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
         share = f"{len(silent)} of {plural(len(self.fired), 'site')} never fired"
-        return f"hl.{self.name}: {share}: {shown}{more}." + f"\n{_ASK}" * self._is_vague
+        return f"hl.{self.name}: {share}: {shown}{more}." + "".join(
+            f"\n{line}" for line in self._advice()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values. `sites` has a dict for each hook's site."""
@@ -109,65 +115,75 @@ class Report(Tabular):
         ]
 
     def __str__(self) -> str:
-        state = "ended" if self.ended else "attached"
-        sites, passes = plural(len(self.fired), "site"), plural(self.passes, "pass", "passes")
-        head = (
-            f"hl.{self.name} on {self.model_type}: {sites}, {passes},"
-            f" {self.n_fired} fired, {len(self.silent)} never; {state}"
-        )
-        if self.removed:
-            head += f"; {len(self.removed)} removed"
-        if self.passes and self.outside_root == self.passes:
-            head += "; the model itself was not called, only modules inside it"
-        if self.other_contexts:
-            head += f"; {self.other_contexts} runs in other threads or tasks were not seen"
         width = max((len(str(site)) for site, _ in self.fired), default=0)
         lines = [
             f"  {site!s:{width}}  {count:>5} x  {site.module_type}"
-            + (f"  {'' if remark == 'removed' else 'never: '}{remark}" if remark else "")
+            + (f"  {'' if count or remark == 'removed' else 'never: '}{remark}" if remark else "")
             for (site, count), remark in zip(self.fired, self.remarks(), strict=True)
         ]
+        head = f"hl.{self.name} on {self._state()}"
         notes = [f"  note: {line}" for note in self.notes for line in note.splitlines()]
-        return escape_invisible("\n".join([head, *lines, *notes, *[_ASK] * self._is_vague]))
+        return escape_invisible("\n".join([head, *lines, *notes, *self._advice()]))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """Show each site, how often it fired, and why it did not, in a notebook."""
-        head = (
-            f"<b>hl.{escape(self.name)}</b> on {escape(self.model_type)}:"
-            f" {plural(len(self.fired), 'site')}, {plural(self.passes, 'pass', 'passes')},"
-            f" {self.n_fired} fired, {len(self.silent)} never;"
-            f" {'ended' if self.ended else 'attached'}"
-        )
-        if self.removed:
-            head += f"; {len(self.removed)} removed"
-        if self.other_contexts:
-            head += f"; {plural(self.other_contexts, 'run')} in other threads or tasks not seen"
         # Silent sites come first, because readers look for them.
         remarked = zip(self.fired, self.remarks(), strict=True)
         ordered = sorted(remarked, key=lambda row: row[0][1] > 0)
         rows = [
-            [str(site), site.module_type, f"{n:,}", why] for (site, n), why in ordered[:MOST_ROWS]
+            [str(site), site.module_type, f"{n:,}", remark]
+            for (site, n), remark in ordered[:MOST_ROWS]
         ]
-        names = ["site", "type", ">fired", "~why not"]
-        if not self.silent and not self.removed:
+        names = ["site", "type", ">fired", "~remark"]
+        if not any(self.remarks()):
             rows, names = [row[:3] for row in rows], names[:3]
-        return table(head, names, rows, len(ordered))
+        head = f"<b>hl.{escape(self.name)}</b> on {escape(self._state())}"
+        notes = [f"note: {note}" for note in self.notes]
+        return table(head, names, rows, len(ordered), [*notes, *self._advice()])
+
+    def _state(self) -> str:
+        """Write the class of the model and the numbers of the line: the head, after its name."""
+        return (
+            f"{self.model_type}: {plural(len(self.fired), 'site')},"
+            f" {plural(self.passes, 'pass', 'passes')}, {self.n_fired} fired,"
+            f" {len(self.silent)} never; {'; '.join(facts(self))}"
+        )
+
+    def remarks(self) -> list[str]:
+        """Return a remark for each site: that it was removed or replaced, or why it never fired."""
+        removed = frozenset(self.removed)
+        return [
+            "removed"
+            if place in removed
+            else self.replaced.get(site, "")
+            if count
+            else self.why.get(site, "")
+            for place, (site, count) in enumerate(self.fired)
+        ]
+
+    def _advice(self) -> list[str]:
+        """Return the last line, where a reason names more than one cause."""
+        return [_ASK] if str(BYPASSED) in self.why.values() else []
 
     @property
     def n_fired(self) -> int:
         """The number of sites that fired."""
         return sum(count > 0 for _, count in self.fired)
 
-    def remarks(self) -> list[str]:
-        """Return a remark for each site: that it was removed, or why it never fired."""
-        removed = frozenset(self.removed)
-        return [
-            "removed" if place in removed else "" if count else self.why.get(site, "")
-            for place, (site, count) in enumerate(self.fired)
-        ]
 
-    @property
-    def _is_vague(self) -> bool:
-        return str(BYPASSED) in self.why.values()
+def facts(report: Report) -> list[str]:
+    """Return the facts about a line for the head of its report, which do not count its sites."""
+    found = ["ended" if report.ended else "attached"]
+    if report.removed:
+        found.append(f"{len(report.removed)} removed")
+    if report.replaced:
+        found.append(f"{plural(len(report.replaced), 'site')} replaced in the model")
+    if report.passes and report.outside_root == report.passes:
+        found.append("the model itself was not called, only modules inside it")
+    if report.other_contexts:
+        were = "was" if report.other_contexts == 1 else "were"
+        runs = plural(report.other_contexts, "run")
+        found.append(f"{runs} in other threads or tasks {were} not seen")
+    return found

@@ -8,7 +8,7 @@ of the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -16,12 +16,7 @@ from hookline.display.text import escape_invisible
 from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode, ParameterNode
 from hookline.engine.taps.base import Tap
-from hookline.engine.torch_private.modules import (
-    children,
-    is_scripted,
-    parameters,
-    unwrap,
-)
+from hookline.engine.torch_private.modules import is_scripted
 
 
 class Why(NamedTuple):
@@ -41,13 +36,11 @@ class Silent(NamedTuple):
         tap: the tap.
         node: the module or parameter that the tap is on.
         passes: the passes of the line.
-        root: the model of the line.
     """
 
     tap: Tap
     node: ModuleNode | ParameterNode | None
     passes: Passes
-    root: Any
 
 
 NOT_RUN = Why("the model has not run")
@@ -63,11 +56,6 @@ _NOT_ITSELF = Why(
     "the model itself was not called, only modules inside it (by hand, by generate() of an inner"
     " model, by a copy that torch.fx traced)",
     "attach to the one that is called",
-)
-_REPLACED = Why(
-    "the parameter was replaced after the line was attached (fully_shard, parallelize_module,"
-    " load_state_dict(assign=True))",
-    "attach after that",
 )
 
 
@@ -105,13 +93,6 @@ def own_call(node: ModuleNode, what: str) -> Why:
         f"{kind} has a __call__ of its own{what}",
         f"have {kind}.__call__ end in super().__call__(...), or select the modules that it calls",
     )
-
-
-def _was_replaced(silent: Silent) -> Why | None:
-    node, root = silent.node, silent.root
-    if not isinstance(node, ParameterNode) or not isinstance(root, nn.Module):
-        return None
-    return _REPLACED if _is_replaced(node, root) else None
 
 
 def _own_reason(silent: Silent) -> Why | None:
@@ -154,22 +135,8 @@ def _not_called(silent: Silent) -> Why | None:
 
 
 _CAUSES: tuple[Callable[[Silent], Why | None], ...] = (
-    _was_replaced, _own_reason, _has_not_run, _raised, _past_hooks, _not_called,
+    _own_reason, _has_not_run, _raised, _past_hooks, _not_called,
 )  # fmt: skip
-
-
-def _is_replaced(node: ParameterNode, root: nn.Module) -> bool:
-    """Tell whether the model now holds another parameter in the place of this one."""
-    *holders, name = node.path.split(".")
-    module: nn.Module | None = unwrap(root)
-    for holder in holders:
-        module = None if module is None else dict(children(module).items()).get(holder)
-        module = None if module is None else unwrap(module)
-    if module is None:
-        return False
-    held = dict(parameters(module).items()).get(name)  # a ScriptModule's parameters have no `get`
-    # FSDP2 itself shows another parameter between forward and backward.
-    return held is not None and held is not node.tensor and not node.is_sharded
 
 
 def gathered(name: str, model_type: str, nodes: list[ModuleNode]) -> str | None:

@@ -13,19 +13,28 @@ from typing import final
 from torch import Tensor, nn
 
 from hookline.engine.torch_private.distributed import sharded_parameters
-from hookline.engine.torch_private.modules import is_leaf, look_into, parameters
+from hookline.engine.torch_private.modules import (
+    is_leaf,
+    look_into,
+    parameters,
+    value_address,
+)
 from hookline.errors import AttachError
 
 
 @dataclass(slots=True, eq=False)
 class ModuleNode:
-    """One module of a model: its first path, its index in registration order, its other paths."""
+    """One module of a model: its first path, its index in registration order, its other paths.
+
+    `held` are its children with torch's wrappers around them, as the module holds them.
+    """
 
     path: str
     module: nn.Module
     index: int
     aliases: tuple[str, ...] = ()
     parent: ModuleNode | None = None
+    held: tuple[nn.Module | None, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -47,7 +56,9 @@ class ModuleNode:
 class ParameterNode:
     """One parameter of a model, or a tensor that was given by name; tied parameters have aliases.
 
-    For a parameter that FSDP2 shards (`is_sharded`), the tensor is always this rank's shard.
+    For a parameter that FSDP2 shards (`is_sharded`), the tensor is always this rank's shard. The
+    parent is the module of the first path; None for tensors that no model holds. The address is of
+    the tensor's value (`value_address`), to which the hooks on its gradient belong.
     """
 
     path: str
@@ -56,6 +67,8 @@ class ParameterNode:
     type_name: str
     aliases: tuple[str, ...] = ()
     is_sharded: bool = False
+    parent: ModuleNode | None = None
+    address: int = 0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -170,6 +183,7 @@ def _visit(
     else:
         node.aliases += (path,)
     if inner:
+        node.held = tuple(inner.values())
         above.add(key)
         prefix, bare = f"{path}." if path else "", met.bare
         for name, child in inner.items():
@@ -207,5 +221,7 @@ def _parameters(nodes: list[ModuleNode]) -> list[ParameterNode]:
                 f"{node.type_name}.{name}",
                 paths[1:],
                 id(held) in shards,
+                node,
+                value_address(tensor),
             )
     return list(found.values())

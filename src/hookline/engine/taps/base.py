@@ -273,7 +273,7 @@ def _at_leaf(callback: Callback, site: Site) -> Callback:
 
     def at_leaf(current: Pass, value: Any) -> Any:
         new = callback(current, leaves.get(value, leaf, where))
-        return None if new is None else leaves.put(value, leaf, new)
+        return None if new is None else leaves.put(value, leaf, new, where)
 
     return at_leaf
 

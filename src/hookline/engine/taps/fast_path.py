@@ -16,7 +16,7 @@ from hookline.engine.passes.passes import Passes
 from hookline.engine.selection.module_tree import ModuleNode
 from hookline.engine.selection.site import Site
 from hookline.engine.taps.base import Order, RootTap, Tap, no_callback
-from hookline.engine.torch_private.fused_ops import runs_fused
+from hookline.engine.torch_private.graph.fused_ops import runs_fused
 from hookline.engine.torch_private.hooks import hook_dict
 
 REMEDY = "torch.backends.mha.set_fastpath_enabled(False)"

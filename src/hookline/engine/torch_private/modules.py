@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 # Wrappers that add a segment to every path below them, by the name of their module and class.
 # Importing `torch._dynamo` or `torch.distributed` to compare classes would cost a second.
@@ -104,6 +108,34 @@ def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def _own(module: nn.Module, name: str) -> Any:
     found = module.__dict__.get(name)
     return getattr(module, name) if found is None else found  # a traced module holds another table
+
+
+def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return a dictionary that holds a module's table under its name, also after a new table came.
+
+    Args:
+        module: the module.
+        name: "_modules" or "_parameters".
+    """
+    attributes = module.__dict__
+    return attributes if name in attributes else {name: getattr(module, name)}
+
+
+def in_functional_call() -> bool:
+    """Tell whether `torch.func.functional_call` has put other parameters into a model for now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FUNCTIONAL = stateless._functional_call.__code__
+
+# Tells the value of a parameter from another value that `torch.utils.swap_tensors` has put into the
+# same object. The hooks on its gradient go with the value.
+value_address = attrgetter("_cdata")
 
 
 def unwrap(module: nn.Module) -> nn.Module:

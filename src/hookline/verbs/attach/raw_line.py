@@ -15,6 +15,7 @@ from typing import NoReturn, final
 
 from torch import Tensor, nn
 
+from hookline.engine.report.replaced import Lapse
 from hookline.engine.selection.ground import Everywhere
 from hookline.verbs.attach.on_events import EventHooks
 from hookline.verbs.attach.on_tensors import TensorHooks
@@ -116,4 +117,11 @@ def attach(
     Raises:
         AttachError: `model` is none of these, or torch calls no hooks on it.
     """
-    return RawLine(model, every_thread=every_thread)
+    line = RawLine(model, every_thread=every_thread)
+    line.originals.lapse = _LAPSE
+    return line
+
+
+_LAPSE = Lapse(
+    "the hooks at {sites} are on the old {kind}", "the hooks at {sites} are at {now} now"
+)

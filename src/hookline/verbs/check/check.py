@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.display.text import plural
-from hookline.engine import Line, Report, Site, hides, is_grouped, sharding
+from hookline.engine import Lapse, Line, Report, Site, hides, is_grouped, sharding
 from hookline.engine.selection.module_tree import ModuleNode, require_model, walk
 from hookline.engine.torch_private.modules import buffers, has_forward, is_leaf, parameters
 from hookline.errors import warn
@@ -149,6 +149,9 @@ def _poisoned(
     return None
 
 
+_LAPSE = Lapse("the checks of {sites} no longer happen", "the checks of {sites} are at {now} now")
+
+
 def check(
     model: nn.Module,
     *,
@@ -215,6 +218,7 @@ def check(
     line = Line(model, name="check", every_thread=every_thread)
     line.options.lenient = True
     line.options.quiet = True
+    line.originals.lapse = _LAPSE
     checking = CheckLine(line, model, folder, wanted)
     checking.start()
     return checking

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad_value_
 
 from hookline.engine import (
     GradientCallback,
+    Lapse,
     Order,
     Pass,
     PendingGradient,
@@ -208,6 +209,9 @@ def _misnamed(name: str) -> str:
     return f"hl.clip has no {name}=.\nGive {here}."
 
 
+_LAPSE = Lapse("the clip of {sites} no longer happens", "the clip of {sites} is at {now} now")
+
+
 def clip(
     model: nn.Module,
     selector: Selector = None,
@@ -296,6 +300,7 @@ def clip(
         )
     line = RawLine(model, name="clip", every_thread=every_thread)
     line.options.lenient = selector is None
+    line.originals.lapse = _LAPSE
     selection = line.select(selector, check_ports(ports))
     for site in selection:
         if not site.is_gradient:

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hookline.engine import Report, has_numbers, innermost
+from hookline.engine import Report, facts, has_numbers, innermost
 from hookline.util.locks import fork_safe_lock
 
 # Held while counts change: gradients may come from several threads.
@@ -65,18 +65,26 @@ class ClipReport:
         return sum(row.seen for row in self.rows)
 
     def __str__(self) -> str:
-        state = "ended" if self.report.ended else "attached"
         head = (
             f"hl.clip on {self.report.model_type}: clipped {self.clipped} of {self.seen} gradients;"
-            f" {state}"
+            f" {'; '.join(facts(self.report))}"
         )
         width = max((len(row.site) for row in self.rows), default=0)
-        return "\n".join([head, *(f"  {_text(row, width, self.report)}" for row in self.rows)])
+        lines = [f"  {_text(row, width, self.report)}" for row in self.rows]
+        if any(row.site == "total" for row in self.rows):  # its parameters have no rows
+            lines += [f"  {site}  {event}" for site, event in self.report.replaced.items()]
+        return "\n".join([head, *lines])
 
     __repr__ = __str__
 
 
 def _text(row: ClipRow, width: int, report: Report) -> str:
+    text = _numbers(row, width, report)
+    event = {str(site): event for site, event in report.replaced.items()}.get(row.site)
+    return text if event is None or event in text else f"{text}; {event}"
+
+
+def _numbers(row: ClipRow, width: int, report: Report) -> str:
     if not row.seen:
         why = {str(site): reason for site, reason in report.why.items()}.get(row.site, "")
         return f"{row.site:{width}}  never{': ' if why else ''}{why}"

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from hookline.engine import (
     Bound,
     GradientCallback,
+    Lapse,
     Line,
     Order,
     Pass,
@@ -89,6 +90,7 @@ def edit(
     line = Line(model, name="edit", every_thread=every_thread)
     _check_change(change)
     line.options.lenient = selector is None
+    line.originals.lapse = _LAPSE
     selection = line.select(selector, ports_for(model, ports))
 
     change = defaults_by_name(change, 1)
@@ -103,6 +105,9 @@ def edit(
     line.tap(selection, bind, Order.EDIT)
     line.options.remark = partial(_left_alone, effects)
     return line
+
+
+_LAPSE = Lapse("the edit of {sites} no longer happens", "the edit of {sites} is at {now} now")
 
 
 def _check_change(change: Any) -> None:
@@ -201,20 +206,34 @@ class EditGradient(GradientCallback):
     changes = True
 
     def __init__(self, change: Callable[[Any], Any], effect: _NoOpDetector) -> None:
-        self.inside = partial(effect.inside, change)
+        self.inside = partial(_changed_in_graph, partial(effect.inside, change), effect.where)
         self._change = partial(effect.of_gradient, change)
         self._where = effect.where
 
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> Any:
         """Change the gradient of one tensor."""
         new = self._change(grad)
-        found = None if new is None else describe.difference(grad, new)
-        if found:
-            raise StructureError(
-                f"the edit at {self._where} would change the gradient's form: {found}."
-                "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
-            )
+        difference = None if new is None else describe.difference(grad, new)
+        if difference:
+            raise _other_gradient(self._where, difference)
         return new
+
+
+def _changed_in_graph(change: Callable[[Any], Any], where: str, grad: Tensor) -> Any:
+    """Change a gradient in compiled code, where autograd would add up one of a larger shape."""
+    new = change(grad)
+    # A graph of a backward allows no look at the layout.
+    if isinstance(new, Tensor) and new.shape != grad.shape:
+        forms = [f"Tensor{describe.shape(tensor)}" for tensor in (grad, new)]
+        raise _other_gradient(where, "expected {}, got {}".format(*forms))
+    return new
+
+
+def _other_gradient(where: str, difference: str) -> StructureError:
+    return StructureError(
+        f"the edit at {where} would change the gradient's form: {difference}."
+        "\nReturn a gradient of the same shape, dtype and device, or None to leave it."
+    )
 
 
 def _checked(change: Callable[[Any], Any], effect: _NoOpDetector) -> Callable[[Pass, Any], Any]:

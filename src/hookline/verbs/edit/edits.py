@@ -56,6 +56,9 @@ def add(offset: float | Tensor) -> Edit:
         >>> hl.edits.add(torch.tensor([0.0, 1.0]))(torch.zeros(2)).tolist()
         [0.0, 1.0]
 
+    A vector is added at each place of the leading dimensions: a steering vector of shape
+    `(n_features,)` to every token of every row of a value `(batch, n_tokens, n_features)`.
+
     Args:
         offset: a number, or a tensor that broadcasts to the value's shape.
 
@@ -78,8 +81,10 @@ def replace(new: float | Tensor) -> Edit:
         >>> hl.edits.replace(3.0)(torch.zeros(2)).tolist()
         [3.0, 3.0]
 
+    A tensor is not broadcast, so that an activation of one token does not overwrite all tokens.
+
     Args:
-        new: a number, or a tensor that broadcasts to the value's shape.
+        new: a number, a tensor of one number without dimensions, or a tensor of the value's shape.
 
     Returns:
         A function for `hl.edit`: it takes a tensor, and returns a new one of the same shape, dtype
@@ -88,11 +93,12 @@ def replace(new: float | Tensor) -> Edit:
     Raises:
         AttachError: `new` is neither a number nor a tensor.
         StructureError: (when the function is called) the value is no tensor, its dtype cannot hold
-            `new`, or `new` does not broadcast to its shape.
+            `new`, or `new` has another shape.
     """
     given = _Given(new, "replace")
 
     def change(tensor: Tensor) -> Tensor:
+        given.check_shape(tensor)
         other = torch.as_tensor(given.like(tensor), dtype=tensor.dtype, device=tensor.device)
         # A copy, because a later in-place layer cannot write to an expanded tensor.
         return other.expand_as(tensor).clone()
@@ -300,6 +306,23 @@ class _Given:
         if self._is_tensor:
             return self._tensor.to(value.device, value.dtype)
         return self._tensor if is_dynamo_compiling() else self._number
+
+    def check_shape(self, value: Tensor) -> None:
+        """Refuse a value of another shape than the tensor's, unless the tensor has no dimensions.
+
+        Raises:
+            StructureError: the shapes differ.
+        """
+        given = self._tensor
+        if not given.dim() or given.is_nested or value.is_nested or given.shape == value.shape:
+            return
+        advice = "Give a number, or a tensor of the value's shape."
+        if _broadcasts(given, value):
+            advice = "To put it at each place, give hl.edit: lambda t: new.expand_as(t).clone()."
+        raise StructureError(
+            f"the tensor given to hl.edits.{self._name} must have the value's shape"
+            f" {describe.shape(value)}, got {describe.shape(given)}.\n{advice}"
+        )
 
     def check(self, value: Tensor) -> None:
         """Refuse a value with which the number or tensor would give another dtype or shape.

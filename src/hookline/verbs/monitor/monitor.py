@@ -10,6 +10,7 @@ from torch import nn
 
 from hookline.curves import Curves
 from hookline.engine import (
+    Lapse,
     Order,
     Report,
     Selector,
@@ -228,6 +229,7 @@ def monitor(
     every, statistics = checked_every(every), checked_statistics(stats)
     line = EverywhereHooks(model, name="monitor", every_thread=every_thread, lenient=True)
     line.options.quiet = True
+    line.originals.lapse = _LAPSE
     try:
         found = chosen(line, selector, ports)
         slots = Slots(statistics, len(found.modules))
@@ -235,6 +237,9 @@ def monitor(
     except BaseException:
         line.remove()
         raise
+
+
+_LAPSE = Lapse("the curves of {sites} end", "the curves of {sites} are of {now}")
 
 
 def _attach(
@@ -249,6 +254,7 @@ def _attach(
     line.passes.sink, line.passes.at_root = steps, steps.root_begins
     values = ValueSites(slots, line.passes, scaling)
     line.tap(found.modules, values.bind, Order.RECORD)
+    line.originals.add(found.parameters)
     name = type(root).__name__
     for kind, hook in (("step_pre", steps.before_step), ("step_post", steps.after_step)):
         site = Site("optimizers", kind, module_type=name)

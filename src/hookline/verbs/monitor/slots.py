@@ -249,10 +249,6 @@ class Slots:
             modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
         return not modules or any(one.is_off or one.name in taken for one in modules)
 
-    def missing(self, taken: dict[str, list[Tensor]]) -> list[Site]:
-        """Return the sites that had values in earlier steps, and have none in this step."""
-        return [one.site for one in self.sites() if not one.is_off and one.name not in taken]
-
     def put(self, taken: dict[str, list[Tensor]]) -> None:
         """Merge slots that were taken before."""
         for name, slots in taken.items():

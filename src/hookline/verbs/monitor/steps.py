@@ -20,7 +20,6 @@ from hookline.engine import Pass
 from hookline.errors import HooklineWarning, warn
 from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.optimizer_pairs import OptimizerPairs
-from hookline.verbs.monitor.originals import Originals
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
 from hookline.verbs.monitor.slots import Slots
@@ -122,8 +121,7 @@ class Steps:
         self._has_grad = False
         self.is_over = False
         self.has_failed = False
-        self._has_told = self._has_told_replaced = False
-        self._originals = Originals(model)
+        self._has_told = False
         self._lock = lock
 
     @property
@@ -345,7 +343,6 @@ class Steps:
     def _report(self, taken: dict[str, list[Tensor]], *, is_last: bool) -> None:
         self._slots.tell()
         self._look_for_values(taken)
-        self._look_for_replaced(taken)
         sites, version = self._slots.layout()
         layout, slots = self.ranks.report(sites, taken, version, is_last=is_last)
         if layout.entries:
@@ -363,18 +360,6 @@ class Steps:
             f" {self.number}, though an optimizer of the model stepped. Another model may run in"
             " its place.\nMonitor the model that runs."
         )
-
-    def _look_for_replaced(self, taken: dict[str, list[Tensor]]) -> None:
-        """Warn, once, if modules or parameters of sites without a value were replaced."""
-        missing = [] if self._has_told_replaced else self._slots.missing(taken)
-        paths = self._originals.replaced(missing) if missing else []
-        if paths:
-            self._has_told_replaced = True
-            more = f" (and {', '.join(paths[1:4])}{', …' * (len(paths) > 4)})" * (len(paths) > 1)
-            warn(
-                f"hl.monitor: {paths[0]}{more} was replaced in the model by step {self.number}, and"
-                " its curves end.\nBegin a new monitor after replacing modules or parameters."
-            )
 
     @_guarded
     def finish(self, *, has_failed: bool) -> None:

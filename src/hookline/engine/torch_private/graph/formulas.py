@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.engine.torch_private.fused_ops import CPU_ATTENTION
+from hookline.engine.torch_private.graph.fused_ops import CPU_ATTENTION
 
 Formula = Callable[..., int]
 _aten = torch.ops.aten

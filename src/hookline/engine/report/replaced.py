@@ -1,0 +1,339 @@
+"""Notice selected modules and parameters that the model no longer holds where a line found them.
+
+A hook stays on the object that it was registered on. After `model[0] = other`, a
+`load_state_dict(assign=True)` or a parametrization, the hook is on an object that the path no
+longer leads to. Each pass begins with a look at the selected paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import starmap
+from operator import is_
+from typing import Any, NamedTuple, final
+
+from torch import nn
+
+from hookline.display.text import plural
+from hookline.engine.selection.module_tree import (
+    ModuleNode,
+    ModuleTree,
+    ParameterNode,
+    module_tree,
+)
+from hookline.engine.selection.site import Site, path_text
+from hookline.engine.taps.base import Tap
+from hookline.engine.torch_private.distributed import sharding
+from hookline.engine.torch_private.modules import (
+    in_functional_call,
+    parameters,
+    table_of,
+    unwrap,
+    value_address,
+)
+from hookline.errors import warn
+from hookline.util.locks import fork_safe_lock
+
+Node = ModuleNode | ParameterNode
+
+
+class Lapse(NamedTuple):
+    """The consequence of a replacement for the work of a verb, as parts of a sentence.
+
+    Attributes:
+        gone: for an object that has left the model. `{sites}` stands for the sites, `{kind}` for
+            "module" or "parameter".
+        moved: for an object that is still in the model. `{now}` stands for its sites there.
+    """
+
+    gone: str = "the values of {sites} are those of the old {kind}"
+    moved: str = "the values of {sites} are those of {now}"
+
+
+class Loss(NamedTuple):
+    """A site whose module or parameter was replaced.
+
+    Attributes:
+        site: the site.
+        kind: "module" or "parameter": the kind of what was replaced.
+        path: the path at which it was, as written: that of the site, or of a module above.
+        event: the event, with the classes before and now.
+        now: the site at which the object of the site still is in the model, if it is.
+    """
+
+    site: Site
+    kind: str
+    path: str
+    event: str
+    now: Site | None
+
+    @property
+    def remark(self) -> str:
+        """Return the event, and the place where the object of the site is now."""
+        text = f"the {self.kind} {self.path} was {self.event} {_SINCE}"
+        return f"{text}; it is now at {self.now}" if self.now else text
+
+
+@final
+class Originals:
+    """The selected modules and parameters of a line, as it found them.
+
+    Args:
+        name: the verb of the line.
+        root: the model of the line; None for a line without one.
+        taps: the taps of the line; the list grows.
+        nodes: the taps' modules and parameters, by the tap's id.
+
+    Attributes:
+        lapse: the consequence that a warning names.
+        told: the losses that `look` has warned of, by site.
+    """
+
+    __slots__ = (
+        "_core", "_further", "_has_parameters", "_held", "_lock", "_n_linked", "_name", "_named",
+        "_nodes", "_root", "_taps", "_tensors", "lapse", "told",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, root: nn.Module | None, taps: list[Tap], nodes: dict[int, Node]
+    ) -> None:
+        self.lapse = Lapse()
+        self.told: dict[Site, Loss] = {}
+        self._name = name
+        self._root = root
+        self._core = None if root is None else unwrap(root)
+        self._taps = taps
+        self._nodes = nodes
+        self._further: list[tuple[Site, Node]] = []
+        # FSDP1 puts other tensors in the parameters' places, and back.
+        self._has_parameters = True
+        self._lock = fork_safe_lock()
+        # Made at the first look: for each module above a selected one, its attributes and its
+        # children, which is quickest to make and to compare. After a change of other modules, for
+        # each module on a selected path, the attributes of the one above, its name, and itself. For
+        # each selected parameter, the attributes of its module, its name, and itself.
+        # The tables are fetched from the attributes at each look, because `del sequential[1]` makes
+        # a new one.
+        self._held: list[tuple[dict[str, Any], tuple[nn.Module | None, ...]]] = []
+        self._named: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self._tensors: list[tuple[dict[str, Any], str, ParameterNode]] = []
+        self._n_linked = -1  # the number of taps when they were made
+
+    def add(self, places: Iterable[tuple[Site, Node]]) -> None:
+        """Add sites that have no tap of their own."""
+        self._further += places
+        self._n_linked = -1
+
+    def end(self) -> None:
+        """Release the model."""
+        self._root = self._core = None
+        self._nodes, self._further = {}, []
+        self._held, self._named, self._tensors = [], [], []
+
+    def look(self) -> None:
+        """Warn of the sites that were replaced since the last look. Called when a pass begins."""
+        if self._n_linked == len(self._taps) and self._are_in_place():
+            return
+        with self._lock:
+            losses = self._find()
+            self.told.update((loss.site, loss) for loss in losses)
+        if losses:
+            warn(self._warning(losses))
+
+    def losses(self) -> dict[Site, Loss]:
+        """Return all losses: those that were told, and those since."""
+        if self._root is None:
+            return self.told
+        with self._lock:
+            return self.told | {loss.site: loss for loss in self._find()}
+
+    # -- the quick look ----------------------------------------------------------------------------
+
+    def _are_in_place(self) -> bool:
+        root = self._root  # another thread may end the line meanwhile
+        if root is None or unwrap(root) is not self._core:
+            return root is None
+        for attributes, held in self._held:
+            now = tuple(attributes["_modules"].values())
+            if len(now) != len(held) or not all(map(is_, now, held)):
+                return False
+        for attributes, name, module in self._named:
+            table = attributes["_modules"]
+            if name not in table or table[name] is not module:
+                return False
+        return all(starmap(_is_held, self._tensors)) or in_functional_call()
+
+    def _link(self, nodes: list[Node], *, by_name: bool = False) -> None:
+        """Note where the modules and parameters of some nodes must be found.
+
+        Args:
+            nodes: the nodes.
+            by_name: True leaves out the modules beside those on the paths.
+        """
+        above = {node.parent for node in nodes}
+        waiting = list(above)
+        for node in waiting:
+            if node is not None and node.parent not in above:
+                above.add(node.parent)
+                waiting.append(node.parent)
+        tables = [(table_of(node.module, "_modules"), node.held) for node in above if node]
+        self._held, self._named = [table for table in tables if table[1]], []
+        if by_name:
+            wanted = {id(node.module) for node in (*nodes, *above) if isinstance(node, ModuleNode)}
+            self._named = [
+                (attributes, name, child)
+                for attributes, _ in self._held
+                for name, child in attributes["_modules"].items()
+                if child is not None and id(unwrap(child)) in wanted
+            ]
+            self._held = []
+        self._tensors = [
+            (table_of(node.parent.module, "_parameters"), node.path.rpartition(".")[2], node)
+            for node in nodes
+            if isinstance(node, ParameterNode) and node.parent and self._can_lose(node)
+        ]
+
+    # -- the search --------------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[tuple[Site, Node]]:
+        """Yield the sites that are on the model and not told yet."""
+        for tap in list(self._taps):
+            node = self._nodes.get(id(tap))
+            if node is not None and not tap.is_removed and tap.site not in self.told:
+                yield tap.site, node
+        for site, node in self._further:
+            if site not in self.told:
+                yield site, node
+
+    def _find(self) -> list[Loss]:
+        """Find the sites that were replaced and not told yet."""
+        root, n_taps = self._root, len(self._taps)
+        if self._n_linked != n_taps:
+            self._link([*self._nodes.values(), *(node for _, node in self._further)])
+            self._n_linked = n_taps
+        if root is None or self._are_in_place():
+            return []
+        self._has_parameters = sharding(root) != "FSDP1"
+        search = _Search(module_tree(root))
+        losses, kept = [], []
+        for site, node in self._places():
+            loss = search.loss(site, node) if self._can_lose(node) else None
+            if loss is None:
+                kept.append(search.now(node) or node)
+            else:
+                losses.append(loss)
+        if not losses:
+            # The next look is quick again: it knows the wrappers and the other paths.
+            self._core = unwrap(root)
+            self._link(kept, by_name=True)
+        return losses
+
+    def _can_lose(self, node: Node) -> bool:
+        """Tell whether the model holds the object of a node under its path all the time."""
+        if isinstance(node, ModuleNode):
+            return True
+        return self._has_parameters and node.parent is not None and not node.is_sharded
+
+    def _warning(self, losses: list[Loss]) -> str:
+        groups: dict[tuple[str, str, bool], list[Loss]] = {}
+        for loss in losses:
+            groups.setdefault((loss.kind, loss.event, loss.now is None), []).append(loss)
+        parts = []
+        for (kind, event, is_gone), group in list(groups.items())[:3]:
+            places = list(dict.fromkeys(loss.path for loss in group))
+            many = len(places) > 1
+            text = self.lapse.gone if is_gone else self.lapse.moved
+            outcome = text.format(
+                sites=_listed([str(loss.site) for loss in group]),
+                now=_listed([str(loss.now) for loss in group]),
+                kind=kind + "s" * many,
+            )
+            subject = f"the {kind}{'s' * many} {_listed(places)} {'were' if many else 'was'}"
+            parts.append(f"{subject} {event} {_SINCE}, so {outcome}")
+        more = sum(map(len, list(groups.values())[3:]))
+        rest = f"; and {plural(more, 'more site')}" if more else ""
+        return (
+            f"hl.{self._name}: {'; '.join(parts)}{rest}."
+            f"\nEnd the line, and call hl.{self._name} again after the model has changed."
+        )
+
+
+def _is_held(attributes: dict[str, Any], name: str, node: ParameterNode) -> bool:
+    """Tell whether a module still holds a parameter, with the same value."""
+    table, tensor = attributes["_parameters"], node.tensor
+    return name in table and table[name] is tensor and value_address(tensor) == node.address
+
+
+_SINCE = "after the line was attached"
+
+
+def _listed(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + f" and {len(texts) - 3} more" * (len(texts) > 3)
+
+
+@final
+class _Search:
+    """A search for lost objects in the model as it is now."""
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self._tree = tree
+        self._nodes = {id(node.module): node for node in tree.nodes}
+        self._by_path = {path: node for node in tree.nodes for path in node.paths}
+        self._is_functional = in_functional_call()
+        self._tensors: dict[int, ParameterNode] | None = None
+
+    def now(self, node: Node) -> Node | None:
+        """Return the node that an object has now; None for an object that has left the model."""
+        if isinstance(node, ModuleNode):
+            return self._nodes.get(id(node.module))
+        if self._tensors is None:
+            self._tensors = {id(other.tensor): other for other in self._tree.tensors}
+        return self._tensors.get(id(node.tensor))
+
+    def loss(self, site: Site, node: Node) -> Loss | None:
+        """Return the loss of a site; None for a site whose object is at one of its paths."""
+        if isinstance(node, ParameterNode):
+            return self._loss_of_parameter(site, node)
+        if self._is_there(node):
+            return None
+        return self._loss_above(site, node, self.now(node))
+
+    def _is_there(self, node: Node) -> bool:
+        now = self.now(node)
+        return now is not None and not set(now.paths).isdisjoint(node.paths)
+
+    def _loss_above(self, site: Site, node: ModuleNode, now: Node | None) -> Loss:
+        """Return the loss of a site by the outermost module that was replaced on its path."""
+        outermost, above = node, node.parent
+        while above is not None:
+            if not self._is_there(above):
+                outermost = above
+            above = above.parent
+        held = self._by_path.get(outermost.path)
+        event = "removed" if held is None else _replaced(outermost.type_name, held.type_name)
+        return Loss(site, "module", path_text(outermost.path), event, _moved(site, now))
+
+    def _loss_of_parameter(self, site: Site, node: ParameterNode) -> Loss | None:
+        if self._is_functional or node.parent is None:
+            return None
+        now = self.now(node)
+        if self._is_there(node):
+            if value_address(node.tensor) == node.address:
+                return None
+            return Loss(site, "parameter", node.path, "swapped (torch.utils.swap_tensors)", None)
+        if not self._is_there(node.parent):
+            return self._loss_above(site, node.parent, now)
+        held = dict(parameters(node.parent.module).items()).get(node.path.rpartition(".")[2])
+        event = "unregistered"  # a parametrization leaves an attribute of the same name
+        if held is not None:
+            event = _replaced(type(node.tensor).__name__, type(held).__name__)
+        return Loss(site, "parameter", node.path, event, _moved(site, now))
+
+
+def _replaced(before: str, now: str) -> str:
+    return f"replaced ({'another ' + now if now == before else before + ' before, ' + now} now)"
+
+
+def _moved(site: Site, now: Node | None) -> Site | None:
+    return None if now is None else replace(site, path=now.path)
