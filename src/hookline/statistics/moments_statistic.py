@@ -41,6 +41,8 @@ _COMPILED_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch
 class MomentsStatistic:
     """A `Statistic` whose result is `Moments`."""
 
+    n_slots = len(_EMPTY)
+
     def __init__(self, compile: bool | None) -> None:
         self.options: dict[str, Any] = {}  # how it is compiled is not what it measures
         if compile not in (None, True, False):

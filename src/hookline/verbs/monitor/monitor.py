@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.curves import Curves
 from hookline.engine import (
@@ -20,7 +21,7 @@ from hookline.engine import (
     sharding,
 )
 from hookline.engine.selection.module_tree import require_model
-from hookline.errors import warn
+from hookline.errors import InputError, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
 from hookline.verbs.monitor.loss_scale import Scaling
@@ -50,7 +51,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     def __init__(self, line: EverywhereHooks, steps: Steps, to: Reporting) -> None:
         super().__init__(line)
-        self.curves = to.curves
+        self.curves = Curves(to.reports, log=_log_of(steps))
         self._steps = steps
         self._to = to
 
@@ -139,6 +140,22 @@ def _why_nothing(report: Report, steps: Steps) -> str:
     if not report.passes:
         return f"{report.model_type} never ran, and no optimizer of its parameters stepped"
     return "no value came at the selected sites"
+
+
+def _log_of(steps: Steps) -> Callable[[dict[str, float | Tensor], int | None], None]:
+    """Return the function that logs numbers; curves that are kept do not keep the steps."""
+    reference = weakref.ref(steps)
+
+    def log(numbers: dict[str, float | Tensor], step: int | None) -> None:
+        live = reference()
+        if live is None or live.is_over:
+            raise InputError(
+                "seen.log must be called while hl.monitor runs, got a monitor that has ended."
+                "\nCall it inside the block: with hl.monitor(model) as seen."
+            )
+        live.log(numbers, None if step is None else checked_number("step", step))
+
+    return log
 
 
 @final

@@ -74,9 +74,9 @@ class Parameters:
         for one in self.of(optimizer):
             tensor = one.tensor
             if one.value is not None:
-                one.value.add(tensor)
+                one.value.add(tensor, is_shared=True)
             if one.grad is not None and has_grads and tensor.grad is not None:
-                one.grad.add(of_parameter(optimizer, tensor.grad))
+                one.grad.add(of_parameter(optimizer, tensor.grad), is_shared=True)
             if one.update is not None:
                 mine = local_part(tensor.detach())
                 if one.before is None or not _is_alike(one.before, mine):
@@ -91,19 +91,27 @@ class Parameters:
             if one.grad is not None and has_grads and one.tensor.grad is not None:
                 one.grad.add(one.tensor.grad)
             if one.update is not None and one.before is not None:
-                mine = local_part(one.tensor.detach())
-                update = torch.sub(mine, one.before, out=one.before)
+                update = _change(one.before, local_part(one.tensor.detach()))
                 one.update.counts = counts_of(one.tensor) or one.update.counts
                 one.update.add(update)
                 if not self.keeps_copies:
                     one.before = None
 
     @torch.no_grad()
-    def values(self) -> None:
-        """Measure the weights where no optimizer steps."""
-        for one in self._known.values():
-            if one.value is not None:
-                one.value.add(one.tensor)
+    def values(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Measure weights that no optimizer steps; None is all of them."""
+        known = self._known
+        measured = known.values() if tensors is None else map(known.get, map(id, tensors))
+        for one in measured:
+            if one is not None and one.value is not None:
+                one.value.add(one.tensor, is_shared=True)
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """Return `after - before`, in float32 where the dtype is narrower; it may overwrite `before`."""
+    if before.is_floating_point() and before.itemsize < 4:
+        return after.to(torch.float32).sub_(before.to(torch.float32))
+    return torch.sub(after, before, out=before)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -25,6 +26,20 @@ _PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a l
 
 
 @final
+@dataclass(slots=True)
+class Taken:
+    """The slots of a step, or of a part of it.
+
+    Args:
+        slots: the slots of each site that had a value.
+        turns: when each of these sites had its first value, as `Slots.turn` counts.
+    """
+
+    slots: dict[str, list[Tensor]] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+
+
+@final
 class SiteSlots:
     """The slots of one site: one tensor for each statistic.
 
@@ -36,6 +51,7 @@ class SiteSlots:
 
     Attributes:
         slots: the slots in this step; None before the first value.
+        turn: when the first value of this step came, as `Slots.turn` counts.
         widths: the number of slots of each statistic; empty before the first value ever.
     """
 
@@ -50,6 +66,7 @@ class SiteSlots:
         "order",
         "site",
         "slots",
+        "turn",
         "widths",
     )
 
@@ -58,6 +75,7 @@ class SiteSlots:
         self.name = str(site)
         self.order = order
         self.slots: list[Tensor] | None = None
+        self.turn = 0
         self.widths: tuple[int, ...] = ()
         self.counts = counts
         self.is_off = False
@@ -66,8 +84,13 @@ class SiteSlots:
         self._empty: list[Tensor] = []
         self._of = of
 
-    def add(self, value: Tensor) -> None:
-        """Measure one more value. Training goes on if this fails."""
+    def add(self, value: Tensor, *, is_shared: bool = False) -> None:
+        """Measure one more value. Training goes on if this fails.
+
+        Args:
+            value: the value.
+            is_shared: whether the value shares its turn with others, since nobody knows their order.
+        """
         if self.is_off:
             return
         try:
@@ -82,9 +105,9 @@ class SiteSlots:
                     return
                 if torch.is_autocast_enabled(value.device.type):
                     with torch.autocast(value.device.type, enabled=False):
-                        self._update(value)
+                        self._update(value, is_shared)
                 else:
-                    self._update(value)
+                    self._update(value, is_shared)
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
@@ -96,8 +119,10 @@ class SiteSlots:
             self._prepare(value)
         return not self.is_off
 
-    def _update(self, value: Tensor) -> None:
-        slots = self._empty if self.slots is None else self.slots
+    def _update(self, value: Tensor, is_shared: bool) -> None:
+        slots = self.slots
+        if slots is None:
+            slots, self.turn = self._empty, self._of.turn(is_shared=is_shared)
         pairs = zip(self._of.statistics, slots, strict=True)
         self.slots = [one.update(mine, value) for one, mine in pairs]
 
@@ -144,10 +169,14 @@ class SiteSlots:
             self.slots = [mine.to(empty.device) for mine, empty in pairs]
         self.has(self._empty)
 
-    def merge(self, slots: list[Tensor]) -> None:
+    def merge(self, slots: list[Tensor], turn: int | None = None) -> None:
         """Merge slots that compiled code has computed, or that were set aside.
 
         Training goes on if this fails.
+
+        Args:
+            slots: the slots.
+            turn: when their first value came; None is now, in an order that nobody knows.
         """
         if self.is_off:
             return
@@ -156,9 +185,11 @@ class SiteSlots:
                 if self.slots is None:
                     self.has(slots)
                     self.slots = slots
+                    self.turn = self._of.turn(is_shared=True) if turn is None else turn
                 else:
                     triples = zip(self._of.statistics, self.slots, slots, strict=True)
                     self.slots = [one.merge(mine, other) for one, mine, other in triples]
+                    self.turn = self.turn if turn is None else min(self.turn, turn)
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
 
@@ -197,6 +228,8 @@ class Slots:
         self.version = 0
         self.lock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
+        self._turn = 0
+        self._is_turn_shared = False
         self._told: set[str] = set()
         self._complaints: list[tuple[str, str]] = []
 
@@ -207,6 +240,17 @@ class Slots:
             if name not in self._sites:
                 self._sites[name] = SiteSlots(site, order, self, counts)
             return self._sites[name]
+
+    def turn(self, *, is_shared: bool) -> int:
+        """Return the number of the next value in the order of firing.
+
+        Values that follow each other, and whose order nobody knows, share a number: those that
+        compiled code hands over when it has run, and those of parameters.
+        """
+        if not (is_shared and self._is_turn_shared):
+            self._turn += 1
+        self._is_turn_shared = is_shared
+        return self._turn
 
     def is_outside_training(self, current: Pass) -> bool:
         """Tell whether a value flows without gradients, as in validation.
@@ -233,14 +277,14 @@ class Slots:
         with self.lock:
             return self.sites(), self.version
 
-    def take(self) -> dict[str, list[Tensor]]:
+    def take(self) -> Taken:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        taken = {}
+        taken = Taken()
         with self.lock:
             for site in self._sites.values():
                 slots = site.take()
                 if slots is not None:
-                    taken[site.name] = slots
+                    taken.slots[site.name], taken.turns[site.name] = slots, site.turn
         return taken
 
     def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
@@ -249,14 +293,24 @@ class Slots:
             modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
         return not modules or any(one.is_off or one.name in taken for one in modules)
 
+    def has_path(self, path: str) -> bool:
+        """Tell whether a module has a path."""
+        with self.lock:
+            return any(one.site.path == path for one in self._sites.values())
+
+    def has_values(self) -> bool:
+        """Tell whether a value came in this step."""
+        with self.lock:
+            return any(one.slots is not None for one in self._sites.values())
+
     def missing(self, taken: dict[str, list[Tensor]]) -> list[Site]:
         """Return the sites that had values in earlier steps, and have none in this step."""
         return [one.site for one in self.sites() if not one.is_off and one.name not in taken]
 
-    def put(self, taken: dict[str, list[Tensor]]) -> None:
+    def put(self, taken: Taken) -> None:
         """Merge slots that were taken before."""
-        for name, slots in taken.items():
-            self._sites[name].merge(slots)
+        for name, slots in taken.slots.items():
+            self._sites[name].merge(slots, taken.turns[name])
 
     def complain(self, site: str, what: str) -> None:
         """Keep a warning about a site, once for each site; `tell` gives them together."""
