@@ -65,17 +65,23 @@ def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | 
     return {name: _checked_number(name, value) for name, value in found.items()}
 
 
+def is_single(value: Any) -> bool:
+    """Tell whether a value is a single real number, which `Curves.log` takes."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and has_numbers(value)
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "iuf"
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _checked_number(name: str, value: Any) -> float | Tensor:
-    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iuf":
-        return float(value.reshape(()))
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        if has_numbers(value):
-            return float(value) if value.is_cpu else value.detach().clone()
-    shown = describe.in_full(value) if isinstance(value, Tensor) else describe.in_words(value)
-    fix = f"{name}={name}.mean()" if isinstance(value, Tensor) else f"{name}=float({name})"
-    raise InputError(
-        f"a number of seen.log must be a number or a tensor of one element, got {name}: {shown}."
-        f"\nGive one number: seen.log({fix})."
-    )
+    if not is_single(value):
+        shown = describe.in_full(value) if isinstance(value, Tensor) else describe.in_words(value)
+        fix = f"{name}.mean()" if isinstance(value, Tensor) else f"float({name})"
+        raise InputError(
+            "a number of seen.log must be a number or a tensor of one element, got"
+            f" {name}={shown}.\nGive one number: seen.log({name}={fix})."
+        )
+    if isinstance(value, Tensor):
+        return value.detach().item() if value.is_cpu else value.detach().clone()
+    return float(value.reshape(())) if isinstance(value, np.ndarray) else float(value)
