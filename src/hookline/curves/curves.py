@@ -14,7 +14,7 @@ from hookline.curves.columns import Columns
 from hookline.curves.layout import Layout
 from hookline.curves.logged import Logged, checked_logged, logged_of
 from hookline.curves.overview import curves_html, curves_text
-from hookline.curves.step_reports import Source, StepReport, weight_of
+from hookline.curves.step_reports import LOGGED, Source, StepReport, weight_of
 from hookline.errors import InputError, NotRecordedError, RanksError
 
 
@@ -324,14 +324,19 @@ class Curves:
             step: the number of a training step in `steps`.
 
         Returns:
-            The numbers, each under its site and its name.
+            The numbers, each under its site and its name; those that `log` was given under
+            `logged` and their name.
 
         Raises:
             NotRecordedError: the step was not measured.
         """
-        for report in self._source.read():
+        numbers: dict[str, float] = {}
+        for report in (*self._source.read(), *self._source.read_logged()):
             if report.step == step:
-                return report.numbers(self._rank)
+                numbers.update(report.numbers(self._rank) if report.is_measured else {})
+                numbers.update({f"{LOGGED}/{name}": one for name, one in report.logged.items()})
+        if numbers:
+            return numbers
         raise NotRecordedError(
             f"step {step} was not reported.\nUse one of curves.steps, {_ends(self.steps)}."
         )

@@ -83,5 +83,5 @@ def _checked_number(name: str, value: Any) -> float | Tensor:
             f" {name}={shown}.\nGive one number: seen.log({name}={fix})."
         )
     if isinstance(value, Tensor):
-        return value.detach().item() if value.is_cpu else value.detach().clone()
+        return float(value.detach()) if value.is_cpu else value.detach().clone()
     return float(value.reshape(())) if isinstance(value, np.ndarray) else float(value)

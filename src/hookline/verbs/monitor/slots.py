@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -226,6 +227,7 @@ class Slots:
         needs_grad: whether values of runs without gradients are left out.
         in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
+        comes_from_graph: whether the present value has left a compiled graph.
         version: increases when a site appears, so that the layout of reports changes.
         lock: held while slots change, since values may come from several threads.
     """
@@ -237,6 +239,7 @@ class Slots:
         self.needs_grad = False
         self.in_training = False
         self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self.comes_from_graph = False
         self.version = 0
         self.lock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
@@ -263,6 +266,15 @@ class Slots:
             self._turn += 1
         self._is_turn_shared = is_shared
         return self._turn
+
+    @contextmanager
+    def from_graph(self) -> Iterator[None]:
+        """Note that the values in the block have left a compiled graph."""
+        self.comes_from_graph = True
+        try:
+            yield
+        finally:
+            self.comes_from_graph = False
 
     def add_many(self, pairs: list[tuple[SiteSlots, Tensor]]) -> None:
         """Measure values of parameters, each at its site. Nobody knows the order in which they came.
