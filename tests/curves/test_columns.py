@@ -113,7 +113,7 @@ def test_a_result_is_computed_once_for_all_of_its_numbers():
 def test_a_curve_that_was_read_grows_with_the_run():
     model = torch.nn.Linear(2, 3)
     with hl.monitor(model, ports="output", stats=hl.stats.quantiles()) as seen:
-        for n in range(1, 4):
+        for _ in range(3):
             model(torch.ones(4, 2))
             assert len(seen) == 0  # until it is known that no optimizer steps
     curve = seen["(root)"]

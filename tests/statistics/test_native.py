@@ -89,7 +89,9 @@ def test_tensors_of_another_kind_are_not_measured_together(other):
 def test_little_is_measured_without_a_compiler(monkeypatch):
     monkeypatch.setattr(native, "native_moments", None)
     moments = hl.stats.moments()
-    assert slots_of(moments, torch.ones(1000)).tolist() == slots_of(PLAIN, torch.ones(1000)).tolist()
+    assert (
+        slots_of(moments, torch.ones(1000)).tolist() == slots_of(PLAIN, torch.ones(1000)).tolist()
+    )
 
 
 @pytest.mark.processes

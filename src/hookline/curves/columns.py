@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves.layout import Entry, Layout, are_there
+from hookline.curves.layout import ABSENT, Entry, Layout, are_there
 from hookline.curves.numbers import numbers_of, percentile_names
 from hookline.curves.step_reports import StepReport
 from hookline.statistics.histogram import HistogramStatistic
@@ -42,7 +42,7 @@ def of_moments(slots: Array) -> dict[str, Array]:
         std = np.sqrt(np.maximum(square - mean * mean, 0.0))
         least = -negated_min
         kurtosis = sum4 / sum2 * finite / sum2
-        numbers = {
+        return {
             "count": count, "non_finite": non_finite, "zeros": zeros,
             "sum": sum1, "sum2": sum2, "sum4": sum4,
             "min": np.where(is_any, least, math.nan),
@@ -56,7 +56,6 @@ def of_moments(slots: Array) -> dict[str, Array]:
             "kurtosis": np.where(has_squares, kurtosis, math.nan),
             "max_abs": np.where(is_any, np.maximum(np.abs(least), np.abs(greatest)), 0.0),
         }  # fmt: skip
-    return numbers
 
 
 def _of_histogram(statistic: HistogramStatistic, slots: Array) -> dict[str, Array]:
@@ -132,12 +131,10 @@ def computed(
         yield has_value, compute(slots[has_value])
 
 
-def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) -> Array:
+def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) -> NDArray[Any]:
     """Return the slots of one statistic; those of an absent value if no rank has one."""
-    if rank is not None:
-        return report.slots[rank, place]
-    slots = report.slots[:, place]
-    if entry.ranks is not None:
+    slots: Array = report.slots[:, place] if rank is None else report.slots[rank : rank + 1, place]
+    if entry.ranks is not None and rank is None:
         slots = slots[[one for one in entry.ranks if one < len(slots)]]
     if len(slots) > 1:
         has_value = are_there(slots)
@@ -145,7 +142,7 @@ def _merged(report: StepReport, entry: Entry, place: slice, rank: int | None) ->
             parts = slots[has_value]
             sums = parts[:, :-_N_EXTREMES].sum(axis=0)
             return np.concatenate([sums, parts[:, -_N_EXTREMES:].max(axis=0)])
-    return slots[0]
+    return slots[0] if len(slots) else np.full(entry.width, ABSENT)
 
 
 def attributes_of(result: Any) -> list[str]:

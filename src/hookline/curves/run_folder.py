@@ -5,10 +5,10 @@
 
 A frame holds a layout as JSON; the order in which the sites of the layout fire, which holds until
 the next order; the report of one step: its number, the time, and the slots of each rank; or the
-user's own numbers of a step as JSON. An empty frame says that the monitor has ended; the file of a killed run lacks it. The
-file is only appended to. A reader stops before a frame that is not whole, and goes on from there
-when the file has grown. The headers of the first two frames tell a run from every other: they hold
-the checksums of its layout and of its first order, with the time of that.
+user's own numbers of a step as JSON. An empty frame says that the monitor has ended; the file of a
+killed run lacks it. The file is only appended to. A reader stops before a frame that is not whole,
+and goes on from there when the file has grown. The headers of the first two frames tell a run from
+every other: they hold the checksums of its layout and of its first order, with the time of that.
 """
 
 from __future__ import annotations

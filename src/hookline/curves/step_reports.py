@@ -131,6 +131,7 @@ def weight_of(site: str) -> str | None:
 def _ratio(update: float, weight: float) -> float:
     return update / weight if weight else math.nan
 
+
 _NOTHING = Layout((), ())
 
 

@@ -74,7 +74,7 @@ class MonitorCallback:
         return line
 
     def _log(self, numbers: Mapping[str, Any], step: int) -> None:
-        """Keep a trainer's own numbers of a step beside the measured ones, where they are numbers."""
+        """Keep those of a trainer's values that are numbers, beside the measured ones."""
         single = {name: one for name, one in numbers.items() if is_single(one)}
         if self.line is not None and self._training is not None and single:
             self.line.curves.log(single, step=step)

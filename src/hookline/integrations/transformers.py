@@ -24,8 +24,8 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
     `to=`, they go to the runs of W&B and MLflow that `report_to` names. A step that a `GradScaler`
     skips is not reported.
 
-    The losses, the learning rate and the norm of the gradient that the `Trainer` logs are kept, too:
-    `seen.curves.logged`.
+    The losses, the learning rate and the norm of the gradient that the `Trainer` logs are kept,
+    too: `seen.curves.logged`.
 
     Args:
         selector: which modules and parameters, as in `hl.monitor`.

@@ -1,4 +1,4 @@
-"""Moments of tensors on the CPU by a function in C, which the system's compiler compiles when it pays.
+"""Moments of tensors on the CPU by a function in C, compiled by the system's compiler when it pays.
 
 The compiler takes a few tenths of a second, once in a process. Where there is none, or what it made
 does not work, NumPy goes on.
@@ -61,9 +61,7 @@ class NativeMoments:
         """
         pointers = np.array([tensor.data_ptr() for tensor in tensors], np.uintp)
         sizes = np.array([tensor.numel() for tensor in tensors], np.longlong)
-        self._measure_many(
-            pointers.ctypes.data, sizes.ctypes.data, len(tensors), slots.data_ptr()
-        )
+        self._measure_many(pointers.ctypes.data, sizes.ctypes.data, len(tensors), slots.data_ptr())
 
 
 @functools.cache
@@ -86,7 +84,11 @@ def _compiled(compiler: str, folder: Path) -> str:
     for option in (["-march=native"], ["-mcpu=native"], []):
         command = [compiler, *_FLAGS, *option, str(_SOURCE), "-o", library]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_MOST_SECONDS
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_MOST_SECONDS,
         )
         if not done.returncode:
             break

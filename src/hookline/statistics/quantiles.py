@@ -123,10 +123,12 @@ class QuantilesStatistic:
         Returns:
             The counts of finite elements, shape `(n,)`, and the quantiles, shape `(n, len(q))`.
         """
-        totals = np.cumsum(slots[:, : -_N_TAIL], axis=1)
+        totals = np.cumsum(slots[:, :-_N_TAIL], axis=1)
         counts, ends = totals[:, -1:], np.stack([-slots[:, -2], slots[:, -1]], axis=1)
         ranks = np.floor(np.array(self.q) * (counts - 1))
-        bins = [np.searchsorted(row, rank, "right") for row, rank in zip(totals, ranks, strict=True)]
+        bins = [
+            np.searchsorted(row, rank, "right") for row, rank in zip(totals, ranks, strict=True)
+        ]
         places = np.minimum(np.array(bins, np.intp).reshape(ranks.shape), totals.shape[1] - 1)
         values = np.clip(np.array(self._middles)[places], ends[:, :1], ends[:, 1:])
         values = np.where(ranks == counts - 1, ends[:, 1:], values)

@@ -59,9 +59,7 @@ def test_a_number_is_of_its_step_before_and_after_the_optimizer(place, every):
 
 def test_of_several_parts_of_a_step_the_last_is_kept():
     parts = iter(range(100))
-    seen = train(
-        3, log=lambda seen, at, *_: at == "forward" and seen.log(x=next(parts)), n_parts=4
-    )
+    seen = train(3, log=lambda seen, at, *_: at == "forward" and seen.log(x=next(parts)), n_parts=4)
     assert logged(seen) == ([0, 1, 2], [3, 7, 11])
 
 
@@ -80,15 +78,16 @@ def test_a_step_may_be_given_and_numbered():
     line = hl.monitor(model, ports="output")
     with line as seen:
         line.step = 1000
-        for step in range(2):
+        for _ in range(2):
             seen.log(x=model(X).sum())
             optimizer.step()
         seen.log({"a b": 3}, step=7)
     assert seen.logged["x"].steps.tolist() == [1000, 1001]
     assert logged(seen, "a b") == ([7], [3])
-    with pytest.raises(hl.AttachError, match="line.step must be an integer from 0 on"), hl.monitor(
-        model, ports="output"
-    ) as seen:
+    with (
+        pytest.raises(hl.AttachError, match="step must be an integer from 0 on"),
+        hl.monitor(model, ports="output") as seen,
+    ):
         model(X)
         seen.log(x=1, step=-1)
 
@@ -111,7 +110,11 @@ def test_every_sink_gets_them_with_the_step_or_after_it(tmp_path):
         elif step == 1:
             seen.log(late=5)
 
-    to = [tmp_path / "run", tmp_path / "run.jsonl", lambda step, numbers: rows.append((step, numbers))]
+    to = [
+        tmp_path / "run",
+        tmp_path / "run.jsonl",
+        lambda step, numbers: rows.append((step, numbers)),
+    ]
     seen = train(3, log=log, to=to)
     found = hl.open(tmp_path / "run")
     assert found.sites == seen.sites

@@ -113,7 +113,7 @@ def test_a_run_has_each_step_once_after_an_interrupt(tmp_path, monkeypatch, coun
 def test_a_file_has_each_step_once_after_an_interrupt(tmp_path, monkeypatch, name):
     numbers = files.StepReport.by_site
     by_site = Interrupting(numbers, 3)
-    monkeypatch.setattr(files.StepReport, "by_site", lambda *args: by_site(*args))
+    monkeypatch.setattr(files.StepReport, "by_site", lambda *args: by_site(*args))  # noqa: PLW0108  (a method)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / name)
     if name == "run.jsonl":
@@ -185,5 +185,3 @@ def test_a_writer_that_is_down_is_not_tried_for_each_report():
     with pytest.warns(hl.HooklineWarning):
         train(Writer(refuse), 30)
     assert len(tries) <= 4 + 3 * 27
-
-

@@ -73,5 +73,7 @@ class LoggedNumbers:
     def report_read(self) -> None:
         """Report what can be reported without waiting for an accelerator."""
         numbers = [one for entry in self._entries for one in entry.numbers.values()]
-        if len(self._entries) > _MOST_WAITING or not any(isinstance(one, Tensor) for one in numbers):
+        if len(self._entries) > _MOST_WAITING or not any(
+            isinstance(one, Tensor) for one in numbers
+        ):
             self.report_others(None)

@@ -212,13 +212,16 @@ def monitor(
 
     If a statistic or a logger raises, a warning says so once, and the training goes on.
 
+    `seen.log(loss=loss)` keeps numbers of your own beside the measured ones; see `Curves.log`.
+
     Args:
         model: the model.
         selector: which modules and parameters, as in `hl.select`. None is all.
         ports: what is measured. Of modules "output", "grad_output", "input", "grad_input"; of
-            parameters "value" (before the step), "grad" (as the optimizer gets it: accumulated,
-            reduced, unscaled, clipped) and "update" (the change by the step, with its `ratio` to
-            the weight). None is outputs, their gradients, and all three of parameters.
+            parameters "value" (before the step; also of frozen ones), "grad" (as the optimizer gets
+            it: accumulated, reduced, unscaled, clipped) and "update" (the change by the step, with
+            its `ratio` to the weight). None is outputs, their gradients, and all three of
+            parameters.
         every: the number of steps from one report to the next; the first report is of step 0.
         stats: one statistic or several, of `hl.stats` or of your own (an object with the methods
             `start`, `update`, `merge` and `result`). None is `hl.stats.moments()`.

@@ -111,12 +111,16 @@ class Parameters:
         known = self._known
         measured = known.values() if tensors is None else map(known.get, map(id, tensors))
         self._slots.add_many(
-            [(one.value, one.tensor) for one in measured if one is not None and one.value is not None]
+            [
+                (one.value, one.tensor)
+                for one in measured
+                if one is not None and one.value is not None
+            ]
         )
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
-    """Return `after - before`, in float32 where the dtype is narrower; it may overwrite `before`."""
+    """Return `after - before`, in float32 for narrower dtypes; it may overwrite `before`."""
     if before.is_floating_point() and before.itemsize < 4:
         return after.to(torch.float32).sub_(before.to(torch.float32))
     return torch.sub(after, before, out=before)

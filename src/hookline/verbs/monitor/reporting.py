@@ -77,8 +77,8 @@ class _Guarded:
     """A writer whose errors become warnings.
 
     Reports that it refuses wait, and are tried again with the next report and at the end. A report
-    that it has refused more than `_MOST_TRIES` times is left out once it takes a later one. A report whose
-    writing was interrupted is written again only where that replaces what was written.
+    that it has refused more than `_MOST_TRIES` times is left out once it takes a later one. A
+    report whose writing was interrupted is written again only where that replaces what was written.
     """
 
     def __init__(self, writer: ReportWriter) -> None:

@@ -91,7 +91,7 @@ class SiteSlots:
 
         Args:
             value: the value.
-            is_shared: whether the value shares its turn with others, since nobody knows their order.
+            is_shared: whether the value shares its turn with others, whose order nobody knows.
         """
         if self.is_off:
             return
@@ -277,9 +277,9 @@ class Slots:
             self.comes_from_graph = False
 
     def add_many(self, pairs: list[tuple[SiteSlots, Tensor]]) -> None:
-        """Measure values of parameters, each at its site. Nobody knows the order in which they came.
+        """Measure values of parameters, each at its site, where possible by one call.
 
-        A statistic that can measures them together, which takes less time.
+        They share a turn, because nobody knows the order in which they came.
         """
         with self.lock:
             alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]

@@ -68,7 +68,9 @@ def _non_finite(table: CurveTable) -> Alert | None:
         return None
     ordered = _likely_order(table, bad)
     if (table.bad_turn[bad] != NO_TURN).all():
-        ordered = sorted(ordered, key=lambda k: _time_of(table, k))  # stable: as likely, where equal
+        ordered = sorted(
+            ordered, key=lambda k: _time_of(table, k)
+        )  # stable: as likely, where equal
         source, rule = _source_of(table, ordered), _IN_ORDER
     else:
         source, rule = "", _WITHOUT_ORDER

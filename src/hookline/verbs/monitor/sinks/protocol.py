@@ -12,8 +12,8 @@ class ReportWriter(Protocol):
     """Writes the reports of a monitor.
 
     Any object with these three methods may be given as `to=`. If one of them raises, the training
-    goes on, and the report is tried again with the next one. After more than three refusals it is left out as
-    soon as the writer takes a later report.
+    goes on, and the report is tried again with the next one. After more than three refusals, it is
+    left out as soon as the writer takes a later report.
     """
 
     def start(self, first: StepReport) -> None:
