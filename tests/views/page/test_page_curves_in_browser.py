@@ -390,7 +390,7 @@ def test_the_loss_is_a_line_at_the_top(logged_page):
     expect(plot.locator(".badstep")).to_have_count(1)
     assert plot.locator("path.line").get_attribute("d").count("M") == 2  # a gap at the NaN
     assert faults(page) == []
-    page.get_by_label("Logged number").select_option("lr")
+    page.get_by_label("Logged").select_option("lr")
     expect(plot).to_have_attribute("aria-label", "lr, step 0 to 3: 0.1 to 0.1")
     expect(plot.locator(".badstep")).to_have_count(0)
 
