@@ -56,7 +56,7 @@ def interrupt_at(step):
     return before
 
 
-def test_an_interrupt_while_a_step_is_written_leaves_each_step_once():
+def test_an_interrupt_at_a_step_leaves_each_step_once():
     interrupted, other = Writer(interrupt_at(2)), Writer()
     with pytest.raises(KeyboardInterrupt):
         train([interrupted, other])
@@ -67,7 +67,7 @@ def test_an_interrupt_while_a_step_is_written_leaves_each_step_once():
     assert other.is_closed
 
 
-def test_an_interrupt_while_a_pass_is_written_leaves_each_step_once():
+def test_an_interrupt_at_a_pass_leaves_each_step_once():
     writer = Writer(interrupt_at(258))
     with pytest.raises(KeyboardInterrupt):
         train(writer, 300, optimizer=False)

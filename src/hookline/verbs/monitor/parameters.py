@@ -80,14 +80,13 @@ class Parameters:
             if parameter.grad is not None and has_grads and grad is not None:
                 pairs.append((parameter.grad, of_parameter(optimizer, grad)))
         self._slots.add_many(pairs)
-        updated = [parameter for parameter in held if parameter.update is not None]
-        now = [local_part(parameter.tensor.detach()) for parameter in updated]
-        for parameter, weight in zip(updated, now, strict=True):
-            if parameter.before is None or not _is_alike(parameter.before, weight):
-                parameter.before = torch.empty_like(weight)
-        copies = [parameter.before for parameter in updated if parameter.before is not None]
-        if copies:
-            torch._foreach_copy_(copies, now)
+        for parameter in held:
+            if parameter.update is not None:
+                weight = local_part(parameter.tensor.detach())
+                if parameter.before is None or not _is_alike(parameter.before, weight):
+                    parameter.before = weight.clone()
+                else:
+                    parameter.before.copy_(weight)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
