@@ -25,7 +25,7 @@ from hookline.statistics.quantiles import QuantilesStatistic
 Array = NDArray[np.float64]
 
 _N_EXTREMES = 2  # the last slots of each statistic here; of ranks the greatest counts
-_BLOCK = 64  # steps that are computed together
+_BLOCK = 16  # steps that are computed together, whose slots stay in the cache
 
 
 def of_moments(slots: Array) -> dict[str, Array]:
