@@ -124,6 +124,16 @@ def gpt2() -> Case:
     return Case(model, tokens, paths, "h.*", r"^h\.\d+$", traceable=False)
 
 
+def small_gpt2() -> nn.Module:
+    """A GPT-2 of 4 blocks with 128 features and 1,024 words, in training mode, made anew."""
+    gpt2()  # which imports torchvision first
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=128, n_head=4, n_layer=4, vocab_size=1024, use_cache=False)
+    return GPT2LMHeadModel(config).train()
+
+
 def resnet34_prefix() -> Callable[[], Tensor]:
     """ResNet-34 as far as layer1, as one would write it by hand."""
     model, inputs = resnet34().model, resnet34().inputs

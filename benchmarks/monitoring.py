@@ -35,13 +35,25 @@ class _Language(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+class _Small(nn.Module):
+    """A small language model, whose outputs are many numbers beside its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.small_gpt2()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(tokens, labels=tokens).loss
+
+
 def _contender(
-    name: str, how: str, attach: Callable[[nn.Module], Any] | None, compiled: bool, every: int = 1
+    name: str, how: str, attach: Callable[[nn.Module], Any] | None, what: str, every: int = 1
 ) -> Contender:
     """A contender on a model of its own, which it trains with AdamW."""
     torch.manual_seed(0)
-    model = _Language()
-    tokens = models.gpt2().inputs
+    is_small, compiled = what.startswith("small"), what == "compiled"
+    model = _Small() if is_small else _Language()
+    tokens = torch.randint(0, 1024, (4, 64)) if is_small else models.gpt2().inputs
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
     # A class of its own: compiled code of one contender is not tried for another.
     run = torch.compile(_alone(model), fullgraph=True) if compiled else model
@@ -76,6 +88,10 @@ def _activations(model: nn.Module) -> Any:
     return hl.monitor(model, "body.h.*", ports="output", stats=hl.stats.moments(compile=True))
 
 
+def _small_outputs(model: nn.Module) -> Any:
+    return hl.monitor(model, ports="output")
+
+
 def _all_kinds(every: int) -> Callable[[nn.Module], Any]:
     def attach(model: nn.Module) -> Any:
         where = ["body.h.*", *model.parameters()]
@@ -106,27 +122,29 @@ def monitor_row(what: str, title: str, target: float) -> Callable[[str, Plan], R
     """A row: a training step with a monitor, against the bare one.
 
     Args:
-        what: "activations", "all", "tenth" (all kinds, every 10th step) or "compiled".
+        what: "activations", "all", "tenth" (all kinds, every 10th step), "compiled"; or "small"
+            and "small-all", which are a small model with the defaults.
         title: the row in words.
         target: at most this, as a ratio to the bare step.
     """
     attach = {
         "activations": _activations, "compiled": _activations, "all": _all_kinds(1),
-        "tenth": _all_kinds(_EVERY),
+        "tenth": _all_kinds(_EVERY), "small": _small_outputs, "small-all": hl.monitor,
     }[what]  # fmt: skip
-    every, compiled = _EVERY if what == "tenth" else 1, what == "compiled"
+    every = _EVERY if what == "tenth" else 1
+    model = "A small GPT-2" if what.startswith("small") else "GPT-2 with its head"
 
     def measure(name: str, plan: Plan) -> Result:
         result = Result(name, title, "bare", target, calls=1)
-        result.notes.append("GPT-2 with its head, 4 x 64 tokens, forward, backward, AdamW")
+        result.notes.append(f"{model}, 4 x 64 tokens, forward, backward, AdamW")
         with torch.enable_grad():
             contenders = [
-                _contender("bare", "the training step", None, compiled, every),
-                _contender("hookline", f"hl.monitor, {title}", attach, compiled, every),
+                _contender("bare", "the training step", None, what, every),
+                _contender("hookline", f"hl.monitor, {title}", attach, what, every),
             ]
-            if what == "all":
+            if what in ("all", "small-all"):
                 how = 'wandb.watch(log="all", log_freq=1), offline'
-                contenders.append(_contender("wandb.watch", how, _wandb_watch, compiled))
+                contenders.append(_contender("wandb.watch", how, _wandb_watch, what))
             run_rounds(result, contenders, plan)
         if what == "all" and "wandb.watch" in result.seconds:
             bare, ours, theirs = (

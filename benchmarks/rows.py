@@ -298,6 +298,18 @@ ROWS = (
     ),
     Row("monitor-gpt2-tenth", 8, 2, monitor_row("tenth", "all of these, every 10th step", 1.02)),
     Row(
+        "monitor-small",
+        20,
+        4,
+        monitor_row("small", "a small GPT-2: the outputs of all modules, by default", 1.15),
+    ),
+    Row(
+        "monitor-small-all",
+        12,
+        3,
+        monitor_row("small-all", "a small GPT-2: all kinds, by default", 1.5),
+    ),
+    Row(
         "monitor-gpt2-compiled",
         20,
         4,

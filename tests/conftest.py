@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from hookline.statistics.native import native_moments
 from zoo import BlockInRegion, Holder, Looped, SmallNet
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_moments() -> None:
+    """Compile the function of moments before the first test, so that no test starts a compiler."""
+    native_moments()
 
 
 @pytest.fixture

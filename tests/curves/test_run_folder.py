@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hookline as hl
-from hookline.curves import Entry, Layout, RunFolder, StepReport, is_run, open_run
+from hookline.curves import (
+    Entry,
+    Layout,
+    RunFolder,
+    StepReport,
+    is_run,
+    open_run,
+    run_folder,
+    run_version,
+)
 from hookline.curves.run_folder import _frame
 from hookline.engine.identity import recorded_model
 
@@ -212,7 +221,41 @@ def step_frame(n_ranks=1, seconds=1.0, n_slots=8):
     return _frame(b"step", struct.pack("<qdQ", 0, seconds, n_ranks) + b"\0" * 8 * n_slots)
 
 
+def order_frame(*ranks, seconds=1.0):
+    return _frame(b"ordr", struct.pack(f"<d{len(ranks)}i", seconds, *ranks))
+
+
+def logged_frame(step=0, seconds=1.0, numbers=None):
+    said = {"step": step, "seconds": seconds, "numbers": numbers or {"loss": 1.0}}
+    return _frame(b"logs", json.dumps(said).encode())
+
+
 LAYOUT = layout_frame([["a", 0, 8, None]])
+
+
+def test_a_layout_an_order_and_logged_numbers_are_read(tmp_path):
+    frames = logged_frame(3) + LAYOUT + step_frame() + order_frame(0) + step_frame()
+    (tmp_path / "curves.bin").write_bytes(b"hlcurve1" + frames)
+    found = hl.open(tmp_path)
+    first, second = found._source.read()
+    assert (first.order, second.order.tolist()) == (None, [0])
+    assert found.logged["loss"].steps.tolist() == [3]
+
+
+def test_two_runs_of_one_model_differ_in_their_heads(tmp_path):
+    versions = set()
+    for name in ("one", "other"):
+        monitored(tmp_path / name, 1)
+        versions.add(run_version(tmp_path / name).rpartition("-")[2])
+    assert len(versions) == 2
+
+
+def test_a_run_that_has_not_grown_is_not_read_again(tmp_path, monkeypatch):
+    monitored(tmp_path / "run", 3)
+    found = hl.open(tmp_path / "run")
+    assert len(found["1"].mean) == 3
+    monkeypatch.setattr(run_folder.os, "pread", None)  # reading would raise
+    assert len(found["1"].std) == len(found["1"].max) == len(found.steps) == 3
 
 
 @pytest.mark.parametrize(
@@ -235,6 +278,13 @@ LAYOUT = layout_frame([["a", 0, 8, None]])
         LAYOUT + step_frame(seconds=1e300),
         LAYOUT + step_frame() + struct.pack("<4sIQQ", b"step", 0, 2**62, 1) + step_frame(),
         layout_frame([]) + step_frame(n_ranks=2**40, n_slots=0),
+        order_frame(0),
+        LAYOUT + order_frame(0, 1, 2),
+        LAYOUT + order_frame(-2),
+        logged_frame("x"),
+        logged_frame(seconds=1e300),
+        logged_frame(numbers={"loss": "x"}),
+        _frame(b"logs", b"[]"),
     ],
 )  # fmt: skip
 def test_frames_that_no_monitor_writes_are_damage(tmp_path, frames):

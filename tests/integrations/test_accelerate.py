@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import hookline as hl
 from hookline.models._torchvision_import import import_torchvision
 
 import_torchvision()  # which accelerate may import
@@ -119,3 +120,20 @@ def test_trackers_are_written_to_by_the_first_rank(rank, folder):
         reader = EventAccumulator(str(files[0].parent)).Reload()
         found = [event.value for event in reader.Scalars("(root)/std")]
         assert found == pytest.approx(seen["(root)"].std.tolist())
+
+
+def test_what_the_accelerator_logs_is_kept(tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with monitor(accelerator, model, ports="output", to=tmp_path / "run") as seen:
+        for step in range(3):
+            model(torch.randn(4, 4)).sum().backward()
+            accelerator.log({"loss": step, "text": "a", "grid": torch.ones(4)}, step=100 + step)
+            optimizer.step()
+    assert accelerator.trackers == []
+    accelerator.log({"loss": 9})
+    for curves in (seen, hl.open(tmp_path / "run")):
+        assert list(curves.logged) == ["loss"]
+        assert curves.logged["loss"].values.tolist() == [0, 1, 2]

@@ -77,6 +77,22 @@ def test_steps_are_reported_when_lightning_logs(tmp_path):
     assert list(ours.values()) == pytest.approx(seen["net.1"].std.tolist())
 
 
+def test_the_loss_of_reported_steps_is_kept(tmp_path):
+    losses = []
+
+    class Said(Module):
+        def training_step(self, batch, index):
+            losses.append(super().training_step(batch, index))
+            return losses[-1]
+
+    monitor = Monitor("net", ports="output", to=tmp_path / "run")
+    fit(tmp_path, monitor, Said())
+    for curves in (monitor.curves, hl.open(tmp_path / "run")):
+        steps = curves.logged["loss"].steps.tolist()
+        assert steps == curves.steps.tolist() == [3, 7, 11, 15]
+        assert curves.logged["loss"].values.tolist() == [losses[step].item() for step in steps]
+
+
 def test_accumulated_batches_are_one_step(tmp_path):
     monitor = Monitor(every=1)
     fit(tmp_path, monitor, accumulate_grad_batches=2)

@@ -52,6 +52,12 @@ def test_steps_are_reported_when_the_trainer_logs(tmp_path):
     logged = [one["step"] for one in trainer.state.log_history if "loss" in one]
     assert seen.steps.tolist() == logged == [2, 4, 6]
     assert seen["transformer.h.0"].count.tolist() == [2 * 8 * 16] * 3  # evaluation is left out
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    for curves in (seen, hl.open(tmp_path / "run")):
+        assert curves.logged["loss"].steps.tolist() == logged
+        assert curves.logged["loss"].values.tolist() == losses
+        assert {"eval_loss", "learning_rate", "grad_norm"} <= curves.logged.keys()
+        assert "train_runtime" not in curves.logged
     assert hl.open(tmp_path / "run")["transformer.h.1"].results == seen["transformer.h.1"].results
     assert not [one for one in hl.inventory(trainer.model) if "hookline" in str(one)]
 

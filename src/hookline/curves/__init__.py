@@ -3,19 +3,24 @@
 from hookline.curves.curves import Curve as Curve
 from hookline.curves.curves import Curves as Curves
 from hookline.curves.layout import ABSENT as ABSENT
+from hookline.curves.layout import NO_TURN as NO_TURN
 from hookline.curves.layout import Entry as Entry
 from hookline.curves.layout import Layout as Layout
+from hookline.curves.logged import Logged as Logged
+from hookline.curves.logged import is_single as is_single
+from hookline.curves.logged import logged_of as logged_of
 from hookline.curves.numbers import numbers_of as numbers_of
 from hookline.curves.run_folder import RunFolder as RunFolder
 from hookline.curves.run_folder import RunReader as RunReader
 from hookline.curves.run_folder import is_run as is_run
 from hookline.curves.run_folder import open_run as open_run
 from hookline.curves.run_folder import run_version as run_version
+from hookline.curves.step_reports import LOGGED as LOGGED
 from hookline.curves.step_reports import Reports as Reports
 from hookline.curves.step_reports import StepReport as StepReport
 
 __all__ = [
-    "ABSENT", "Curve", "Curves", "Entry", "Layout", "Reports", "RunFolder", "RunReader",
-    "StepReport",
-    "is_run", "numbers_of", "open_run", "run_version",
+    "ABSENT", "LOGGED", "NO_TURN", "Curve", "Curves", "Entry", "Layout", "Logged", "Reports",
+    "RunFolder", "RunReader", "StepReport",
+    "is_run", "is_single", "logged_of", "numbers_of", "open_run", "run_version",
 ]  # fmt: skip

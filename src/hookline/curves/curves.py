@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from hookline.curves.numbers import numbers_of
+from hookline.curves.columns import Columns
+from hookline.curves.layout import Layout
+from hookline.curves.logged import Logged, checked_logged, logged_of
 from hookline.curves.overview import curves_html, curves_text
-from hookline.curves.step_reports import Source, StepReport
+from hookline.curves.step_reports import LOGGED, Source, StepReport, weight_of
 from hookline.engine.identity import RecordedModel
-from hookline.errors import NotRecordedError, RanksError
+from hookline.errors import InputError, NotRecordedError, RanksError
 
 
 @final
@@ -34,6 +36,7 @@ class Curve:
         self.site = site
         self._reports = reports
         self._rank = rank
+        self._columns = Columns(site, rank)
 
     def __repr__(self) -> str:
         return f"Curve of {self.site}: {', '.join(self.names)}; {len(self._reports)} steps"
@@ -54,19 +57,18 @@ class Curve:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the numbers."""
-        last = next((found for one in reversed(self._reports) if (found := self._at(one))), [])
-        names = [name for result in last for name in (*_attributes(result), *numbers_of(result))]
+        names = [*self._grown().names]
         names += ["ratio"] * any(one.ratio(self.site) is not None for one in self._reports[-1:])
-        return tuple(dict.fromkeys(name for name in names if name))
+        return tuple(names)
 
     def __getattr__(self, name: str) -> NDArray[np.float64]:
-        if name.startswith("_") or name not in self.names:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self.names:
             raise AttributeError(
                 f"the curve of {self.site} has no {name!r}.\nUse one of {', '.join(self.names)}."
-                if not name.startswith("_")
-                else name
             )
-        return np.array([self._number(one, name) for one in self._reports], np.float64)
+        return self._ratio() if name == "ratio" else self._grown().of(name).copy()
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.names]
@@ -74,28 +76,18 @@ class Curve:
     def _at(self, report: StepReport) -> list[Any]:
         return report.results(self.site, self._rank)
 
-    def _number(self, report: StepReport, name: str) -> float:
-        if name == "ratio":
-            ratio = report.ratio(self.site, self._rank)
-            return np.nan if ratio is None else ratio
-        for result in self._at(report):
-            number = numbers_of(result).get(name)
-            if number is None and name in _attributes(result):
-                number = getattr(result, name)
-            if number is not None:
-                return float(number)
-        return np.nan
+    def _grown(self) -> Columns:
+        self._columns.grow(self._reports)
+        return self._columns
 
-
-def _attributes(result: Any) -> list[str]:
-    """Return the fields and properties of a result that hold a number."""
-    names = [one.name for one in dataclasses.fields(result)] if _is_record(result) else []
-    names += [name for name, part in vars(type(result)).items() if isinstance(part, property)]
-    return [name for name in names if isinstance(getattr(result, name), int | float)]
-
-
-def _is_record(result: Any) -> bool:
-    return dataclasses.is_dataclass(result) and not isinstance(result, type)
+    def _ratio(self) -> NDArray[np.float64]:
+        """Return the ratio of an update's norm to the weight's at each step."""
+        weight = weight_of(self.site)
+        columns = Columns("" if weight is None else weight, self._rank)
+        columns.grow(self._reports)
+        norms = columns.of("norm")
+        with np.errstate(all="ignore"):
+            return np.where(norms != 0, self._grown().of("norm") / norms, np.nan)
 
 
 @final
@@ -119,17 +111,33 @@ class Curves:
     updates. The curve of updates also has `ratio`: the norm of the update over that of the weight.
     Curves may be read while they grow: each look-up sees the steps measured by then.
 
+    `seen.log(loss=loss)` keeps numbers of your own beside them, and `seen.logged["loss"]` reads
+    them.
+
     Args:
         source: the reports.
         rank: the rank whose own numbers are shown; None merges the ranks.
+        log: takes numbers to log and the step, or None; None if the monitor is not here.
 
     Raises:
         NotRecordedError: by `seen[site]`: the site has no curve; the message shows close sites.
     """
 
-    def __init__(self, source: Source, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        rank: int | None = None,
+        log: Callable[[dict[str, float | Tensor], int | None], None] | None = None,
+    ) -> None:
         self._source = source
         self._rank = rank
+        self._log = log
+        self._curves: dict[str, Curve] = {}
+        self._n_seen = 0  # the reports whose layouts are in the next dict
+        self._layouts: dict[int, Layout] = {}  # by id, the layout of the last report at the end
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_log": None, "_curves": {}, "_layouts": {}, "_n_seen": 0}
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -141,11 +149,22 @@ class Curves:
             >>> seen.sites
             ('(root)', '0', '1')
 
-        Iteration over the curves yields these sites, too.
+        Iteration over the curves yields these sites, too. The order is that of registration: of
+        modules as in `model.named_modules()`, then of parameters. It is not the order in which
+        they run.
         """
-        reports = self._source.read()
-        layouts = {id(one.layout): one.layout for one in reversed(reports)}
-        return tuple(dict.fromkeys(site for one in layouts.values() for site in one.by_site))
+        return self._sites(self._source.read())
+
+    def _sites(self, reports: Sequence[StepReport]) -> tuple[str, ...]:
+        known: Layout | None = None
+        for report in reports[self._n_seen : len(reports)]:
+            self._n_seen += 1
+            if report.layout is not known:
+                known = report.layout
+                self._layouts.pop(id(known), None)
+                self._layouts[id(known)] = known
+        layouts = reversed(self._layouts.values())
+        return tuple(dict.fromkeys(site for layout in layouts for site in layout.by_site))
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -214,7 +233,7 @@ class Curves:
         return iter(self.sites)
 
     def __contains__(self, site: object) -> bool:
-        return self._find(str(site)) is not None
+        return self._find(str(site), self.sites) is not None
 
     def __getitem__(self, site: Any) -> Curve:
         """Return the curve of a site, as in `curves["h.0:grad_output"]`.
@@ -224,10 +243,65 @@ class Curves:
         Raises:
             NotRecordedError: the site is not here; the message shows close ones.
         """
-        found = self._find(str(site))
+        reports = self._source.read()
+        sites = self._sites(reports)
+        found = self._find(str(site), sites)
         if found is None:
-            raise NotRecordedError(self._explain(str(site)))
-        return Curve(found, self._source.read(), self._rank)
+            raise NotRecordedError(_explain(str(site), sites))
+        if found not in self._curves:
+            self._curves[found] = Curve(found, reports, self._rank)
+        return self._curves[found]
+
+    @property
+    def logged(self) -> dict[str, Logged]:
+        """The numbers that `log` was given, by name.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output") as seen:
+            ...     for _ in range(3):
+            ...         seen.log(loss=model(torch.ones(4, 2)).square().mean())
+            >>> seen.logged["loss"].steps.tolist(), seen.logged["loss"].values.shape
+            ([0, 1, 2], (3,))
+
+        Each has two arrays of equal length: `steps` and `values`. They also hold the steps that
+        `every=` of `hl.monitor` skips.
+        """
+        return logged_of(self._source.read_logged())
+
+    def log(
+        self, numbers: Mapping[str, Any] | None = None, /, *, step: int | None = None, **named: Any
+    ) -> None:
+        """Keep numbers of your own for the present step, such as the loss.
+
+            >>> model = nn.Linear(2, 3)
+            >>> with hl.monitor(model, ports="output", every=10) as seen:
+            ...     loss = model(torch.ones(4, 2)).square().mean()
+            ...     seen.log(loss=loss, lr=0.1)
+            ...     seen.log({"train/accuracy": 0.5})
+            >>> sorted(seen.logged)
+            ['loss', 'lr', 'train/accuracy']
+
+        They go where the measured numbers go, under names such as `logged/loss`; the page shows
+        them as a line. Call `log` after the forward of a step: before it, the numbers belong to the
+        step before. A number that is logged twice in a step is kept as it was last. NaN and
+        infinity are kept. A number on an accelerator is read when the next step is reported, so
+        that the accelerator is not waited for.
+
+        Args:
+            numbers: numbers by name, for names that are no Python names.
+            step: the number of the step. None is the step of the last forward.
+            **named: numbers by name: Python numbers, or tensors of one element.
+
+        Raises:
+            InputError: a value is not a single real number, or no monitor is running.
+        """
+        checked = checked_logged(numbers, named)
+        if self._log is None:
+            raise InputError(
+                "seen.log must be called while hl.monitor runs, got curves without a monitor."
+                "\nCall it inside the block: with hl.monitor(model) as seen."
+            )
+        self._log(checked, step)
 
     def rank(self, number: int) -> Curves:
         """Return the curves with the numbers of one rank alone.
@@ -252,7 +326,7 @@ class Curves:
                 f"the rank must be below {self.n_ranks}, got {number}.\nUse curves.rank(k) for k in"
                 f" range({self.n_ranks})."
             )
-        return Curves(self._source, number)
+        return Curves(self._source, number, self._log)
 
     def at(self, step: int) -> dict[str, float]:
         """Return a dict of every number of one step by name, such as `h.0/std`.
@@ -267,14 +341,19 @@ class Curves:
             step: the number of a training step in `steps`.
 
         Returns:
-            The numbers, each under its site and its name.
+            The numbers, each under its site and its name; those that `log` was given under
+            `logged` and their name.
 
         Raises:
             NotRecordedError: the step was not measured.
         """
-        for report in self._source.read():
+        numbers: dict[str, float] = {}
+        for report in (*self._source.read(), *self._source.read_logged()):
             if report.step == step:
-                return report.numbers(self._rank)
+                numbers.update(report.numbers(self._rank) if report.is_measured else {})
+                numbers.update({f"{LOGGED}/{name}": one for name, one in report.logged.items()})
+        if numbers:
+            return numbers
         raise NotRecordedError(
             f"step {step} was not reported.\nUse one of curves.steps, {_ends(self.steps)}."
         )
@@ -285,24 +364,24 @@ class Curves:
     def _repr_html_(self) -> str:
         return curves_html(self._source.read(), self.sites, self._rank)
 
-    def _find(self, text: str) -> str | None:
-        sites = self.sites
+    @staticmethod
+    def _find(text: str, sites: Sequence[str]) -> str | None:
         under = [site for site in sites if site.startswith((f"{text}:output[", f"{text}:output."))]
         known = [one for one in (text, f"{text}:value") if one in sites]
         return known[0] if known else under[0] if len(under) == 1 else None
 
-    def _explain(self, text: str) -> str:
-        sites = self.sites
-        if not sites:
-            return (
-                f"{text!r} has no curve: no step was reported yet.\nRun the model, and step its"
-                " optimizer, inside the block."
-            )
-        close = difflib.get_close_matches(text, sites, 4) or [
-            one for one in sites if one.startswith(text)
-        ]
-        shown = ", ".join(map(repr, close or sites[:4]))
-        return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {shown}."
+
+def _explain(text: str, sites: Sequence[str]) -> str:
+    if not sites:
+        return (
+            f"{text!r} has no curve: no step was reported yet.\nRun the model, and step its"
+            " optimizer, inside the block."
+        )
+    close = difflib.get_close_matches(text, sites, 4) or [
+        one for one in sites if one.startswith(text)
+    ]
+    shown = ", ".join(map(repr, close or sites[:4]))
+    return f"{text!r} has no curve among {len(sites)} sites.\nUse one of them, such as {shown}."
 
 
 def _ends(steps: NDArray[np.int64]) -> str:

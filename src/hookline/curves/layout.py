@@ -20,10 +20,22 @@ from hookline.statistics import Statistic
 _ABSENT_BITS = 0x7FF8_0000_0068_6C63
 (ABSENT,) = struct.unpack("<d", struct.pack("<Q", _ABSENT_BITS))
 
+NO_TURN = -1  # in the order of a report: the site had no value
+
 
 def is_there(slots: NDArray[Any]) -> bool:
     """Tell whether slots are those of a value."""
     return not (slots.view(np.int64) == _ABSENT_BITS).all()
+
+
+def are_there(slots: NDArray[Any]) -> NDArray[np.bool_]:
+    """Tell which rows are slots of a value, from slots of shape `(rows, width)`."""
+    bits = slots.view(np.int64)
+    has_value = np.ones(len(slots), np.bool_)
+    if slots.shape[1]:  # the first slot settles most rows
+        maybe = np.flatnonzero(bits[:, 0] == _ABSENT_BITS)
+        has_value[maybe] = (bits[maybe] != _ABSENT_BITS).any(axis=1)
+    return has_value
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -57,10 +57,18 @@ def _of_moments(found: Moments) -> dict[str, float]:
 
 def _of_quantiles(found: Quantiles) -> dict[str, float]:
     is_any = found.count > found.non_finite
-    names = [f"p{100 * q:g}".replace(".", "_") for q in found.q]
     return {
-        **dict(zip(names, found.values, strict=True)),
+        **dict(zip(percentile_names(found.q), found.values, strict=True)),
         "min": found.min if is_any else math.nan,
         "max": found.max if is_any else math.nan,
         "non_finite": float(found.non_finite),
     }
+
+
+def percentile_names(quantiles: Sequence[float]) -> list[str]:
+    """Name quantiles as percentiles.
+
+    >>> percentile_names((0.5, 0.999))
+    ['p50', 'p99_9']
+    """
+    return [f"p{100 * q:g}".replace(".", "_") for q in quantiles]

@@ -3,11 +3,12 @@
     8 bytes     b"hlcurve1", at the beginning of the file
     frames      24 bytes of header (kind, length and checksum of the payload), then the payload
 
-A frame holds a layout as JSON, or the report of one step: its number, the time, and the slots of
-each rank. An empty frame says that the monitor has ended; the file of a killed run lacks it. The
-file is only appended to. A reader stops before a frame that is not whole, and goes on from there
-when the file has grown. The headers of the first two frames tell a run from every other: they hold
-the checksums of its layout and of its first step, with the time of that.
+A frame holds a layout as JSON; the order in which the sites of the layout fire, which holds until
+the next order; the report of one step: its number, the time, and the slots of each rank; or the
+user's own numbers of a step as JSON. An empty frame says that the monitor has ended; the file of a
+killed run lacks it. The file is only appended to. A reader stops before a frame that is not whole,
+and goes on from there when the file has grown. The headers of the first two frames tell a run from
+every other: they hold the checksums of its layout and of its first order, with the time of that.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from hookline.curves.curves import Curves
-from hookline.curves.layout import Entry, Layout
+from hookline.curves.layout import NO_TURN, Entry, Layout
 from hookline.curves.spelling import read_statistic, spell_statistic
 from hookline.curves.step_reports import StepReport
 from hookline.engine.identity import RecordedModel
@@ -37,8 +40,9 @@ from hookline.util.open_regular import open_regular
 FILE = "curves.bin"
 _MAGIC = b"hlcurve1"
 _HEADER = struct.Struct("<4sIQQ")  # kind, unused, length, checksum
-_LAYOUT, _REPORT, _END = b"layo", b"step", b"ends"
+_LAYOUT, _ORDER, _REPORT, _LOGGED, _END = b"layo", b"ordr", b"step", b"logs", b"ends"
 _STEP = struct.Struct("<qdQ")  # step, seconds, number of ranks
+_SECONDS = struct.Struct("<d")  # of an order: the time of its first report
 _MAPPED_BYTES = 2**20  # what is longer is mapped, not read
 _MOST_RANKS = 2**20
 _MOST_SECONDS = 8e12  # from the epoch: what a date can hold, in browsers too
@@ -110,11 +114,15 @@ class RunFolder:
                 f"{', …' * (len(others) > 3)}).\nGive each run a folder of its own."
             )
         self._layout: Layout | None = None
+        self._order: NDArray[np.int32] | None = None
         self._size = 0
         self._file: int | None = None
+        self._begun: _Begun | None = None
 
     def add(self, report: StepReport) -> None:
         """Append the report of a step, whole or not at all.
+
+        A report that is added again after an interrupt is written to the same place.
 
         Raises:
             OSError: the disk is full or gone. Whole frames stay as they are.
@@ -126,10 +134,23 @@ class RunFolder:
             raise FolderError(f"{self.path / FILE} was deleted while the monitor wrote to it.")
         if not self._size:  # also after the disk was full
             self._append(_MAGIC)
+        if self._begun is not None and self._begun.report is report:
+            self._size, self._layout, self._order = self._begun.before
+        else:
+            self._begun = _Begun(report, (self._size, self._layout, self._order))
+        if report.logged:
+            self._append(_frame(_LOGGED, _logged_bytes(report)))
+        if report.is_measured:
+            self._add_measured(report)
+
+    def _add_measured(self, report: StepReport) -> None:
         if report.layout is not self._layout:
             model = self.model if self._layout is None else None
             self._append(_frame(_LAYOUT, _layout_bytes(report.layout, model)))
-            self._layout = report.layout
+            self._layout, self._order = report.layout, None
+        if report.order is not None and not _are_equal(report.order, self._order):
+            self._append(_frame(_ORDER, _order_bytes(report.order, report.seconds)))
+            self._order = report.order
         head = _STEP.pack(report.step, report.seconds, len(report.slots))
         self._append(_frame(_REPORT, head + report.slots.astype("<f8", copy=False).tobytes()))
 
@@ -168,6 +189,19 @@ class RunFolder:
         self._size += len(data)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A report that is being appended, and where the folder was before."""
+
+    report: StepReport
+    before: tuple[int, Layout | None, NDArray[np.int32] | None]
+
+
+def _are_equal(order: NDArray[np.int32], other: NDArray[np.int32] | None) -> bool:
+    return order is other or (other is not None and np.array_equal(order, other))
+
+
 def _frame(kind: bytes, payload: bytes) -> bytes:
     payload += b" " * (-len(payload) % 8)  # slots are aligned in the file
     return _HEADER.pack(kind, 0, len(payload), xxh3_64_intdigest(payload)) + payload
@@ -178,6 +212,23 @@ def _layout_bytes(layout: Layout, model: RecordedModel | None) -> bytes:
     statistics = [spell_statistic(one) for one in layout.statistics]
     known = {} if model is None else {"model": model.as_json()}
     return json.dumps({"statistics": statistics, "entries": entries, **known}).encode()
+
+
+def _order_bytes(order: NDArray[np.int32], seconds: float) -> bytes:
+    return _SECONDS.pack(seconds) + order.astype("<i4", copy=False).tobytes()
+
+
+def _logged_bytes(report: StepReport) -> bytes:
+    spelled = {"step": report.step, "seconds": report.seconds, "numbers": dict(report.logged)}
+    return json.dumps(spelled).encode()
+
+
+def _read_logged(payload: Any) -> StepReport:
+    found = json.loads(bytes(payload))
+    step, seconds, numbers = found["step"], found["seconds"], found["numbers"]
+    if type(step) is not int or not abs(seconds) < _MOST_SECONDS:
+        raise ValueError("a step must have a number and a time")
+    return StepReport.of_logged(step, seconds, {str(k): float(n) for k, n in numbers.items()})
 
 
 def _read_layout(payload: Any) -> tuple[Layout, RecordedModel | None]:
@@ -211,19 +262,43 @@ class RunReader:
         self.model: RecordedModel | None = None
         self._path = folder / FILE
         self._reports: list[StepReport] = []
+        self._logged: list[StepReport] = []
         self._layout: Layout | None = None
+        self._order: NDArray[np.int32] | None = None
         self._offset = len(_MAGIC)
         self._head = b""
+        self._state: tuple[int, ...] = ()  # of the file when it was last read
         self._lock = fork_safe_lock()
         self.version = ""
 
     def read(self) -> Sequence[StepReport]:
-        """Return the reports so far, in order.
+        """Return the reports of measured steps so far, in order.
 
         Raises:
             FolderError: a whole frame is damaged; or the file is gone, or another run's now.
         """
-        with self._lock, self._open() as file:
+        self._read()
+        return self._reports
+
+    def read_logged(self) -> Sequence[StepReport]:
+        """Return the reports with the user's own numbers so far, in order.
+
+        Raises:
+            FolderError: a whole frame is damaged; or the file is gone, or another run's now.
+        """
+        self._read()
+        return self._logged
+
+    def _read(self) -> None:
+        with self._lock:
+            state = _state_of(self._path)
+            if state and state == self._state:
+                return  # nothing was appended
+            self._read_rest()
+            self._state = state
+
+    def _read_rest(self) -> None:
+        with self._open() as file:
             handle = file.fileno()
             head, size = _head(handle), os.fstat(handle).st_size
             if not self._goes_on(head, size):
@@ -234,7 +309,6 @@ class RunReader:
             self._head, self.version = head, _version(handle, head)
             if size > self._offset:
                 self._take(_bytes_from(handle, self._offset, size - self._offset))
-        return self._reports
 
     def is_replaced(self) -> bool:
         """Tell whether the file is another run's now, or shorter than what was read.
@@ -267,29 +341,43 @@ class RunReader:
         while at + _HEADER.size <= len(data):
             kind, _, length, checksum = _HEADER.unpack_from(data, at)
             payload = data[at + _HEADER.size : at + _HEADER.size + length]
-            if kind not in (_LAYOUT, _REPORT, _END) or not self._may_be(kind, length, payload):
+            if kind not in _KINDS or not self._may_be(kind, length, payload):
                 raise self._damaged(at)
             if len(payload) < length:
                 break  # it is being written, or its writer was killed
             if xxh3_64_intdigest(payload) != checksum:
                 raise self._damaged(at)
-            if kind == _LAYOUT:
-                try:
-                    self._layout, model = _read_layout(payload)
-                except Exception as error:  # whatever the options of a statistic raise
-                    raise self._damaged(at) from error
-                self.model = self.model or model
-            elif kind == _END:
-                self.has_ended = True
-            else:
-                self._reports.append(self._report(payload))
+            try:
+                self._take_frame(kind, payload)
+            except Exception as error:  # whatever the options of a statistic raise
+                raise self._damaged(at) from error
             at += _HEADER.size + length
         self._offset += at
 
+    def _take_frame(self, kind: bytes, payload: memoryview) -> None:
+        if kind == _LAYOUT:
+            self._layout, model = _read_layout(payload)
+            self._order, self.model = None, self.model or model
+        elif kind == _ORDER:
+            assert self._layout is not None
+            n_sites = len(self._layout.by_site)
+            self._order = np.frombuffer(payload, "<i4", n_sites, _SECONDS.size)
+            if (self._order < NO_TURN).any():
+                raise ValueError("a rank must be from 0 up")
+        elif kind == _LOGGED:
+            self._logged.append(_read_logged(payload))
+        elif kind == _END:
+            self.has_ended = True
+        else:
+            self._reports.append(self._report(payload))
+
     def _may_be(self, kind: bytes, length: int, payload: memoryview) -> bool:
         """Tell whether a frame has the length of its kind, before all of it is there."""
-        if kind == _LAYOUT:
+        if kind in (_LAYOUT, _LOGGED):
             return True
+        if kind == _ORDER and self._layout is not None:
+            n_bytes = _SECONDS.size + 4 * len(self._layout.by_site)
+            return length == n_bytes + -n_bytes % 8
         if kind == _END or self._layout is None:
             return kind == _END and length == 0
         if len(payload) < _STEP.size:
@@ -304,7 +392,8 @@ class RunReader:
         assert self._layout is not None
         width = self._layout.width
         slots = np.frombuffer(payload, "<f8", n_ranks * width, _STEP.size)
-        return StepReport(step, seconds, self._layout, slots.reshape(n_ranks, width))
+        slots = slots.reshape(n_ranks, width)
+        return StepReport(step, seconds, self._layout, slots, self._order)
 
     def _damaged(self, at: int) -> FolderError:
         self._offset += at  # the reports before it are read, and are not read again
@@ -312,6 +401,18 @@ class RunReader:
             f"{self._path} is damaged at byte {self._offset}.\nCopy the folder again from a"
             " whole one."
         )
+
+
+_KINDS = (_LAYOUT, _ORDER, _REPORT, _LOGGED, _END)
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is replaced or written to; empty if there is no file."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _head(file: int) -> bytes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hookline.curves.layout import Layout
@@ -14,11 +15,13 @@ from hookline.curves.numbers import numbers_of
 from hookline.engine.identity import RecordedModel
 from hookline.statistics.histogram import Histogram, HistogramStatistic
 
+LOGGED = "logged"  # stands for the site of the user's own numbers
+
 
 @final
 @dataclass(frozen=True)
 class StepReport:
-    """The slots of all sites at one step.
+    """The slots of all sites at one step, and the user's own numbers of this step.
 
     Args:
         step: the number of the step.
@@ -26,14 +29,30 @@ class StepReport:
         layout: what the slots are.
         slots: the slots of each rank, float64, of shape [ranks, width]; of one rank where the ranks
             did not meet.
+        order: the rank of each site of the layout by when it had its first value in the step, from
+            0, shape `(sites,)`. Sites of one rank came in an order that is not known; `NO_TURN`
+            stands for no value. None if no order is known.
+        logged: the user's own numbers by name, from `Curves.log`.
     """
 
     step: int
     seconds: float
     layout: Layout
     slots: NDArray[Any]
+    order: NDArray[np.int32] | None = None
+    logged: Mapping[str, float] = field(default_factory=dict)
     # The numbers of all ranks, for several writers; made by the first and forgotten after the last.
     _numbers: dict[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of_logged(step: int, seconds: float, logged: Mapping[str, float]) -> StepReport:
+        """Make a report of the user's own numbers alone."""
+        return StepReport(step, seconds, _NOTHING, np.empty((1, 0)), logged=logged)
+
+    @property
+    def is_measured(self) -> bool:
+        """Tell whether sites were measured, not only numbers logged."""
+        return bool(self.layout.entries)
 
     def results(self, site: str, rank: int | None = None) -> list[Any]:
         """Return the result of each statistic at a site; nothing where no value came.
@@ -55,13 +74,15 @@ class StepReport:
         """Return every single number of the step by site and name, such as `("h.0", "std")`.
 
         The name is empty for a statistic that is a single number. An update also has its `ratio` to
-        the weight: the ratio of their norms. A statistic whose result raises is left out, and a
-        warning says so once.
+        the weight: the ratio of their norms. The user's own numbers have the site `logged`. A
+        statistic whose result raises is left out, and a warning says so once.
         """
         if rank is None and self._numbers:
             return self._numbers
         layout, norms = self.layout, dict[str, float]()
-        found: dict[tuple[str, str], float] = {}
+        found: dict[tuple[str, str], float] = {
+            (LOGGED, name): number for name, number in self.logged.items()
+        }
         for site in layout.by_site:
             for k, result in enumerate(layout.results(site, self.slots, rank, is_lenient=True)):
                 numbers = numbers_of(result)
@@ -69,7 +90,7 @@ class StepReport:
                     norms[site] = numbers.get("norm", math.nan)
                 for name, number in numbers.items():
                     found.setdefault((site, name), number)
-            weight = _weight_of(site)
+            weight = weight_of(site)
             if weight in norms and site in norms:
                 found[site, "ratio"] = _ratio(norms[site], norms[weight])
         if rank is None:
@@ -91,7 +112,7 @@ class StepReport:
 
     def ratio(self, site: str, rank: int | None = None) -> float | None:
         """Return the ratio of an update's norm to the weight's; None where it is not known."""
-        weight = _weight_of(site)
+        weight = weight_of(site)
         if weight is None:
             return None
         norms = [
@@ -102,7 +123,7 @@ class StepReport:
         return _ratio(*norms) if len(norms) == 2 else None
 
 
-def _weight_of(site: str) -> str | None:
+def weight_of(site: str) -> str | None:
     """Return the site of the weight that an update is of; None for other sites."""
     path, _, port = site.rpartition(":")
     return f"{path}:value" if port == "update" else None
@@ -110,6 +131,9 @@ def _weight_of(site: str) -> str | None:
 
 def _ratio(update: float, weight: float) -> float:
     return update / weight if weight else math.nan
+
+
+_NOTHING = Layout((), ())
 
 
 class Source(Protocol):
@@ -122,7 +146,11 @@ class Source(Protocol):
     model: RecordedModel | None
 
     def read(self) -> Sequence[StepReport]:
-        """Return the reports so far, in order."""
+        """Return the reports of measured steps so far, in order."""
+        ...
+
+    def read_logged(self) -> Sequence[StepReport]:
+        """Return the reports with the user's own numbers so far, in order."""
         ...
 
 
@@ -137,11 +165,19 @@ class Reports:
     def __init__(self, model: RecordedModel | None = None) -> None:
         self.model = model
         self._reports: list[StepReport] = []
+        self._logged: list[StepReport] = []
 
     def add(self, report: StepReport) -> None:
         """Add the report of a step."""
-        self._reports.append(report)
+        if report.is_measured:
+            self._reports.append(report)
+        if report.logged:
+            self._logged.append(report)
 
     def read(self) -> Sequence[StepReport]:
-        """Return the reports so far, in order."""
+        """Return the reports of measured steps so far, in order."""
         return self._reports
+
+    def read_logged(self) -> Sequence[StepReport]:
+        """Return the reports with the user's own numbers so far, in order."""
+        return self._logged

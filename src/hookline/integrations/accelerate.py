@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, final
 
 from accelerate import Accelerator
 from torch import nn
 
+from hookline.curves import Curves, StepReport, is_single
 from hookline.verbs.monitor.monitor import MonitorLine
 from hookline.verbs.monitor.monitor import monitor as monitor_model
 
@@ -25,6 +27,8 @@ def monitor(
         with monitor(accelerator, model, every=10) as seen:
             train()
 
+    The numbers that `accelerator.log` is given inside the block are kept, too: `seen.logged`.
+
     Args:
         accelerator: the accelerator. Gradients are divided by the scale of its loss scaler.
         model: the model, prepared or not.
@@ -38,7 +42,60 @@ def monitor(
     if to is None:
         to = [_destination(tracker) for tracker in accelerator.trackers]
     options = {"scaler": accelerator.scaler, **options}
-    return monitor_model(model, selector, to=to, **options)
+    mirror = _Mirror(accelerator)
+    line = monitor_model(model, selector, to=[to, mirror], **options)
+    mirror.begin(line.curves)
+    return line
+
+
+@final
+class _Mirror:
+    """A tracker that gives what is logged to the curves, until the monitor ends it as a writer.
+
+    Args:
+        accelerator: the accelerator.
+    """
+
+    name = "hookline"
+    tracker = None
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._curves: Curves | None = None
+
+    def begin(self, curves: Curves) -> None:
+        """Begin to take what the accelerator's main process logs."""
+        self._curves, accelerator = curves, self._accelerator()
+        if accelerator is not None and accelerator.is_main_process:
+            accelerator.trackers.append(self)
+
+    # -- as a tracker
+
+    def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:
+        """Keep numbers. The step of a tracker may count otherwise than the monitor."""
+        single = {name: one for name, one in values.items() if is_single(one)}
+        if self._curves is not None and single:
+            self._curves.log(single)
+
+    def finish(self) -> None:
+        """Do nothing: the tracker ends with the monitor."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    # -- as a writer; a tracker is started without an argument
+
+    def start(self, first: StepReport | None = None) -> None:
+        """Do nothing."""
+
+    def write(self, report: StepReport) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._curves, accelerator = None, self._accelerator()
+        if accelerator is not None and self in accelerator.trackers:
+            accelerator.trackers.remove(self)
 
 
 def _destination(tracker: Any) -> Any:

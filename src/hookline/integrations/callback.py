@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
-from hookline.curves import Curves
+from hookline.curves import Curves, is_single
 from hookline.verbs.monitor.monitor import MonitorLine, monitor
 
 
@@ -71,6 +72,12 @@ class MonitorCallback:
         )
         self._curves, self._training = line.curves, weakref.ref(training)
         return line
+
+    def _log(self, numbers: Mapping[str, Any], step: int) -> None:
+        """Keep those of a trainer's values that are numbers, beside the measured ones."""
+        single = {name: one for name, one in numbers.items() if is_single(one)}
+        if self.line is not None and self._training is not None and single:
+            self.line.curves.log(single, step=step)
 
     def _detach(self, error: BaseException | None = None) -> None:
         """Remove the line at the end of a training, if it has one."""

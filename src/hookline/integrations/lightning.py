@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,6 +24,8 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
     A step that a `GradScaler` skips is not reported. With manual optimization, a step ends with the
     batch in which an optimizer has stepped.
 
+    The loss that `training_step` returns is kept for each reported step: `seen.curves.logged`.
+
     Args:
         selector: which modules and parameters, as in `hl.monitor`.
         every: every so many steps are reported; None is the trainer's `log_every_n_steps`.
@@ -35,6 +38,7 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
 
     begins_with = "trainer.fit"
     _is_numbered = False  # whether the first step has the number of a fit that is resumed
+    _number = 0  # of the step that runs
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the monitor."""
@@ -62,14 +66,20 @@ class Monitor(MonitorCallback, Callback):  # type: ignore[misc]
         else:
             line.step = number
         self._is_numbered = True
+        self._number = number
         line.in_training(True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the monitor that validation may follow."""
-        if self.line is not None:
-            self.line.in_training(False)
+        """Keep the loss, and tell the monitor that validation may follow."""
+        line = self.line
+        if line is None:
+            return
+        line.in_training(False)
+        if (self._number - line.first) % line.every == 0:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            self._log({"loss": loss}, self._number)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the monitor."""

@@ -9,6 +9,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hookline.integrations.callback import MonitorCallback
 
+_KEPT = ("loss", "learning_rate", "grad_norm")
+
 
 class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
     """Monitor the training of a `Trainer`, as `hl.monitor` does.
@@ -21,6 +23,9 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
     Steps are reported when the `Trainer` logs: every `logging_steps`, counted from 1. Without
     `to=`, they go to the runs of W&B and MLflow that `report_to` names. A step that a `GradScaler`
     skips is not reported.
+
+    The losses, the learning rate and the norm of the gradient that the `Trainer` logs are kept,
+    too: `seen.curves.logged`.
 
     Args:
         selector: which modules and parameters, as in `hl.monitor`.
@@ -58,6 +63,18 @@ class Monitor(MonitorCallback, TrainerCallback):  # type: ignore[misc]
         """Tell the monitor the number of the step."""
         if self.line is not None:
             self.line.begin_step(state.global_step + 1)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Keep the numbers that the `Trainer` logs."""
+        kept = {k: n for k, n in (logs or {}).items() if k in _KEPT or k.endswith("_loss")}
+        self._log(kept, state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

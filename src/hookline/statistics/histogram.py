@@ -97,6 +97,8 @@ class HistogramStatistic:
     def __init__(self, low: float, high: float, per_octave: int) -> None:
         self.options: dict[str, Any] = {"low": low, "high": high, "per_octave": per_octave}
         self._bins = bins = LogBins(low, high, per_octave)
+        self.n_slots = bins.n_slots
+        self.zero, self.non_finite = bins.zero, bins.non_finite  # the places of these counts
         self.start = bins.start
         self.update = bins.update
         self.merge = bins.merge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -13,6 +14,7 @@ from hookline.engine.torch_private.modes import is_ordinary
 from hookline.errors import InputError
 from hookline.statistics.compiled import LONGEST, CompiledReduction, Reduction
 from hookline.statistics.moments import Moments
+from hookline.statistics.native import NativeMoments, native_moments
 from hookline.statistics.to_numbers import (
     flat_chunks,
     in_memory_order,
@@ -33,6 +35,11 @@ _LARGE_NUMEL = 2**14
 # makes 3.6 s, and compilation takes 3 to 5 s.
 _WORTH_COMPILING = 2**31
 
+# The elements after which the function in C is compiled. It takes 1.4 ns less for each than NumPy.
+# Its compilation takes 0.1 to 0.7 s, which a training of minutes gets back.
+_WORTH_A_COMPILER = 2**20
+_NATIVE_NUMEL = 2**16  # elements whose float32 copy stays in a core's cache
+
 # The dtypes that the compiled function reads itself.
 _COMPILED_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
@@ -40,6 +47,8 @@ _COMPILED_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch
 @final
 class MomentsStatistic:
     """A `Statistic` whose result is `Moments`."""
+
+    n_slots = len(_EMPTY)
 
     def __init__(self, compile: bool | None) -> None:
         self.options: dict[str, Any] = {}  # how it is compiled is not what it measures
@@ -49,6 +58,7 @@ class MomentsStatistic:
                 "\nLeave it out, and the function is compiled when it pays."
             )
         self._until_compiled = {None: _WORTH_COMPILING, True: 0, False: math.inf}[compile]
+        self._until_native = _WORTH_A_COMPILER if compile is None else math.inf
 
     def start(self, value: Tensor) -> Tensor:
         """Return empty slots on the value's device."""
@@ -81,6 +91,9 @@ class MomentsStatistic:
     def _add(self, slots: Tensor, part: Tensor) -> Tensor:
         """Measure a strided tensor, by the fastest form that there is."""
         part = in_memory_order(part)
+        native = self._native(part.numel()) if part.is_cpu else None
+        if native is not None and part.dtype in _COMPILED_DTYPES:
+            return _add_native(native, slots, part)
         function = self._compiled(part)
         if function is not None:
             if part.is_contiguous() and part.numel() <= LONGEST:
@@ -96,6 +109,28 @@ class MomentsStatistic:
                 slots = _reduce(slots, flat)
         return slots
 
+    def measure_many(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Measure each of many tensors together, by one call of the function in C.
+
+        Returns:
+            The slots of each tensor; None where the function does not measure all of them.
+        """
+        if not all(_is_of_native(tensor) for tensor in tensors):
+            return None
+        native = self._native(sum(tensor.numel() for tensor in tensors))
+        if native is None or not is_ordinary():
+            return None
+        slots = torch.tensor([_EMPTY] * len(tensors), dtype=torch.float64)
+        native.measure_many(tensors, slots)
+        return list(slots.unbind())
+
+    def _native(self, numel: int) -> NativeMoments | None:
+        """Return the function in C; None until its compiler is worth it, and without one."""
+        if self._until_native > 0:
+            self._until_native -= numel
+            return None
+        return native_moments()
+
     def _compiled(self, part: Tensor) -> Reduction | None:
         """Return the compiled function for a tensor; None until compilation is worth it."""
         numel = part.numel()
@@ -105,6 +140,21 @@ class MomentsStatistic:
             return _COMPILED.find(part, compile=False)
         self._until_compiled -= numel
         return _COMPILED.find(part, compile=self._until_compiled < 0)
+
+
+def _is_of_native(tensor: Tensor) -> bool:
+    """Tell whether a plain tensor is one that `NativeMoments.measure_many` reads."""
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _add_native(native: NativeMoments, slots: Tensor, part: Tensor) -> Tensor:
+    slots = slots.clone()
+    if part.dtype.itemsize >= 4 and part.is_contiguous():
+        native.add(slots, part)
+        return slots
+    for piece in flat_chunks(part, _NATIVE_NUMEL):
+        native.add(slots, real(piece).contiguous())
+    return slots
 
 
 def measure(tensor: Tensor) -> Moments:

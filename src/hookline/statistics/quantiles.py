@@ -8,17 +8,22 @@ have equal widths, so that no logarithm is computed.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.display.units import measure
 from hookline.errors import InputError
 from hookline.statistics.bins import LogBins
+
+_N_TAIL = 3  # the slots after the counts of finite elements
 
 
 @final
@@ -91,9 +96,10 @@ class QuantilesStatistic:
         while _error(per_octave) > error:
             per_octave *= 2
         self.options: dict[str, Any] = {"q": list(q), "error": error, "low": low, "high": high}
-        self._q = tuple(float(one) for one in q)
-        self._error = _error(per_octave)
+        self.q = tuple(float(one) for one in q)
+        self.error = _error(per_octave)
         self._bins = LogBins(low, high, per_octave)
+        self.n_slots = self._bins.n_slots
         self.start = self._bins.start
         self.update = self._bins.update
         self.merge = self._bins.merge
@@ -105,21 +111,40 @@ class QuantilesStatistic:
         ends = -negated_min, greatest
         n = int(sum(counts))
         totals = list(itertools.accumulate(counts))
-        middles = self._middles()
-        values = [self._value(math.floor(q * (n - 1)), totals, middles, ends) for q in self._q]
-        return Quantiles(self._q, tuple(values), self._error, n + non_finite, non_finite, *ends)
+        values = [self._value(math.floor(q * (n - 1)), totals, ends) for q in self.q]
+        return Quantiles(self.q, tuple(values), self.error, n + non_finite, non_finite, *ends)
 
-    def _value(
-        self, rank: int, totals: list[float], middles: list[float], ends: tuple[float, float]
-    ) -> float:
+    def values_of(self, slots: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Compute the quantiles of many slots, which `result` gives for each.
+
+        Args:
+            slots: the slots, shape `(n, width)`.
+
+        Returns:
+            The counts of finite elements, shape `(n,)`, and the quantiles, shape `(n, len(q))`.
+        """
+        totals = np.cumsum(slots[:, :-_N_TAIL], axis=1)
+        counts, ends = totals[:, -1:], np.stack([-slots[:, -2], slots[:, -1]], axis=1)
+        ranks = np.floor(np.array(self.q) * (counts - 1))
+        bins = [
+            np.searchsorted(row, rank, "right") for row, rank in zip(totals, ranks, strict=True)
+        ]
+        places = np.minimum(np.array(bins, np.intp).reshape(ranks.shape), totals.shape[1] - 1)
+        values = np.clip(np.array(self._middles)[places], ends[:, :1], ends[:, 1:])
+        values = np.where(ranks == counts - 1, ends[:, 1:], values)
+        values = np.where(ranks == 0, ends[:, :1], values)
+        return counts[:, 0], np.where(counts > 0, values, math.nan)
+
+    def _value(self, rank: int, totals: list[float], ends: tuple[float, float]) -> float:
         """Return the number of a rank, which counts from 0, up to the error."""
         if not totals[-1]:
             return math.nan
         if rank == 0 or rank == totals[-1] - 1:
             return ends[rank != 0]
-        middle = middles[bisect.bisect_right(totals, rank)]
+        middle = self._middles[bisect.bisect_right(totals, rank)]
         return min(max(middle, ends[0]), ends[1])
 
+    @functools.cached_property
     def _middles(self) -> list[float]:
         """Return the number that stands for each bin: the relative error is that of both edges."""
         edges = self._bins.edges()

@@ -48,12 +48,14 @@ def moments(*, compile: bool | None = None) -> Statistic[Moments]:
     numbers the magnitude is measured.
 
     Args:
-        compile: whether floating tensors are measured by a function that inductor compiles. The
-            function is faster, because it reads each tensor once. Compilation takes about 4
-            seconds, once for each dtype, device and number of torch's threads, and needs a C++
-            compiler. True compiles for the first tensor of 16,384 elements or more. None compiles
-            when such tensors add up to 2,147,483,648 elements, because by then compilation would
-            have saved its own time. False never compiles.
+        compile: whether floating tensors are measured by a compiled function, which is faster,
+            because it reads each tensor once. None has the system's C compiler make it for tensors
+            on a CPU, after 1,048,576 elements; this takes some tenths of a second, once in a
+            process. On other devices, and without a C compiler, None compiles by inductor, when
+            tensors of 16,384 elements or more add up to 2,147,483,648 elements. True compiles by
+            inductor for the first tensor of 16,384 elements or more. This takes about 4 seconds,
+            once for each dtype, device and number of torch's threads, and needs a C++ compiler.
+            False never compiles.
 
     Returns:
         A statistic whose result is `Moments`. It keeps 8 numbers, its slots.

@@ -34,7 +34,8 @@ def batch(k, n=16):
 
 
 def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def train(model, optimizer, steps, n_parts=1):
@@ -90,6 +91,51 @@ def test_weights_gradients_and_updates_are_those_of_the_step():
         assert seen[f"{name}:update"].results[1] == moments_of(parameter - before[name])
         ratio = (parameter - before[name]).norm() / before[name].norm()
         assert seen[f"{name}:update"].ratio[1] == pytest.approx(ratio.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("frozen", ["0", "2"])
+def test_frozen_weights_have_values_at_each_step(frozen):
+    model = net()
+    model.get_submodule(frozen).requires_grad_(False)
+    optimizer = sgd([one for one in model.parameters() if one.requires_grad])
+    with hl.monitor(model, ports=("value", "grad", "update")) as seen:
+        train(model, optimizer, 3)
+    weight = model.get_submodule(frozen).weight
+    assert seen[f"{frozen}.weight:value"].results == [moments_of(weight)] * 3
+    assert not {f"{frozen}.weight:grad", f"{frozen}.weight:update"} & set(seen.sites)
+    assert {f"{k}.{name}:value" for k in (0, 2) for name in ("weight", "bias")} <= set(seen.sites)
+
+
+def test_frozen_weights_that_others_change_are_measured_anew():
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2].parameters())
+    with hl.monitor(model, "0.weight:value") as seen:
+        for k in range(3):
+            train(model, optimizer, 1)
+            model[0].weight.data.fill_(k)  # as the average of another model's weights
+    assert seen["0.weight"].mean[1:].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_half_weights_are_differences_in_float32(dtype):
+    model = nn.Linear(3, 1, bias=False).to(dtype)
+    before = torch.tensor([[1.0, 1.0, 256.0]], dtype=dtype)
+    after = torch.tensor([[-(2.0**-9), 0.5, 0.3]], dtype=dtype)
+    optimizer = sgd(model)
+    with hl.monitor(model, "weight:update") as seen:
+        for weight in (before, after):
+            model.weight.data.copy_(before)
+            model.weight.grad = (before - weight).float().mul(0).to(dtype)
+            handle = optimizer.register_step_post_hook(
+                lambda *_, weight=weight: model.weight.data.copy_(weight)
+            )
+            optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+            optimizer.step()
+            handle.remove()
+    change = after.double() - before.double()
+    assert not torch.equal(change, (after - before).double())  # in half precision it is rounded
+    assert seen["weight:update"].results[1] == moments_of(change.float())
 
 
 def test_a_model_alone_gives_all_kinds_of_sites():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,10 +18,18 @@ from runs import layout_of, report_of
 NAN = float("nan")
 
 
-def alerts(sites, steps):
-    """The alerts of steps, each a list of the numbers of each site: title to (site, note)."""
+def table_of(sites, steps, order=None):
+    """The table of steps, each a list of the numbers of each site."""
     layout, table = layout_of(sites), CurveTable()
-    table.add([report_of(k, layout, values, 0.0) for k, values in enumerate(steps)])
+    order = None if order is None else np.array(order, np.int32)
+    reports = [report_of(k, layout, values, 0.0) for k, values in enumerate(steps)]
+    table.add([dataclasses.replace(one, order=order) for one in reports])
+    return table
+
+
+def alerts(sites, steps, order=None):
+    """The alerts of steps, each a list of the numbers of each site: title to (site, note)."""
+    table = table_of(sites, steps, order)
     return {
         one.title: [(table.sites[k], note) for k, note in one.sites] for one in alerts_of(table)
     }
@@ -52,6 +63,61 @@ def test_a_gradient_that_is_nan_came_from_the_last_module():
     sites = ["a:grad_output", "b:grad_output", "b.c:grad_output"]
     found = alerts(sites, [[[NAN]] * 3])["NaN or infinity"]
     assert [site for site, _ in found] == ["b:grad_output", "a:grad_output", "b.c:grad_output"]
+
+
+def non_finite(sites, order=None, steps=None):
+    """The sites of the alert on NaN in order, and its text."""
+    table = table_of(sites, steps or [[[NAN]] * len(sites)], order)
+    (alert,) = [one for one in alerts_of(table) if one.title == "NaN or infinity"]
+    return [table.sites[k] for k, _ in alert.sites], alert.text
+
+
+def test_the_first_nan_is_at_the_site_that_fired_first():
+    sites = ["(root)", "head", "body", "head:input", "body:grad_output", "head:grad_output"]
+    ordered, text = non_finite(sites, [3, 2, 0, 1, 5, 4])
+    assert ordered == [
+        "body", "head:input", "head", "(root)", "head:grad_output", "body:grad_output",
+    ]  # fmt: skip
+    assert text == "first at step 0, at 6 sites so far; body is the probable source"
+
+
+def test_a_weight_comes_before_the_forward_that_uses_it():
+    ordered, text = non_finite(["h", "h.weight:value", "h.weight:update"], [0, 1, 1])
+    assert ordered == ["h.weight:value", "h", "h.weight:update"]
+    assert text.endswith("; h.weight:value is the probable source")
+
+
+def test_no_source_is_named_where_two_may_have_been_first():
+    ordered, text = non_finite(["a", "b", "c"], [1, 0, 0])
+    assert ordered == ["b", "c", "a"]
+    assert text == "first at step 0, at 3 sites so far"
+
+
+def test_no_source_is_named_of_a_run_without_an_order():
+    ordered, text = non_finite(["(root)", "a"])
+    assert ordered == ["a", "(root)"]
+    assert text == "first at step 0, at 2 sites so far"
+
+
+def test_a_trained_model_names_the_module_that_made_the_nan(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(4, 2), nn.Linear(4, 4)
+            self.log = nn.Identity()
+
+        def forward(self, x):
+            return self.head(self.log(self.body(x).log()))
+
+    torch.manual_seed(0)
+    model = Net()
+    with hl.monitor(model, ports="output", to=tmp_path / "run"):
+        model(torch.randn(8, 4))
+    table = CurveTable()
+    table.add(RunReader(tmp_path / "run").read())
+    (alert,) = alerts_of(table)
+    assert alert.text == "first at step 0, at 3 sites so far; log is the probable source"
+    assert [table.sites[k] for k, _ in alert.sites] == ["log", "head", "(root)"]
 
 
 def test_a_norm_of_100_times_its_median_explodes():

@@ -345,6 +345,74 @@ def test_choices_are_in_the_address(visit, run):
     expect(page.get_by_label("Number").first).to_have_value("max")
 
 
+def test_each_heat_map_says_what_it_shows_also_out_of_view(visit, tmp_path):
+    sites = [f"h.{k}" for k in range(60)]
+    writer = Writer(tmp_path / "many", sites)
+    writer.add(*[[1.0, 3.0]] * 59, [NAN, 2.0])
+    writer.add(*[[1.0, 5.0]] * 60)
+    page = visit(writer, path="?number=max")
+    expect(page.locator("#status")).to_have_text("60 of 60 sites")
+    said = page.locator("td.heat canvas").evaluate_all(
+        "(all) => all.map((one) => one.getAttribute('aria-label'))"
+    )
+    assert said[0] == "h.0: maximum, step 0 to 1: 3 to 5"
+    assert said[59] == "h.59: maximum, step 0 to 1: 2 to 5, NaN or infinity in 1 of 2 columns"
+    assert len(set(said)) == 60
+    assert faults(page) == []
+    page.get_by_label("Number").first.select_option("min")
+    expect(page.locator("td.heat canvas").first).to_have_attribute(
+        "aria-label", "h.0: minimum, step 0 to 1: 1 to 1"
+    )
+
+
+def log(writer, step, **numbers):
+    writer.folder.add(StepReport.of_logged(step, 1.0, numbers))
+
+
+@pytest.fixture(params=["served", "file"])
+def logged_page(request, run, visit, new_page, tmp_path):
+    """The page of a run with two numbers of the user's own, the first of them NaN once."""
+    for k, loss in enumerate([4.0, 3.0, NAN, 1.0]):
+        log(run, k, lr=0.1, loss=loss)
+    if request.param == "served":
+        return visit(run)
+    address = write_curves_page(run.folder.path, tmp_path / "report.html").as_uri()
+    return new_page(address, address)
+
+
+def test_the_loss_is_a_line_at_the_top(logged_page):
+    page, plot = logged_page, logged_page.locator("#logged-plot")
+    expect(page.get_by_role("heading", name="loss")).to_be_visible()
+    expect(plot).to_have_attribute(
+        "aria-label", "loss, step 0 to 3: 1 to 4, NaN or infinity at 1 of 4 steps"
+    )
+    expect(page.locator("#logged-about")).to_contain_text("1 at step 3; 1 to 4.")
+    expect(plot.locator(".badstep")).to_have_count(1)
+    assert plot.locator("path.line").get_attribute("d").count("M") == 2  # a gap at the NaN
+    assert faults(page) == []
+    page.get_by_label("Logged").select_option("lr")
+    expect(plot).to_have_attribute("aria-label", "lr, step 0 to 3: 0.1 to 0.1")
+    expect(plot.locator(".badstep")).to_have_count(0)
+
+
+def test_a_loss_that_is_logged_later_appears(visit, run):
+    page = visit(run)
+    expect(rows(page).first).to_be_visible()
+    expect(page.locator("#logged")).to_be_hidden()
+    log(run, 3, loss=2.0)
+    expect(page.get_by_role("heading", name="loss")).to_be_visible()
+    log(run, 4, loss=NAN)
+    expect(page.locator("#logged-about")).to_contain_text("NaN or infinity at step 4; 2 to 2.")
+    expect(page.locator("#logged-label")).to_be_hidden()  # there is nothing to choose
+
+
+def test_a_logged_name_is_text(visit, run):
+    log(run, 0, **{HOSTILE: 1.0})
+    page = visit(run)
+    expect(page.locator("#logged-heading")).to_have_text(HOSTILE)
+    expect(page.locator("img[src=x]")).to_have_count(0)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_serious_fault(visit, run, scheme):
     page = visit(run, color_scheme=scheme)

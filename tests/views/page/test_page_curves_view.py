@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.curves import RunFolder, RunReader
+from hookline.curves import RunFolder, RunReader, StepReport
 from hookline.views.page import write_curves_page
+from hookline.views.page.curves_view import logged_data
 from runs import Writer, layout_of, report_of
 
 NAN = float("nan")
@@ -280,3 +281,23 @@ def test_the_end_of_a_run_on_a_full_disk_closes_the_file(tmp_path, monkeypatch):
     folder.close()
     monkeypatch.undo()
     assert len(hl.open(tmp_path / "run")) == 1
+
+
+def test_many_logged_steps_are_a_few_points_with_their_extremes():
+    numbers = [float(k % 7) for k in range(5000)]
+    numbers[77] = float("nan")
+    reports = [StepReport.of_logged(k, 0.0, {"x": x}) for k, x in enumerate(numbers)]
+    (found,) = logged_data(reports)
+    assert found["each"] == 10
+    assert len(found["steps"]) == len(found["last"]) == len(found["bad"]) == 500
+    assert found["steps"][:2] == [9, 19]
+    assert found["last"][0] == numbers[9]
+    assert (found["low"][0], found["high"][0]) == (0.0, 6.0)
+    assert [k for k, is_bad in enumerate(found["bad"]) if is_bad] == [7]
+
+
+def test_the_loss_is_the_first_of_the_logged_numbers():
+    reports = [StepReport.of_logged(0, 0.0, {"lr": 1.0, "eval_loss": NAN, "loss": 2.0, "a": 0.0})]
+    found = logged_data(reports)
+    assert [one["name"] for one in found] == ["loss", "eval_loss", "lr", "a"]
+    assert found[1]["last"] == [None]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.curves import Curves
 from hookline.engine import (
@@ -21,7 +22,7 @@ from hookline.engine import (
     sharding,
 )
 from hookline.engine.selection.module_tree import require_model
-from hookline.errors import warn
+from hookline.errors import InputError, warn
 from hookline.verbs.attach.everywhere import EverywhereHooks
 from hookline.verbs.attach.raw_taps import EventTap
 from hookline.verbs.monitor.loss_scale import Scaling
@@ -51,7 +52,7 @@ class MonitorLine(VerbLine[EverywhereHooks]):
 
     def __init__(self, line: EverywhereHooks, steps: Steps, to: Reporting) -> None:
         super().__init__(line)
-        self.curves = to.curves
+        self.curves = Curves(to.reports, log=_log_of(steps))
         self._steps = steps
         self._to = to
 
@@ -142,6 +143,22 @@ def _why_nothing(report: Report, steps: Steps) -> str:
     return "no value came at the selected sites"
 
 
+def _log_of(steps: Steps) -> Callable[[dict[str, float | Tensor], int | None], None]:
+    """Return the function that logs numbers; curves that are kept do not keep the steps."""
+    reference = weakref.ref(steps)
+
+    def log(numbers: dict[str, float | Tensor], step: int | None) -> None:
+        live = reference()
+        if live is None or live.is_over:
+            raise InputError(
+                "seen.log must be called while hl.monitor runs, got a monitor that has ended."
+                "\nCall it inside the block: with hl.monitor(model) as seen."
+            )
+        live.log(numbers, None if step is None else checked_number("step", step))
+
+    return log
+
+
 @final
 class _StepTap(EventTap):
     """Call a function at the steps of the optimizers that train the model."""
@@ -196,13 +213,16 @@ def monitor(
 
     If a statistic or a logger raises, a warning says so once, and the training goes on.
 
+    `seen.log(loss=loss)` keeps numbers of your own beside the measured ones; see `Curves.log`.
+
     Args:
         model: the model.
         selector: which modules and parameters, as in `hl.select`. None is all.
         ports: what is measured. Of modules "output", "grad_output", "input", "grad_input"; of
-            parameters "value" (before the step), "grad" (as the optimizer gets it: accumulated,
-            reduced, unscaled, clipped) and "update" (the change by the step, with its `ratio` to
-            the weight). None is outputs, their gradients, and all three of parameters.
+            parameters "value" (before the step; also of frozen ones), "grad" (as the optimizer gets
+            it: accumulated, reduced, unscaled, clipped) and "update" (the change by the step, with
+            its `ratio` to the weight). None is outputs, their gradients, and all three of
+            parameters.
         every: the number of steps from one report to the next; the first report is of step 0.
         stats: one statistic or several, of `hl.stats` or of your own (an object with the methods
             `start`, `update`, `merge` and `result`). None is `hl.stats.moments()`.

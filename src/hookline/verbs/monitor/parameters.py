@@ -50,6 +50,7 @@ class Parameters:
         counts: str = FIRST,
     ) -> None:
         self.keeps_copies = True
+        self._slots = slots
         self._known: dict[int, _Parameter] = {}
         for number, (site, node) in enumerate(places, slots.n_modules):
             known = self._known.setdefault(id(node.tensor), _Parameter(node.tensor))
@@ -71,39 +72,57 @@ class Parameters:
             optimizer: the optimizer.
             has_grads: whether the gradients are there; a closure computes them in the step.
         """
-        for one in self.of(optimizer):
-            tensor = one.tensor
-            if one.value is not None:
-                one.value.add(tensor)
-            if one.grad is not None and has_grads and tensor.grad is not None:
-                one.grad.add(of_parameter(optimizer, tensor.grad))
-            if one.update is not None:
-                mine = local_part(tensor.detach())
-                if one.before is None or not _is_alike(one.before, mine):
-                    one.before = mine.clone()
+        held, pairs = self.of(optimizer), []
+        for parameter in held:
+            tensor, grad = parameter.tensor, parameter.tensor.grad
+            if parameter.value is not None:
+                pairs.append((parameter.value, tensor))
+            if parameter.grad is not None and has_grads and grad is not None:
+                pairs.append((parameter.grad, of_parameter(optimizer, grad)))
+        self._slots.add_many(pairs)
+        for parameter in held:
+            if parameter.update is not None:
+                weight = local_part(parameter.tensor.detach())
+                if parameter.before is None or not _is_alike(parameter.before, weight):
+                    parameter.before = weight.clone()
                 else:
-                    one.before.copy_(mine)
+                    parameter.before.copy_(weight)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, *, has_grads: bool) -> None:
         """Measure updates after a step, and the gradients that a closure has computed."""
-        for one in self.of(optimizer):
-            if one.grad is not None and has_grads and one.tensor.grad is not None:
-                one.grad.add(one.tensor.grad)
-            if one.update is not None and one.before is not None:
-                mine = local_part(one.tensor.detach())
-                update = torch.sub(mine, one.before, out=one.before)
-                one.update.counts = counts_of(one.tensor) or one.update.counts
-                one.update.add(update)
+        pairs: list[tuple[SiteSlots, Tensor]] = []
+        for parameter in self.of(optimizer):
+            grad = parameter.tensor.grad
+            if parameter.grad is not None and has_grads and grad is not None:
+                pairs.append((parameter.grad, grad))
+            if parameter.update is not None and parameter.before is not None:
+                update = _change(parameter.before, local_part(parameter.tensor.detach()))
+                parameter.update.counts = counts_of(parameter.tensor) or parameter.update.counts
+                pairs.append((parameter.update, update))
                 if not self.keeps_copies:
-                    one.before = None
+                    parameter.before = None
+        self._slots.add_many(pairs)
 
     @torch.no_grad()
-    def values(self) -> None:
-        """Measure the weights where no optimizer steps."""
-        for one in self._known.values():
-            if one.value is not None:
-                one.value.add(one.tensor)
+    def values(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Measure weights that no optimizer steps; None is all of them."""
+        known = self._known
+        measured = known.values() if tensors is None else map(known.get, map(id, tensors))
+        self._slots.add_many(
+            [
+                (one.value, one.tensor)
+                for one in measured
+                if one is not None and one.value is not None
+            ]
+        )
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """Return `after - before`, in float32 for narrower dtypes; it may overwrite `before`."""
+    if before.is_floating_point() and before.itemsize < 4:
+        return after.to(torch.float32).sub_(before.to(torch.float32))
+    return torch.sub(after, before, out=before)
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

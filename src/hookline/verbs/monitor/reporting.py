@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
 
-from hookline.curves import Curves, Reports, StepReport
+from hookline.curves import Reports, StepReport
 from hookline.display.text import type_and_line
 from hookline.engine.identity import recorded_model
 from hookline.errors import HooklineWarning, warn
 from hookline.util.own_process import OwnProcess
 from hookline.verbs.monitor.sinks import ReportWriter, name_of, writers_for
 from hookline.verbs.monitor.sinks.files import RunWriter
+
+_MOST_TRIES = 3  # of one report, before later ones are tried
+_MOST_REFUSED = 3  # reports in a row: then the writer is down
 
 
 @final
@@ -26,6 +31,9 @@ class Reporting:
         to: the argument of `hl.monitor`.
         writes: whether this rank writes.
         model: the model, which is identified in the folder of a run.
+
+    Attributes:
+        reports: all reports so far.
     """
 
     def __init__(self, to: Any, *, writes: bool, model: nn.Module) -> None:
@@ -34,18 +42,19 @@ class Reporting:
         identified = recorded_model(model) if folders else None
         for folder in folders:
             folder.identify(identified)
-        self._reports = Reports(identified)
-        self.curves = Curves(self._reports)
+        self.reports = Reports(identified)
         self._writers = [_Guarded(writer) for writer in writers]
         self._process = OwnProcess()
         self._has_told = False
 
     def add(self, report: StepReport) -> None:
         """Keep and write the report of a step."""
-        self._reports.add(report)
+        self.reports.add(report)
         if self._process.is_here:
-            for writer in self._writers:
+            for writer in self._writers:  # all of them first: Ctrl-C may come while one writes
                 writer.add(report)
+            for writer in self._writers:
+                writer.write()
         elif self._writers and not self._has_told:
             self._has_told = True
             warn(
@@ -58,45 +67,110 @@ class Reporting:
     def close(self) -> None:
         """Write what could not be written before, and close the writers."""
         if self._process.is_here:
-            for writer in self._writers:
-                writer.close()
+            with contextlib.ExitStack() as stack:  # one that raises does not keep others open
+                for writer in reversed(self._writers):
+                    stack.callback(writer.close)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A report that a writer has not taken yet, and how often it was tried."""
+
+    report: StepReport
+    n_tries: int = 0
+    error: Exception | None = None
 
 
 @final
 class _Guarded:
-    """A writer whose errors become one warning.
+    """A writer whose errors become warnings.
 
-    Reports that it refuses wait, and are tried again with the next report and at the end.
+    Reports that it refuses wait, and are tried again with the next report and at the end. A report
+    that it has refused more than `_MOST_TRIES` times is left out once it takes a later one. A
+    report whose writing was interrupted is written again only where that replaces what was written.
     """
 
     def __init__(self, writer: ReportWriter) -> None:
         self._writer = writer
-        self._waiting: list[StepReport] = []
+        self._rewrites = getattr(writer, "rewrites", False)
+        self._waiting: list[_Waiting] = []
         self._is_started = False
+        self._n_left_out = 0
         self._has_told = False
 
     def add(self, report: StepReport) -> None:
-        self._waiting.append(report)
-        self._guard(self._write)
+        """Have a report wait."""
+        self._waiting.append(_Waiting(report))
+
+    def write(self, *, is_last: bool = False) -> None:
+        """Write the reports that wait, as far as the writer takes them."""
+        if self._waiting:
+            self._guard(lambda: self._write(is_last))
 
     def close(self) -> None:
-        if self._waiting:
-            self._guard(self._write)
-        left = len(self._waiting)
-        self._guard(self._writer.close)
+        """Write what waits, and close the writer."""
+        try:
+            self.write(is_last=True)
+        finally:
+            self._guard(self._writer.close)
+        left = len(self._waiting) + max(self._n_left_out - 1, 0)
         if left:
             warn(
                 f"hl.monitor: {left} reports never reached {name_of(self._writer)}."
                 "\nRead them from the curves that the monitor gave: seen."
             )
 
-    def _write(self) -> None:
+    def _write(self, is_last: bool) -> None:
         if not self._is_started:
-            self._writer.start(self._waiting[0])
+            self._writer.start(self._waiting[0].report)
             self._is_started = True
-        while self._waiting:
-            self._writer.write(self._waiting[0])
-            del self._waiting[0]
+        refused: list[_Waiting] = []
+        while len(refused) < len(self._waiting):
+            waiting = self._waiting[len(refused)]
+            if self._takes(waiting):
+                self._waiting.remove(waiting)
+                refused = [one for one in refused if not self._leaves_out(one)]
+                continue
+            refused.append(waiting)
+            may_go_on = not self._rewrites and (is_last or waiting.n_tries > _MOST_TRIES)
+            if len(refused) == _MOST_REFUSED or not may_go_on:
+                break
+        if refused:
+            error = refused[0].error
+            assert error is not None
+            raise error
+
+    def _takes(self, waiting: _Waiting) -> bool:
+        """Tell whether the writer takes a report."""
+        try:
+            self._writer.write(waiting.report)
+        except HooklineWarning:
+            raise  # the user has made warnings errors
+        except Exception as error:
+            waiting.error = error
+            waiting.n_tries += 1
+            return False
+        except BaseException:  # Ctrl-C: nobody knows how much of it was written
+            if not self._rewrites:
+                self._waiting.remove(waiting)
+            raise
+        return True
+
+    def _leaves_out(self, refused: _Waiting) -> bool:
+        """Leave a report out that was refused too often, and say so of the first one."""
+        if refused.n_tries <= _MOST_TRIES:
+            return False
+        self._waiting.remove(refused)
+        self._n_left_out += 1
+        if self._n_left_out == 1 and refused.error is not None:
+            name, step = name_of(self._writer), refused.report.step
+            warn(
+                f"hl.monitor: {name} takes later steps, but has refused step {step}"
+                f" {refused.n_tries} times: {type_and_line(refused.error)}. Step {step} is left out"
+                " there.\nRead it from the curves that the monitor gave: seen."
+            )
+        return True
 
     def _guard(self, act: Callable[[], None]) -> None:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -16,12 +18,27 @@ from hookline.engine.pytree import describe, tree
 from hookline.engine.pytree.tree import Leaf
 from hookline.errors import HooklineWarning, warn
 from hookline.statistics import Statistic
+from hookline.statistics.moments_statistic import MomentsStatistic
 from hookline.util.locks import fork_safe_lock
 
 # Which ranks count where numbers of ranks are merged: all, as each sees values of its own; the
 # first, as each holds a copy; of a DTensor this rank ("mine"), or another that holds the same part.
 ALL, FIRST, MINE, NOT_MINE = "all", "first", "mine", "not mine"
 _PLAIN = frozenset({Tensor, nn.Parameter})  # not spread over ranks, without a look
+
+
+@final
+@dataclass(slots=True)
+class Taken:
+    """The slots of a step, or of a part of it.
+
+    Args:
+        slots: the slots of each site that had a value.
+        turns: when each of these sites had its first value, as `Slots.turn` counts.
+    """
+
+    slots: dict[str, list[Tensor]] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
 
 
 @final
@@ -36,6 +53,7 @@ class SiteSlots:
 
     Attributes:
         slots: the slots in this step; None before the first value.
+        turn: when the first value of this step came, as `Slots.turn` counts.
         widths: the number of slots of each statistic; empty before the first value ever.
     """
 
@@ -50,6 +68,7 @@ class SiteSlots:
         "order",
         "site",
         "slots",
+        "turn",
         "widths",
     )
 
@@ -58,6 +77,7 @@ class SiteSlots:
         self.name = str(site)
         self.order = order
         self.slots: list[Tensor] | None = None
+        self.turn = 0
         self.widths: tuple[int, ...] = ()
         self.counts = counts
         self.is_off = False
@@ -66,8 +86,13 @@ class SiteSlots:
         self._empty: list[Tensor] = []
         self._of = of
 
-    def add(self, value: Tensor) -> None:
-        """Measure one more value. Training goes on if this fails."""
+    def add(self, value: Tensor, *, is_shared: bool = False) -> None:
+        """Measure one more value. Training goes on if this fails.
+
+        Args:
+            value: the value.
+            is_shared: whether the value shares its turn with others, whose order nobody knows.
+        """
         if self.is_off:
             return
         try:
@@ -82,13 +107,24 @@ class SiteSlots:
                     return
                 if torch.is_autocast_enabled(value.device.type):
                     with torch.autocast(value.device.type, enabled=False):
-                        self._update(value)
+                        self._update(value, is_shared)
                 else:
-                    self._update(value)
+                    self._update(value, is_shared)
         except HooklineWarning:
             raise  # the user has made warnings errors
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
+
+    def is_first_alike(self, value: Tensor) -> bool:
+        """Tell whether a value is the first of its step, and plain and like those before."""
+        return (
+            self.slots is None
+            and not self.is_off
+            and type(value) in _PLAIN
+            and value.dtype is self._dtype
+            and value.device == self._device
+            and value.numel() > 0
+        )
 
     def _is_ready(self, value: Tensor) -> bool:
         device, dtype = value.device, value.dtype
@@ -96,8 +132,10 @@ class SiteSlots:
             self._prepare(value)
         return not self.is_off
 
-    def _update(self, value: Tensor) -> None:
-        slots = self._empty if self.slots is None else self.slots
+    def _update(self, value: Tensor, is_shared: bool) -> None:
+        slots = self.slots
+        if slots is None:
+            slots, self.turn = self._empty, self._of.turn(is_shared=is_shared)
         pairs = zip(self._of.statistics, slots, strict=True)
         self.slots = [one.update(mine, value) for one, mine in pairs]
 
@@ -144,10 +182,14 @@ class SiteSlots:
             self.slots = [mine.to(empty.device) for mine, empty in pairs]
         self.has(self._empty)
 
-    def merge(self, slots: list[Tensor]) -> None:
+    def merge(self, slots: list[Tensor], turn: int | None = None) -> None:
         """Merge slots that compiled code has computed, or that were set aside.
 
         Training goes on if this fails.
+
+        Args:
+            slots: the slots.
+            turn: when their first value came; None is now, in an order that nobody knows.
         """
         if self.is_off:
             return
@@ -156,9 +198,11 @@ class SiteSlots:
                 if self.slots is None:
                     self.has(slots)
                     self.slots = slots
+                    self.turn = self._of.turn(is_shared=True) if turn is None else turn
                 else:
                     triples = zip(self._of.statistics, self.slots, slots, strict=True)
                     self.slots = [one.merge(mine, other) for one, mine, other in triples]
+                    self.turn = self.turn if turn is None else min(self.turn, turn)
         except Exception as error:
             self._leave_out(f"its statistic raised {type_and_line(error)}")
 
@@ -183,6 +227,7 @@ class Slots:
         needs_grad: whether values of runs without gradients are left out.
         in_training: whether a trainer says that what runs now trains the model.
         of_training: the passes whose root began with gradients enabled.
+        comes_from_graph: whether the present value has left a compiled graph.
         version: increases when a site appears, so that the layout of reports changes.
         lock: held while slots change, since values may come from several threads.
     """
@@ -194,9 +239,12 @@ class Slots:
         self.needs_grad = False
         self.in_training = False
         self.of_training: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self.comes_from_graph = False
         self.version = 0
         self.lock = fork_safe_lock()
         self._sites: dict[str, SiteSlots] = {}
+        self._turn = 0
+        self._is_turn_shared = False
         self._told: set[str] = set()
         self._complaints: list[tuple[str, str]] = []
 
@@ -207,6 +255,48 @@ class Slots:
             if name not in self._sites:
                 self._sites[name] = SiteSlots(site, order, self, counts)
             return self._sites[name]
+
+    def turn(self, *, is_shared: bool) -> int:
+        """Return the number of the next value in the order of firing.
+
+        Values that follow each other, and whose order nobody knows, share a number: those that
+        compiled code hands over when it has run, and those of parameters.
+        """
+        if not (is_shared and self._is_turn_shared):
+            self._turn += 1
+        self._is_turn_shared = is_shared
+        return self._turn
+
+    @contextmanager
+    def from_graph(self) -> Iterator[None]:
+        """Note that the values in the block have left a compiled graph."""
+        self.comes_from_graph = True
+        try:
+            yield
+        finally:
+            self.comes_from_graph = False
+
+    def add_many(self, pairs: list[tuple[SiteSlots, Tensor]]) -> None:
+        """Measure values of parameters, each at its site, where possible by one call.
+
+        They share a turn, because nobody knows the order in which they came.
+        """
+        with self.lock:
+            alike = [pair for pair in pairs if pair[0].is_first_alike(pair[1])]
+            slots = self._measure_many([value.detach() for _, value in alike])
+            turn = self.turn(is_shared=True)
+            for (site, _), mine in zip(alike, slots, strict=False):
+                site.slots, site.turn = [mine], turn
+            measured = {id(site) for site, _ in alike} if slots else set()
+        for site, value in pairs:
+            if id(site) not in measured:
+                site.add(value, is_shared=True)
+
+    def _measure_many(self, values: list[Tensor]) -> list[Tensor]:
+        """Return the slots of each value; none where they have to be measured one by one."""
+        if len(self.statistics) == 1 and isinstance(self.statistics[0], MomentsStatistic):
+            return self.statistics[0].measure_many(values) or []
+        return []
 
     def is_outside_training(self, current: Pass) -> bool:
         """Tell whether a value flows without gradients, as in validation.
@@ -233,14 +323,14 @@ class Slots:
         with self.lock:
             return self.sites(), self.version
 
-    def take(self) -> dict[str, list[Tensor]]:
+    def take(self) -> Taken:
         """Return the slots of each site that had a value in this step, and begin a new step."""
-        taken = {}
+        taken = Taken()
         with self.lock:
             for site in self._sites.values():
                 slots = site.take()
                 if slots is not None:
-                    taken[site.name] = slots
+                    taken.slots[site.name], taken.turns[site.name] = slots, site.turn
         return taken
 
     def has_modules(self, taken: dict[str, list[Tensor]]) -> bool:
@@ -249,10 +339,15 @@ class Slots:
             modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
         return not modules or any(one.is_off or one.name in taken for one in modules)
 
-    def put(self, taken: dict[str, list[Tensor]]) -> None:
+    def has_values(self) -> bool:
+        """Tell whether a value came in this step."""
+        with self.lock:
+            return any(one.slots is not None for one in self._sites.values())
+
+    def put(self, taken: Taken) -> None:
         """Merge slots that were taken before."""
-        for name, slots in taken.items():
-            self._sites[name].merge(slots)
+        for name, slots in taken.slots.items():
+            self._sites[name].merge(slots, taken.turns[name])
 
     def complain(self, site: str, what: str) -> None:
         """Keep a warning about a site, once for each site; `tell` gives them together."""

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookline.curves import StepReport
+from hookline.curves import LOGGED, StepReport
 from hookline.display.text import type_and_line
 from hookline.engine import Pass
-from hookline.errors import HooklineWarning, warn
+from hookline.errors import HooklineWarning, InputError, warn
+from hookline.verbs.monitor.logged_numbers import LoggedNumbers
 from hookline.verbs.monitor.loss_scale import Scaling
 from hookline.verbs.monitor.optimizer_pairs import OptimizerPairs
+from hookline.verbs.monitor.orders import Orders
 from hookline.verbs.monitor.parameters import Parameters
 from hookline.verbs.monitor.ranks import Ranks
-from hookline.verbs.monitor.slots import Slots
+from hookline.verbs.monitor.slots import Slots, Taken
 from hookline.verbs.shared.closures import closure_of
 
 # Passes before any optimizer has stepped: after so many, each pass is a step.
@@ -114,14 +116,18 @@ class Steps:
         self._pairs = OptimizerPairs()
         self._goes_on = False  # whether this step began with the rest of the last one's optimizers
         # The slots of this step up to its last optimizer's step.
-        self._aside: dict[str, list[Tensor]] = {}
+        self._aside = Taken()
         # The slots of passes before any optimizer has stepped, and whether they had gradients.
-        self._waiting: list[tuple[dict[str, list[Tensor]], bool]] = []
+        self._waiting: list[tuple[Taken, bool]] = []
         self._n_passes = 0
         self._has_grad = False
         self.is_over = False
         self.has_failed = False
         self._has_told = False
+        self._orders = Orders()
+        self._logged = LoggedNumbers(to.add)
+        self._last: int | None = None  # the number of the step that has ended before this one
+        self._has_run = False  # whether the model has run in this step
         self._lock = lock
 
     @property
@@ -164,10 +170,39 @@ class Steps:
             return
         if self._has_stepped:
             self._end_open_step()
-        self.number = number
+        self.number, self._last = number, None
         self._turn()
         if self.told_by == "optimizer" and not self._slots.is_on:
             self._slots.take()  # of the step that had another number
+
+    def log(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
+        """Keep numbers that the user logs.
+
+        Args:
+            numbers: the numbers by name.
+            step: the step; None is the present step, or the last one until the model runs again.
+
+        Raises:
+            InputError: a module has the name that logged numbers go under.
+        """
+        if self._slots.has_path(LOGGED):
+            raise InputError(
+                f"seen.log must write under the name {LOGGED!r}, got a model with a module of this"
+                " name.\nRename the module, or select others: hl.monitor(model, selector)."
+            )
+        self._keep(numbers, step)
+
+    @_guarded
+    def _keep(self, numbers: dict[str, float | Tensor], step: int | None) -> None:
+        if step is not None:
+            self._logged.log(numbers, step, is_given=True)
+        elif self.told_by == "optimizer" and self._last is not None and not self._is_begun():
+            self._logged.log(numbers, self._last, is_given=False)
+        else:
+            self._logged.log(numbers, self.number + len(self._waiting), is_given=False)
+
+    def _is_begun(self) -> bool:
+        return self._has_run or self._has_stepped
 
     def stop(self) -> None:
         """Measure nothing more, after a failure."""
@@ -193,6 +228,7 @@ class Steps:
     @_guarded
     def begin_pass(self, current: Pass) -> None:
         """Begin a pass of the root, or a pass of modules that run outside the root."""
+        self._has_run = self._has_run or torch.is_grad_enabled()
         if self.told_by == "optimizer":
             return
         if self._n_passes:
@@ -254,7 +290,7 @@ class Steps:
         if self._slots.is_on:
             self._measured.after(optimizer, has_grads=closure_of(args, kwargs) is not None)
             self._slots.put(self._aside)
-            self._aside = {}
+            self._aside = Taken()
         self._stepped |= self._held_by(optimizer)
         self._has_stepped = True
         self._pairs.stepped(optimizer)
@@ -293,6 +329,7 @@ class Steps:
         """Count steps of optimizers from now on. Passes without gradients were no training."""
         self.told_by = "optimizer"
         self._slots.needs_grad = True
+        self._logged.renumber(self.number)
         if self._is_due():
             for slots, has_grad in self._waiting:
                 if has_grad:
@@ -319,45 +356,66 @@ class Steps:
 
     def _end_open_step(self, *, is_last: bool = False) -> None:
         """End the step at its last optimizer's step. The passes since then are of the next step."""
-        since = self._slots.take() if self._slots.is_on else {}
+        since = self._slots.take() if self._slots.is_on else Taken()
         self._slots.put(self._aside)
-        self._aside = {}
-        self._end_step(is_last=is_last)
-        if self._slots.is_on:
-            self._slots.put(since)
+        self._aside = Taken()
+        self._end_step(since, is_last=is_last)
 
-    def _end_step(self, *, is_last: bool = False) -> None:
-        if self._is_due():
-            if self.told_by != "optimizer":
-                self._measured.values()
-            self._report(self._slots.take(), is_last=is_last)
-        elif self._slots.is_on:
-            self._slots.take()
-        self.number += 1
-        self.n_ended += 1
+    def _end_step(self, since: Taken | None = None, *, is_last: bool = False) -> None:
+        """End the step, then report it: a step whose end is interrupted does not end again.
+
+        Args:
+            since: the values since then, which belong to the next step.
+            is_last: whether the line has ended.
+        """
+        number, is_due, goes_on = self.number, self._is_due(), self._goes_on
         self._knows_optimizers = self._has_stepped
-        self._has_stepped = self._goes_on = False
+        self._has_stepped = self._goes_on = self._has_run = False
         self._stepped.clear()
+        if is_due:
+            self._measure_unstepped()
+        taken = self._slots.take() if is_due or self._slots.is_on else Taken()
+        self.number, self._last = number + 1, number
+        self.n_ended += 1
         self._turn()
-
-    def _report(self, taken: dict[str, list[Tensor]], *, is_last: bool) -> None:
+        if since is not None:
+            self._has_run = bool(since.slots)
+            if self._slots.is_on:
+                self._slots.put(since)
+        if not is_due:
+            self._logged.report_read()
+            return
+        self._report(number, taken, is_last=is_last)
         self._slots.tell()
-        self._look_for_values(taken)
-        sites, version = self._slots.layout()
-        layout, slots = self.ranks.report(sites, taken, version, is_last=is_last)
-        if layout.entries:
-            self.n_reported += 1
-            self._to.add(StepReport(self.number, time.time(), layout, slots))
+        if not goes_on:
+            self._look_for_values(number, taken.slots)
 
-    def _look_for_values(self, taken: dict[str, list[Tensor]]) -> None:
+    def _measure_unstepped(self) -> None:
+        """Measure the weights that no optimizer steps, such as frozen ones."""
+        if self.told_by == "optimizer":
+            self._measured.values(self._not_held_by_any())
+        else:
+            self._measured.values()
+
+    def _report(self, number: int, taken: Taken, *, is_last: bool) -> None:
+        sites, version = self._slots.layout()
+        layout, slots = self.ranks.report(sites, taken.slots, version, is_last=is_last)
+        if not layout.entries:
+            self._logged.report_others(None)
+            return
+        self.n_reported += 1
+        order = self._orders.of(layout, taken.turns)
+        logged = self._logged.take(number)
+        self._to.add(StepReport(number, time.time(), layout, slots, order, logged))
+
+    def _look_for_values(self, number: int, taken: dict[str, list[Tensor]]) -> None:
         """Warn, once, if an optimizer trains the model and no selected module has a value."""
-        is_told = self._has_told or self._goes_on or self.told_by != "optimizer"
-        if is_told or self._slots.has_modules(taken):
+        if self._has_told or self.told_by != "optimizer" or self._slots.has_modules(taken):
             return
         self._has_told = True
         warn(
             "hl.monitor: no value came from a module with gradients enabled at step"
-            f" {self.number}, though an optimizer of the model stepped. Another model may run in"
+            f" {number}, though an optimizer of the model stepped. Another model may run in"
             " its place.\nMonitor the model that runs."
         )
 
@@ -371,6 +429,14 @@ class Steps:
         if self.is_over:
             return
         self.is_over = True
+        try:
+            self._finish(has_failed)
+        finally:
+            self._slots.is_on = False
+            self._logged.report_others(None)
+        self._slots.tell()
+
+    def _finish(self, has_failed: bool) -> None:
         may_be_alone = has_failed and self.ranks.is_grouped
         if self.told_by == "optimizer":
             if self._has_stepped and not may_be_alone:
@@ -378,6 +444,5 @@ class Steps:
         elif self._n_passes and not may_be_alone:
             if not self.told_by:
                 self._tell_by_passes(is_last=True)
-            self._end_step(is_last=True)
-        self._slots.is_on = False
-        self._slots.tell()
+            if not has_failed or self._slots.has_values():
+                self._end_step(is_last=True)

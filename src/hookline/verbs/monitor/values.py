@@ -123,7 +123,8 @@ class _Gradients(GradientCallback):
         """Measure the gradient of one tensor."""
         if self.slots.is_on:
             leaf = () if pending.form is None else _leaf_of(pending.form, slot)
-            self._at.at(leaf).add(self._scaling.unscaled(grad))
+            grad = self._scaling.unscaled(grad)
+            self._at.at(leaf).add(grad, is_shared=self.slots.comes_from_graph)
 
 
 def _leaf_of(form: Any, slot: int) -> Leaf:
@@ -164,6 +165,11 @@ class _GradOutputTap(GradOutputTap):
             return None
         return self.look(module, output, id(sys._getframe(1)))
 
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """Measure a gradient that has left a compiled graph, which may have another order."""
+        with self.on.slots.from_graph():
+            super().arrived_from_graph(number, call, slot, grad)
+
 
 @final
 class _GradInputTap(GradInputTap):
@@ -182,3 +188,8 @@ class _GradInputTap(GradInputTap):
         if not is_dynamo_compiling() and not is_inert(self) and not self.on.slots.is_on:
             return None
         return super().fire(module, args, kwargs)
+
+    def arrived_from_graph(self, number: int, call: int, slot: int, grad: Tensor) -> None:
+        """Measure a gradient that has left a compiled graph, which may have another order."""
+        with self.on.slots.from_graph():
+            super().arrived_from_graph(number, call, slot, grad)

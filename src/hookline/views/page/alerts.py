@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import StepReport
-from hookline.display.text import plural
+from hookline.curves import NO_TURN, StepReport
+from hookline.display.text import escape_invisible, plural
 from hookline.statistics.covariance import Covariance, CovarianceStatistic
 from hookline.views.page.curve_table import RECENT, CurveTable
 
@@ -75,26 +75,58 @@ def _non_finite(table: CurveTable) -> Alert | None:
     bad = [int(k) for k in np.flatnonzero(table.bad_since >= 0)]
     if not bad:
         return None
+    ordered = _likely_order(table, bad)
+    if (table.bad_turn[bad] != NO_TURN).all():
+        ordered = sorted(
+            ordered, key=lambda k: _time_of(table, k)
+        )  # stable: as likely, where equal
+        source, rule = _source_of(table, ordered), _IN_ORDER
+    else:
+        source, rule = "", _WITHOUT_ORDER
+    steps = {k: f"step {table.bad_since[k]:,}" for k in ordered}
+    text = f"first at {steps[ordered[0]]}, at {plural(len(bad), 'site')} so far{source}"
+    return Alert("NaN or infinity", text, rule, [(k, steps[k]) for k in ordered])
+
+
+# The parts of a step, in turn. The weights are those before the forward.
+_STAGES = {
+    "value": 0, "input": 1, "output": 1, "grad_output": 2, "grad_input": 2, "grad": 3, "update": 4,
+}  # fmt: skip
+_IN_ORDER = (
+    "The first reported step with any. Within a step: weights, outputs and inputs as the modules"
+    " ran, gradients at modules as backward reached them, gradients of weights, updates. hl.check"
+    " names the operation."
+)
+_WITHOUT_ORDER = (
+    "The first reported step with any. The run does not say in which order its modules ran, so the"
+    " first site of the list need not be the source. hl.check names the operation."
+)
+
+
+def _time_of(table: CurveTable, site: int) -> tuple[int, int, int]:
+    """Return the step, the part of the step and the turn at which a site was first non-finite."""
+    _, port = path_and_port(table.sites[site])
+    return int(table.bad_since[site]), _STAGES[port], int(table.bad_turn[site])
+
+
+def _source_of(table: CurveTable, ordered: list[int]) -> str:
+    """Name the first site, unless another one may have come before it."""
+    first, *others = ordered
+    if others and _time_of(table, others[0]) == _time_of(table, first):
+        return ""
+    return f"; {escape_invisible(table.sites[first])} is the probable source"
+
+
+def _likely_order(table: CurveTable, bad: list[int]) -> list[int]:
+    """Order sites by step and port, and by the likely order of modules within them."""
     parts = {k: path_and_port(table.sites[k]) for k in bad}
-    steps = {k: int(table.bad_since[k]) for k in bad}
-    groups: dict[tuple[int, str], list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for k in bad:
-        groups.setdefault((steps[k], parts[k][1]), []).append(k)
+        groups.setdefault((int(table.bad_since[k]), PORTS.index(parts[k][1])), []).append(k)
     ordered: list[int] = []
-    for (_, port), group in sorted(
-        groups.items(), key=lambda one: (one[0][0], PORTS.index(one[0][1]))
-    ):
-        ordered += _in_causal_order(group, port, {k: parts[k][0] for k in group})
-    first = ordered[0]
-    text = f"first at step {steps[first]:,}, at {plural(len(bad), 'site')} so far"
-    return Alert(
-        "NaN or infinity",
-        text,
-        "The first reported step with any. Within a step: weights, outputs, gradients, updates, in"
-        " this order; a module comes after those inside it, and gradients come from the last module"
-        " to the first. hl.check names the operation.",
-        [(k, f"step {steps[k]:,}") for k in ordered],
-    )
+    for (_, port), group in sorted(groups.items()):
+        ordered += _in_causal_order(group, PORTS[port], {k: parts[k][0] for k in group})
+    return ordered
 
 
 def _in_causal_order(group: list[int], port: str, paths: dict[int, str]) -> list[int]:

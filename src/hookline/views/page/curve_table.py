@@ -16,7 +16,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import Entry, Layout, StepReport, numbers_of
+from hookline.curves import NO_TURN, Entry, Layout, StepReport, numbers_of
+from hookline.curves.columns import computed, is_computed, of_moments, single_names
 from hookline.errors import FolderError
 from hookline.statistics.moments_statistic import MomentsStatistic
 
@@ -64,6 +65,7 @@ class CurveTable:
         stride: how many reports a full column stands for.
         now: the numbers of each site's last step that has any, of shape [names, sites].
         bad_since: the first step with a non-finite number, by site; -1 if there is none.
+        bad_turn: the rank of a site in the order of firing of that step; `NO_TURN` if not known.
         n_zero: at how many of the last reports a site was all zero, without a break.
         zero_since: the step at which that began.
         recent: `now` of the last reports, each NaN where the site had no value.
@@ -80,6 +82,7 @@ class CurveTable:
         self._numbers: Array = np.empty((3, most, 0, 0), np.float32)
         self.now: Array = np.empty((0, 0), np.float32)
         self.bad_since: Array = np.empty(0, np.int64)
+        self.bad_turn: Array = np.empty(0, np.int64)
         self.n_zero: Array = np.empty(0, np.int64)
         self.zero_since: Array = np.empty(0, np.int64)
         self.recent: deque[Array] = deque(maxlen=RECENT)
@@ -118,6 +121,7 @@ class CurveTable:
         rows[:, np.array(at, np.intp)[:, None], at_sites] = np.clip(numbers, -_LARGEST, _LARGEST)
         for report, row in zip(block, rows, strict=True):
             self._add_row(report.step, row)
+            self._note(report, row, at_sites)
 
     def _grow(self, names: Sequence[str], sites: Sequence[str]) -> None:
         new_names = [name for name in names if name not in self.names]
@@ -135,6 +139,7 @@ class CurveTable:
             (np.pad(one, grown, constant_values=np.nan) for one in self.recent), RECENT
         )
         self.bad_since = np.pad(self.bad_since, grown[1], constant_values=-1)
+        self.bad_turn = np.pad(self.bad_turn, grown[1], constant_values=NO_TURN)
         self.n_zero = np.pad(self.n_zero, grown[1])
         self.zero_since = np.pad(self.zero_since, grown[1])
 
@@ -157,13 +162,17 @@ class CurveTable:
         has_value = ~np.isnan(row).all(axis=0)
         self.now[:, has_value] = row[:, has_value]
         self.recent.append(row)
-        self._note(step, row)
 
-    def _note(self, step: int, row: Array) -> None:
+    def _note(self, report: StepReport, row: Array, at_sites: list[int]) -> None:
         """Note what alerts need of each step."""
+        step = report.step
         if "non_finite" in self.names:
-            is_bad = row[self.names.index("non_finite")] > 0
-            self.bad_since[is_bad & (self.bad_since < 0)] = step
+            is_new = (row[self.names.index("non_finite")] > 0) & (self.bad_since < 0)
+            self.bad_since[is_new] = step
+            if report.order is not None and is_new.any():
+                turns = np.full(len(self.sites), NO_TURN)
+                turns[at_sites] = report.order
+                self.bad_turn[is_new] = turns[is_new]
         if "zero_share" in self.names:
             share = row[self.names.index("zero_share")]
             self.zero_since[(share == 1) & (self.n_zero == 0)] = step
@@ -231,7 +240,9 @@ class _Plan:
             names = [*_OF_MOMENTS, *["ratio"] * bool(self._updates)]
             numbers = np.full((len(block), len(names), len(self.sites)), np.nan)
             with np.errstate(all="ignore"):
-                numbers[:, : len(_OF_MOMENTS), self._at] = _of_moments(self._merged(block))
+                moments = of_moments(self._merged(block))
+                found = np.stack([moments[name] for name in _OF_MOMENTS], axis=1)
+                numbers[:, : len(_OF_MOMENTS), self._at] = found
                 norms = numbers[:, names.index("norm")]
                 for k, weight in self._updates:
                     ratio = norms[:, k] / norms[:, weight]
@@ -270,21 +281,6 @@ def _entry_of_moments(layout: Layout, site: str) -> tuple[Entry, slice] | None:
     return None
 
 
-def _of_moments(slots: Array) -> Array:
-    """Compute the numbers of moments from [reports, sites, slots]."""
-    count, non_finite, zeros, sum1, sum2, _, negated_min, greatest = np.moveaxis(slots, -1, 0)
-    finite = count - non_finite
-    mean = sum1 / finite
-    std = np.sqrt(np.maximum(sum2 / finite - mean * mean, 0.0))
-    std = np.where(-negated_min == greatest, 0.0, std)
-    found = np.stack(
-        [mean, std, -negated_min, greatest, np.sqrt(sum2), zeros / count, non_finite], 1
-    )
-    # The shares are of all numbers, the others of the finite ones.
-    found[:, :-2] = np.where((finite > 0)[:, None], found[:, :-2], np.nan)
-    return found
-
-
 def _results(layout: Layout, site: str, report: StepReport) -> list[Any]:
     """Return the results of a site; a statistic that raises is left out, and said once."""
     try:
@@ -304,17 +300,32 @@ def _with_others(
 ) -> tuple[list[str], Array]:
     """Add the numbers of a site with other statistics than moments."""
     at, name_of_site = site
-    for k, one in enumerate(block):
-        results = _results(layout, name_of_site, one)
-        found: dict[str, float] = {}
-        for result in results:
-            for name, number in numbers_of(result).items():
-                found.setdefault(name or "value", number)
-        new = [name for name in found if name not in names]
-        if new:
-            names = [*names, *new]
-            gap = np.full((len(block), len(new), numbers.shape[2]), np.nan)
-            numbers = np.concatenate([numbers, gap], axis=1)
-        for name, number in found.items():
-            numbers[k, names.index(name), at] = number
+    columns = _columns(layout, block, name_of_site)
+    new = [name for name in columns if name not in names]
+    if new:
+        names = [*names, *new]
+        gap = np.full((len(block), len(new), numbers.shape[2]), np.nan)
+        numbers = np.concatenate([numbers, gap], axis=1)
+    for name, column in columns.items():
+        numbers[:, names.index(name), at] = column
     return names, numbers
+
+
+def _columns(layout: Layout, block: Sequence[StepReport], site: str) -> dict[str, Array]:
+    """Return the single numbers of a site by name, one for each report."""
+    columns: dict[str, Array] = {}
+    if is_computed(layout, site):
+        entries = layout.by_site[site]
+        for (entry, _), (has_value, found) in zip(entries, computed(block, site), strict=True):
+            for name in single_names(layout.statistics[entry.statistic]):
+                column = columns.setdefault(name, np.full(len(block), np.nan))
+                is_new = has_value & np.isnan(column)
+                column[is_new] = found[name][is_new[has_value]]
+        return columns
+    for k, report in enumerate(block):
+        for result in _results(layout, site, report):
+            for name, number in numbers_of(result).items():
+                column = columns.setdefault(name or "value", np.full(len(block), np.nan))
+                if np.isnan(column[k]):
+                    column[k] = number
+    return columns

@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.curves import RunReader, StepReport, numbers_of
+from hookline.curves import Logged, RunReader, StepReport, logged_of, numbers_of
 from hookline.display.text import escape_invisible, plural
 from hookline.errors import InputError
 from hookline.views.page.alerts import PORTS, alerts_of, path_and_port
@@ -28,6 +28,7 @@ from hookline.views.page.templates import curves_environment
 from hookline.views.page.write import replace_file, target_of
 
 _COLUMNS_IN_FILE = 256
+_MOST_POINTS = 512  # of a curve of the user's own numbers
 _TITLES = {
     "mean": "mean",
     "std": "standard deviation",
@@ -68,6 +69,7 @@ class OpenRun:
         self.lock = threading.RLock()  # held while an answer is made
         self.table = CurveTable() if most_columns is None else CurveTable(most_columns)
         self.reports: Sequence[StepReport] = ()
+        self.logged: Sequence[StepReport] = ()
         self._n_taken = 0
         self._alerts: tuple[int, list[Any]] = (-1, [])
 
@@ -97,6 +99,7 @@ class OpenRun:
         """
         with self.lock:
             self.reports = self._reader.read()
+            self.logged = self._reader.read_logged()
             n_reports = len(self.reports)
             self.table.add(self.reports[self._n_taken : n_reports])
             self._n_taken = n_reports
@@ -109,10 +112,11 @@ class OpenRun:
     def status(self) -> dict[str, Any]:
         """Return the last step, its age in seconds, and whether the run has ended."""
         if not self.reports:
-            return {"n_steps": 0, "ended": self.has_ended}
+            return {"n_steps": 0, "n_logged": len(self.logged), "ended": self.has_ended}
         last, recent = self.reports[-1], self.reports[-20:]
         return {
             "n_steps": self._n_taken,
+            "n_logged": len(self.logged),
             "step": last.step,
             "first_step": self.reports[0].step,
             "when": last.seconds,
@@ -174,6 +178,7 @@ class OpenRun:
         """Return everything that a page without a server shows."""
         answer = {**self.since("", 0, 0, -1), "values": []}
         answer["numbers"] = {name: self._values(name) for name in self.table.names}
+        answer["logged"] = logged_data(self.logged)
         return answer
 
     def of_ranks(self, site: int, name: str) -> list[list[float | None]]:
@@ -189,6 +194,40 @@ class OpenRun:
         at = self.table.sites[site]
         chosen = [self.reports[column.index] for column in self.table.columns]
         return [[_of_rank(one, at, rank, name) for one in chosen] for rank in range(self.n_ranks)]
+
+
+def logged_data(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
+    """Return the user's own numbers to draw, the loss first, each with `_MOST_POINTS` at most.
+
+    A point stands for the same number of logged steps: it has the last number, the least and the
+    greatest, and whether a number is NaN or infinite. None stands for no finite number.
+    """
+    curves = logged_of(reports)
+    return [_points(name, curves[name]) for name in sorted(curves, key=_place_of_loss)]
+
+
+def _place_of_loss(name: str) -> int:
+    return 0 if name == "loss" else 1 if "loss" in name.lower() else 2
+
+
+def _points(name: str, curve: Logged) -> dict[str, Any]:
+    each = -(-len(curve.steps) // _MOST_POINTS)
+    starts = np.arange(0, len(curve.steps), each)
+    lasts = np.append(starts[1:], len(curve.steps)) - 1
+    is_finite = np.isfinite(curve.values)
+    values = np.where(is_finite, curve.values, np.nan)
+    drawn = {
+        "last": values[lasts],
+        "low": np.fmin.reduceat(values, starts),
+        "high": np.fmax.reduceat(values, starts),
+    }
+    return {
+        "name": escape_invisible(name),
+        "steps": curve.steps[lasts].tolist(),
+        "bad": np.logical_or.reduceat(~is_finite, starts).tolist(),
+        "each": each,
+        **{key: [None if np.isnan(x) else x for x in one.tolist()] for key, one in drawn.items()},
+    }
 
 
 def usual_of(names: Sequence[str]) -> str:
@@ -249,6 +288,8 @@ class CurvePages:
             answer: dict[str, Any] = {"state": run.version, **run.status()}
             if number_of(parameters, "steps") != answer["n_steps"]:
                 answer |= run.since(parameters.get("number", ""), asked[0], asked[1], asked[2])
+            if number_of(parameters, "logged") != answer["n_logged"]:
+                answer["logged"] = logged_data(run.logged)
         return "application/json", json.dumps(answer)
 
     def ranks(self, run: OpenRun, parameters: dict[str, str]) -> tuple[str, str]:

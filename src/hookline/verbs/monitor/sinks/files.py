@@ -22,6 +22,8 @@ class RunWriter:
         path: a new or an empty folder.
     """
 
+    rewrites = True
+
     def __init__(self, path: Path) -> None:
         self._folder = RunFolder(path)
         self.name = str(path)
@@ -68,10 +70,13 @@ class JsonLinesWriter:
         FolderError: the file exists, or its folder cannot be made.
     """
 
+    rewrites = True
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self.name = str(path)
         self._file: Any = None
+        self._begun: tuple[StepReport | None, int] = None, 0  # a report, and where its line begins
         if path.exists():
             raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
         make_parent(path)
@@ -85,14 +90,20 @@ class JsonLinesWriter:
         if is_deleted(self._file.fileno()):
             raise FolderError(f"{self._path} was deleted while the monitor wrote to it.")
         line = {"step": report.step, "seconds": report.seconds, **report.numbers()}
-        data, size = json.dumps(line).encode() + b"\n", self._file.tell()
+        data = json.dumps(line).encode() + b"\n"
+        if self._begun[0] is report:  # an interrupt came, and part of the line may be there
+            self._rewind(self._begun[1])
+        self._begun = report, self._file.tell()
         try:
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
-            os.ftruncate(self._file.fileno(), size)
-            self._file.seek(size)
+            self._rewind(self._begun[1])
             raise
+
+    def _rewind(self, size: int) -> None:
+        os.ftruncate(self._file.fileno(), size)
+        self._file.seek(size)
 
     def close(self) -> None:
         """Close the file."""

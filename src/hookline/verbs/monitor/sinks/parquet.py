@@ -30,12 +30,15 @@ class ParquetWriter:
         AttachError: pyarrow is not installed.
     """
 
+    rewrites = True
+
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._path = path
         self._file: Any = None
         self._disk: Any = None
-        self._rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self._rows: dict[str, list[Any]] = _no_rows()
+        self._begun: tuple[StepReport | None, int] = None, 0  # a report, and the rows before it
         if path.exists():
             raise FolderError(f"{path} must be a new file, got one that exists.\nName another.")
         if find_spec("pyarrow") is None:
@@ -57,8 +60,12 @@ class ParquetWriter:
 
     def write(self, report: StepReport) -> None:
         """Add the rows of a report."""
-        if len(self._rows["step"]) >= _GROUP_ROWS:
+        if self._begun[0] is report:  # an interrupt came, and part of the rows may be there
+            for column in self._rows.values():
+                del column[self._begun[1] :]
+        elif len(self._rows["step"]) >= _GROUP_ROWS:
             self._flush()  # first: a report whose writing raises is written again
+        self._begun = report, len(self._rows["step"])
         for (site, name), number in report.by_site().items():
             row = report.step, report.seconds, site, name, number
             for column, cell in zip(self._rows.values(), row, strict=True):
@@ -68,8 +75,7 @@ class ParquetWriter:
         import pyarrow
 
         self._file.write_table(pyarrow.table(self._rows, self._file.schema))
-        for column in self._rows.values():
-            column.clear()
+        self._rows = _no_rows()
 
     def close(self) -> None:
         """Write the rest and close the file."""
@@ -104,3 +110,7 @@ class _OwnFile(FileIO):
 
 
 _COLUMNS = {"step": "i", "seconds": "f", "site": "s", "name": "s", "number": "f"}
+
+
+def _no_rows() -> dict[str, list[Any]]:
+    return {name: [] for name in _COLUMNS}

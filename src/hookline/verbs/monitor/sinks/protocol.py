@@ -12,7 +12,8 @@ class ReportWriter(Protocol):
     """Writes the reports of a monitor.
 
     Any object with these three methods may be given as `to=`. If one of them raises, the training
-    goes on, and the report is tried again with the next one.
+    goes on, and the report is tried again with the next one. After more than three refusals, it is
+    left out as soon as the writer takes a later report.
     """
 
     def start(self, first: StepReport) -> None:
@@ -20,7 +21,10 @@ class ReportWriter(Protocol):
         ...
 
     def write(self, report: StepReport) -> None:
-        """Write a report: `report.step`, `report.seconds` and `report.numbers()`."""
+        """Write a report: `report.step`, `report.seconds` and `report.numbers()`.
+
+        A step may have two reports: numbers that the user logs after its end come in the second.
+        """
         ...
 
     def close(self) -> None:

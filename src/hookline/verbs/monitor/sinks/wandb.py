@@ -29,6 +29,7 @@ class WandbWriter:
     def __init__(self, run: Any) -> None:
         self._run = run
         self._row = -1
+        self._step = -1  # of the report in the row
 
     @staticmethod
     def of_module(wandb: Any) -> WandbWriter:
@@ -51,13 +52,13 @@ class WandbWriter:
 
     def write(self, report: StepReport) -> None:
         """Write a row."""
-        if self._run.step == self._row:
+        if self._run.step == self._row and report.step != self._step:
             self._run.log({}, commit=True)
         row = {f"{_PREFIX}{name}": number for name, number in report.numbers().items()}
         for site, found in report.histograms():
             row[f"{_PREFIX}{site}/histogram"] = _as_histogram(found)
         self._run.log({_STEP: report.step, **row}, commit=False)
-        self._row = self._run.step
+        self._row, self._step = self._run.step, report.step
 
     def close(self) -> None:
         """Complete the last row."""

@@ -58,6 +58,7 @@
   function take(answer) {
     status = answer;
     arrived = Date.now();
+    if (answer.logged) showLogged(answer.logged);
     if (answer.firsts === undefined) return false;
     if (answer.sites) {
       sites = answer.sites.map(([path, tail, port]) => ({ path, tail, port, text: `${path}${tail ? `:${tail}` : ""}`.toLowerCase() }));
@@ -190,6 +191,7 @@
       const heat = make("td", "heat");
       const canvas = make("canvas");
       canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", button.title);
       heat.append(canvas);
       const curve = make("td", "curve");
       const svg = drawing("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -248,6 +250,7 @@
     unused = new Set(names.map(([name]) => name).filter((name) => name !== drawnNumber && !shown.some((k) => isNumber(latest(name, k)))));
     if ([...unused].join() !== before) for (const row of rows) row.cells.forEach((cell, number) => { cell.hidden = unused.has(names[number][0]); });
     version += 1;
+    for (const k of shown) label(rows[k]);
     for (const row of inView) draw(row);
     showHead();
     showKey();
@@ -259,6 +262,17 @@
     note();
   }
 
+  // Say what a heat map shows. Rows out of view are not drawn yet, but a screen reader gets to them.
+  function label(row) {
+    const { low, high } = extents[row.at];
+    const [first, last] = [columns[0], columns[columns.length - 1]];
+    const n_bad = columns.filter((column) => column.bad[row.at]).length;
+    const range = low > high ? "no numbers" : `${format(low)} to ${format(high)}`;
+    const bad = n_bad ? `, NaN or infinity in ${n_bad} of ${columns.length} columns` : "";
+    const text = first ? `${titleOf(drawnNumber)}, step ${first.first} to ${last.last}: ${range}${bad}` : "no steps";
+    row.canvas.setAttribute("aria-label", `${row.button.title}: ${text}`);
+  }
+
   function draw(row) {
     if (row.drawn === version || row.element.hidden) return;
     row.drawn = version;
@@ -266,8 +280,6 @@
     const own = scaleOf(extentOf([k]));
     const scale = shared ?? own;
     paint(row.canvas, k, scale);
-    const [first, last] = [columns[0], columns[columns.length - 1]];
-    row.canvas.setAttribute("aria-label", first ? `${titleOf(drawnNumber)}, step ${first.first} to ${last.last}: ${format(own?.low)} to ${format(own?.high)}` : "no steps");
     const [band, line] = pathsOf(k, own, 100, 20, 1);
     row.band.setAttribute("d", stride > 1 ? band : "");
     row.line.setAttribute("d", line);
@@ -369,6 +381,7 @@
     if (choice.scale !== "row") parameters.set("scale", choice.scale);
     if (choice.order !== "model") parameters.set("order", choice.order);
     if (choice.query.trim()) parameters.set("q", choice.query.trim());
+    if (loggedName && loggedName !== logged[0]?.name) parameters.set("logged", loggedName);
     const text = parameters.toString();
     if (location.search !== (text && `?${text}`)) history.replaceState(null, "", `${location.pathname}${text && `?${text}`}${location.hash}`);
   }
@@ -410,6 +423,75 @@
     const link = event.target.closest("[data-site]");
     if (link) open(Number(link.dataset.site));
   });
+
+  // -- the user's own numbers --------------------------------------------------------------------
+
+  let logged = []; // each with its steps and, at each, the last number, the least and the greatest
+  let loggedName = address.get("logged") ?? "";
+
+  function showLogged(found) {
+    logged = found;
+    if (!logged.some(({ name }) => name === loggedName)) loggedName = logged[0]?.name ?? "";
+    byId("logged").hidden = !logged.length;
+    byId("logged-label").hidden = logged.length < 2;
+    fill(byId("logged-name"), logged.map(({ name }) => [name, name]), loggedName);
+    plotLogged();
+  }
+
+  function plotLogged() {
+    const series = logged.find(({ name }) => name === loggedName);
+    if (!series) return;
+    const { name, steps: at, last, low, high, bad, each } = series;
+    const numbers = [...low, ...high].filter((x) => x !== null);
+    const [least, most] = [Math.min(...numbers), Math.max(...numbers)];
+    const width = Math.max(byId("logged-plot").clientWidth, 240);
+    const box = { left: 58, right: width - 10, top: 8, bottom: 160 };
+    byId("logged-plot").setAttribute("viewBox", `0 0 ${width} 190`);
+    const isLog = least > 0 && most / least > 100;
+    const size = isLog ? Math.log10 : (x) => x;
+    const room = (size(most) - size(least)) * 0.06 || Math.abs(size(most)) * 0.1 || 1;
+    const [from, to] = [size(least) - room, size(most) + room];
+    const x = (k) => at.length > 1 ? box.left + ((at[k] - at[0]) / (at[at.length - 1] - at[0])) * (box.right - box.left) : (box.left + box.right) / 2;
+    const y = (number) => box.bottom - ((size(number) - from) / (to - from)) * (box.bottom - box.top);
+    const parts = [];
+    for (const tick of numbers.length ? isLog ? logTicks(from, to) : linearTicks(from, to, 4) : []) {
+      parts.push(drawing("line", { class: "grid", x1: box.left, x2: box.right, y1: y(tick), y2: y(tick) }));
+      parts.push(drawing("text", { x: box.left - 8, y: y(tick) + 4, "text-anchor": "end" }, tickText(tick)));
+    }
+    const ends = at.length > 1 ? [[0, "start"], [at.length - 1, "end"]] : [[0, "middle"]];
+    for (const [k, anchor] of ends) parts.push(drawing("text", { x: x(k), y: box.bottom + 20, "text-anchor": anchor }, `step ${at[k].toLocaleString("en")}`));
+    let line = "", runs = [], isOpen = false;
+    last.forEach((number, k) => {
+      if (number === null) { isOpen = false; return; }
+      line += `${isOpen ? "L" : "M"}${x(k).toFixed(1)} ${y(number).toFixed(1)}`;
+      if (!isOpen && (last[k + 1] ?? null) === null) line += "h.01"; // a step alone is a dot
+      if (!isOpen) runs.push([]);
+      runs[runs.length - 1].push(k);
+      isOpen = true;
+    });
+    const point = (numbers) => (k) => `${x(k).toFixed(1)} ${y(numbers[k]).toFixed(1)}`;
+    const band = runs.map((ks) => `M${ks.map(point(high)).join("L")}L${[...ks].reverse().map(point(low)).join("L")}Z`).join("");
+    parts.push(drawing("path", { class: "band", d: each > 1 ? band : "" }), drawing("path", { class: "line", d: line }));
+    bad.forEach((is, k) => { if (is) parts.push(drawing("path", { class: "badstep", d: `M${x(k).toFixed(1)} ${box.bottom}l-4 -8h8Z` })); });
+    byId("logged-plot").replaceChildren(...parts);
+    const n_bad = bad.filter(Boolean).length;
+    const range = numbers.length ? `${format(least)} to ${format(most)}` : "no finite number";
+    const said = n_bad ? `, NaN or infinity at ${n_bad} of ${at.length} ${each > 1 ? "points" : "steps"}` : "";
+    byId("logged-plot").setAttribute("aria-label", `${name}, step ${at[0]} to ${at[at.length - 1]}: ${range}${said}`);
+    byId("logged-heading").textContent = name;
+    const newest = last[last.length - 1];
+    const about = [`${newest === null ? "NaN or infinity" : format(newest)} at step ${at[at.length - 1].toLocaleString("en")}; ${range}.`];
+    if (each > 1) about.push(`A point is the last of ${each} logged steps; the band goes from the least to the greatest.`);
+    if (n_bad) about.push("Vermilion marks NaN or infinity.");
+    if (isLog) about.push("The axis is logarithmic.");
+    byId("logged-about").textContent = about.join(" ");
+  }
+  byId("logged-name").addEventListener("change", (event) => {
+    loggedName = event.target.value;
+    plotLogged();
+    note();
+  });
+  new ResizeObserver(plotLogged).observe(byId("logged-plot")); // alerts beside it take some width
 
   // -- the pulse: how far the run is, and whether it goes on -----------------------------------
 
@@ -706,7 +788,7 @@
     const { number } = choice;
     if (number !== drawnNumber) isWhole = true; // also if an earlier answer was lost
     const from = isWhole ? 0 : Math.max(columns.length - 1, 0);
-    const asked = { state, steps: isWhole ? -1 : status.n_steps, from, stride, known: isWhole ? -1 : now.length, number };
+    const asked = { state, steps: isWhole ? -1 : status.n_steps, logged: status.n_logged ?? -1, from, stride, known: isWhole ? -1 : now.length, number };
     const parameters = new URLSearchParams(Object.entries(asked).filter(([, value]) => value !== -1));
     const answer = await fetchJson(`new?${parameters}`);
     if (!answer) return;

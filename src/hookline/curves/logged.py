@@ -1,0 +1,87 @@
+"""The user's own numbers of a training, such as its loss: what may be logged, and curves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.curves.step_reports import StepReport
+from hookline.engine import has_numbers
+from hookline.engine.pytree import describe
+from hookline.errors import InputError
+
+
+class Logged(NamedTuple):
+    """One of the user's own numbers, by step.
+
+    Args:
+        steps: the numbers of the steps, int64, shape `(steps,)`, ascending.
+        values: the number at each of these steps, float64, shape `(steps,)`.
+    """
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+
+def logged_of(reports: Iterable[StepReport]) -> dict[str, Logged]:
+    """Return the user's numbers by name. What was logged last for a step counts."""
+    found: dict[str, dict[int, float]] = {}
+    for report in reports:
+        for name, number in report.logged.items():
+            found.setdefault(name, {})[report.step] = number
+    return {name: _in_order(numbers) for name, numbers in found.items()}
+
+
+def _in_order(numbers: dict[int, float]) -> Logged:
+    steps = sorted(numbers)
+    values = np.array([numbers[step] for step in steps], np.float64)
+    return Logged(np.array(steps, np.int64), values)
+
+
+def checked_logged(numbers: Any, named: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    """Return numbers to log by name. A tensor on another device than the CPU stays a tensor.
+
+    Raises:
+        InputError: there are none, a name is no text, or a value is not a single real number.
+    """
+    if numbers is not None and not isinstance(numbers, Mapping):
+        raise InputError(
+            f"numbers must be a dict of names and numbers, got {describe.in_words(numbers)}."
+            "\nName the number: seen.log(loss=loss)."
+        )
+    found = {**(numbers or {}), **named}
+    if not found:
+        raise InputError("seen.log must get a number, got none.\nCall seen.log(loss=loss).")
+    for name in found:
+        if not isinstance(name, str) or not name:
+            raise InputError(
+                f"a name of seen.log must be a text, got {name!r}.\nCall seen.log(loss=loss)."
+            )
+    return {name: _checked_number(name, value) for name, value in found.items()}
+
+
+def is_single(value: Any) -> bool:
+    """Tell whether a value is a single real number, which `Curves.log` takes."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and has_numbers(value)
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "iuf"
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _checked_number(name: str, value: Any) -> float | Tensor:
+    if not is_single(value):
+        shown = describe.in_full(value) if isinstance(value, Tensor) else describe.in_words(value)
+        fix = f"{name}.mean()" if isinstance(value, Tensor) else f"float({name})"
+        raise InputError(
+            "a number of seen.log must be a number or a tensor of one element, got"
+            f" {name}={shown}.\nGive one number: seen.log({name}={fix})."
+        )
+    if isinstance(value, Tensor):
+        return float(value.detach()) if value.is_cpu else value.detach().clone()
+    return float(value.reshape(())) if isinstance(value, np.ndarray) else float(value)

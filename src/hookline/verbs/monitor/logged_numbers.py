@@ -1,0 +1,79 @@
+"""Keep the numbers that the user logs until their step is reported."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from hookline.curves import StepReport
+
+_MOST_WAITING = 1000  # entries with tensors on an accelerator
+
+
+@final
+@dataclass(slots=True)
+class _Entry:
+    """The numbers of one step.
+
+    Args:
+        step: the number of the step.
+        is_given: whether the user has given it.
+    """
+
+    step: int
+    is_given: bool
+    seconds: float = field(default_factory=time.time)
+    numbers: dict[str, float | Tensor] = field(default_factory=dict)
+
+
+@final
+class LoggedNumbers:
+    """The logged numbers that no report holds yet.
+
+    Args:
+        add: takes the report of a step.
+    """
+
+    def __init__(self, add: Callable[[StepReport], None]) -> None:
+        self._add = add
+        self._entries: list[_Entry] = []
+
+    def log(self, numbers: dict[str, float | Tensor], step: int, *, is_given: bool) -> None:
+        """Keep numbers of a step."""
+        last = self._entries[-1] if self._entries else None
+        if last is None or last.step != step or last.is_given != is_given:
+            last = _Entry(step, is_given)
+            self._entries.append(last)
+        last.numbers.update(numbers)
+
+    def renumber(self, step: int) -> None:
+        """Have all numbers belong to one step, apart from those whose step the user has given."""
+        for entry in self._entries:
+            if not entry.is_given:
+                entry.step = step
+
+    def take(self, step: int) -> dict[str, float]:
+        """Report the numbers of other steps, and return those of one step."""
+        self.report_others(step)
+        entries, self._entries = self._entries, []
+        return {name: float(one) for entry in entries for name, one in entry.numbers.items()}
+
+    def report_others(self, step: int | None) -> None:
+        """Report the numbers of all steps but one; None reports those of all."""
+        while others := [entry for entry in self._entries if entry.step != step]:
+            entry = others[0]
+            self._entries.remove(entry)
+            numbers = {name: float(one) for name, one in entry.numbers.items()}
+            self._add(StepReport.of_logged(entry.step, entry.seconds, numbers))
+
+    def report_read(self) -> None:
+        """Report what can be reported without waiting for an accelerator."""
+        numbers = [one for entry in self._entries for one in entry.numbers.values()]
+        if len(self._entries) > _MOST_WAITING or not any(
+            isinstance(one, Tensor) for one in numbers
+        ):
+            self.report_others(None)
