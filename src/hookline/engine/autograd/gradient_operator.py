@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -223,9 +223,7 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor.detach().new_empty(0)
 
 
-def outline(form: Any, slots: tuple[int, ...]) -> Any:
-    """Return the outline of a structure of emptied tensors, given their gradients' slots or -1."""
+def outline(form: Any, slots: Sequence[int | None]) -> Any:
+    """Return the outline of a structure of emptied tensors, given their gradients' slots."""
     numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
-    return outlines.outline(
-        form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]
-    )
+    return outlines.outline(form, lambda tensor: numbers[id(tensor)])

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -64,13 +67,13 @@ def _patched(begin: Begin) -> tuple[Any, Any, Any]:
             self._end()
             super().__exit__(*error)
 
-    def apply(run: Callable[..., Any], *args: Any) -> Any:
+    def apply(run: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return original_apply(run, *args)
-        again, end = begin(run, True)
-        runs = iter((run,))
+            return original_apply(run, keeps_draws, *args)
+        region = ReentrantRegion(run, args)
+        region.again, end = begin(region.recompute, True)
         try:
-            return original_apply(lambda *inputs: next(runs, again)(*inputs), *args)  # noqa: PLW0108
+            return original_apply(region, keeps_draws, *args)
         finally:
             end()
 
@@ -86,6 +89,137 @@ def _patched(begin: Begin) -> tuple[Any, Any, Any]:
                 at_end_of_backward(one)
 
     return Patched, apply, staticmethod(backward)
+
+
+class _Recomputing(threading.local):
+    # The reentrant regions whose functions run again in this thread, innermost first.
+    regions: tuple[ReentrantRegion, ...] = ()
+
+
+_recomputing = _Recomputing()
+
+
+class Origin(NamedTuple):
+    """A tensor of the graph outside of a reentrant region, which may be freed before its node.
+
+    Attributes:
+        tensor: a weak reference to the tensor.
+        node: the node that computed the tensor.
+        number: the tensor's index among the results of the node.
+    """
+
+    tensor: Callable[[], Tensor | None]
+    node: Any
+    number: int
+
+
+@final
+class ReentrantRegion:
+    """The function of a reentrant checkpoint. Its first call is the first run.
+
+    The tensors that the checkpoint returns are not those that the function returns. A tensor that
+    the function both uses and returns has its whole gradient only in the second run.
+
+    Args:
+        run: the user's function.
+        inputs: the arguments of the checkpoint.
+
+    Attributes:
+        again: called for each run after the first; it must call `recompute`.
+        at_outputs: functions to call with the tensors that each later run returns.
+        made_inside: for each tensor that the function returned, whether it made the tensor. Empty
+            before the first run has ended.
+        passed_on: for each of these tensors, the tensor outside that the function returned as it
+            is; None for others and for leaves, such as parameters.
+    """
+
+    __slots__ = (
+        "_detached", "_inputs", "_run", "again", "at_outputs", "has_run", "made_inside",
+        "passed_on",
+    )  # fmt: skip
+
+    def __init__(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+        self._run = run
+        self._inputs = [_origin_of(one) if isinstance(one, Tensor) else None for one in inputs]
+        self._detached: tuple[Any, ...] = ()
+        self.again: Callable[..., Any] | None = None
+        self.at_outputs: list[Callable[[Sequence[Any]], None]] = []
+        self.has_run = False
+        self.made_inside: list[bool] = []
+        self.passed_on: list[Origin | None] = []
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the function, or have it run again."""
+        if self.has_run:
+            assert self.again is not None
+            return self.again(*inputs)
+        self.has_run = True
+        outputs = self._run(*inputs)
+        for one in _as_tuple(outputs):
+            # The first run builds no graph. A view that it makes of a tensor from outside says that
+            # it requires a gradient, too.
+            is_outer = isinstance(one, Tensor) and (
+                one.grad_fn is not None or (one.requires_grad and not one._is_view())
+            )
+            self.made_inside.append(not is_outer)
+            self.passed_on.append(_origin_of(one) if is_outer else None)
+        return outputs
+
+    def recompute(self, *inputs: Any) -> Any:
+        """Run the function again, on detached inputs."""
+        before, self._detached = _recomputing.regions, inputs
+        _recomputing.regions = (self, *before)
+        try:
+            outputs = self._run(*inputs)
+            for act in self.at_outputs:
+                act(_as_tuple(outputs))
+            return outputs
+        finally:
+            _recomputing.regions, self._detached = before, ()
+
+    def input_of(self, detached: Tensor) -> Origin | None:
+        """Return the checkpoint's input that the present run has as this detached tensor."""
+        for one, origin in zip(self._detached, self._inputs, strict=False):
+            if one is detached:
+                return origin
+        return None
+
+
+def _origin_of(tensor: Tensor) -> Origin | None:
+    """Return the tensor in the graph that a tensor is, or was detached from by a checkpoint.
+
+    None for other leaves.
+    """
+    if tensor.grad_fn is not None:
+        return Origin(weakref.ref(tensor), tensor.grad_fn, tensor.output_nr)
+    origins = (region.input_of(tensor) for region in _recomputing.regions)
+    return next((origin for origin in origins if origin is not None), None)
+
+
+def _as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def region_of(node: Any) -> ReentrantRegion | None:
+    """Return the region of a reentrant checkpoint's node in the graph; None for other nodes."""
+    run = getattr(node, "run_function", None)
+    return run if isinstance(run, ReentrantRegion) else None
+
+
+def result_of(tensor: Tensor) -> tuple[Any, int]:
+    """Return the node of the graph that computed a tensor, and the tensor's index in its results.
+
+    A tensor that a reentrant checkpoint only passes on is the tensor that the checkpoint was given.
+    """
+    node, index = tensor.grad_fn, tensor.output_nr
+    region = region_of(node)
+    while region is not None and index < len(region.passed_on):
+        origin = region.passed_on[index]
+        if origin is None:
+            break
+        node, index = origin.node, origin.number
+        region = region_of(node)
+    return node, index
 
 
 def is_recomputing() -> bool:
