@@ -75,7 +75,9 @@ from hookline.engine.torch_private.distributed import split_over as split_over
 from hookline.engine.torch_private.distributed import split_parameters as split_parameters
 from hookline.engine.torch_private.distributed import unwrapped as unwrapped
 from hookline.engine.torch_private.dynamo import while_tracing as while_tracing
+from hookline.engine.torch_private.modes import is_of_older_vmap as is_of_older_vmap
 from hookline.engine.torch_private.modes import is_wrapped as is_wrapped
+from hookline.engine.torch_private.modes import without_older_vmap as without_older_vmap
 from hookline.engine.torch_private.modules import PYTHON_NODE as PYTHON_NODE
 from hookline.util.hidden import hides as hides
 
@@ -129,6 +131,7 @@ __all__ = [
     "is_dtensor",
     "is_freed",
     "is_grouped",
+    "is_of_older_vmap",
     "is_transformed",
     "is_wrapped",
     "local_part",
@@ -155,4 +158,5 @@ __all__ = [
     "unwrapped",
     "while_tracing",
     "without_autocast",
+    "without_older_vmap",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.written_views import GradHook, HookedView, hook_value
 from hookline.engine.compile.in_graph import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.compile.runs import CompiledRun, run_of
-from hookline.engine.passes.modes import hides_gradients, refuse_mapped
+from hookline.engine.passes.modes import hides_gradients, map_batch, refuse_mapped
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
@@ -47,6 +47,7 @@ from hookline.engine.torch_private.autograd import (
 from hookline.engine.torch_private.checkpoint import region_of, result_of
 from hookline.engine.torch_private.distributed import Source, source_of
 from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.engine.torch_private.modes import is_of_older_vmap
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
 from hookline.util.stopwatch import STOPWATCH
@@ -649,6 +650,8 @@ class GradientTap(Tap):
         if self.passes.closed:
             self._late()
             return None
+        if is_of_older_vmap(grad):
+            return map_batch(partial(self.arrive, current, pending, slot), grad)
         self._arrives(pending)
         try:
             new = self.on.arrived(current, pending, slot, grad)
