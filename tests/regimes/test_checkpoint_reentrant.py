@@ -255,3 +255,22 @@ def test_inputs_of_an_unused_region_have_their_gradients():
         checkpoint(net.blocks[0], h, use_reentrant=True)
         (h * 2).sum().backward()
     assert_close(run["mul:grad_input"], {"a": None, "b": torch.full((3, 4), 2.0)})
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.compiles
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_compiled_checkpoints_change_each_gradient_once(backend, is_whole, fresh_dynamo):
+    results = []
+    for net in (Residual(False), Residual(True)):
+        if net.is_checkpointed and is_whole:
+            net.compile(backend=backend)
+        elif net.is_checkpointed:
+            net.blocks[1].linear.compile(backend=backend)
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        site = "blocks.1.mul:grad_input.b" if is_whole else "blocks.1.mul:grad_output"
+        with hl.edit(net, site, double):
+            net(x).sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in net.parameters())])
+    assert_close(*results)

@@ -59,7 +59,6 @@ from hookline.engine.taps.forward import OutputTap as OutputTap
 from hookline.engine.torch_private.autograd import at_end_of_backward as at_end_of_backward
 from hookline.engine.torch_private.autograd import backward_number as backward_number
 from hookline.engine.torch_private.autograd import outer_backward as outer_backward
-from hookline.engine.torch_private.checkpoint import aside as aside
 from hookline.engine.torch_private.distributed import calls_of_sharded as calls_of_sharded
 from hookline.engine.torch_private.distributed import clone_locally as clone_locally
 from hookline.engine.torch_private.distributed import default_store as default_store
@@ -75,6 +74,7 @@ from hookline.engine.torch_private.distributed import split_over as split_over
 from hookline.engine.torch_private.distributed import split_parameters as split_parameters
 from hookline.engine.torch_private.distributed import unwrapped as unwrapped
 from hookline.engine.torch_private.dynamo import while_tracing as while_tracing
+from hookline.engine.torch_private.graph.checkpoint import aside as aside
 from hookline.engine.torch_private.modes import is_of_older_vmap as is_of_older_vmap
 from hookline.engine.torch_private.modes import is_wrapped as is_wrapped
 from hookline.engine.torch_private.modes import without_older_vmap as without_older_vmap

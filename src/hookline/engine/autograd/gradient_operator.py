@@ -31,6 +31,7 @@ from hookline.engine.torch_private.dynamo import (
     keep_in_graphs,
     shares_outputs,
 )
+from hookline.engine.torch_private.graph.checkpoint import is_repeating_graph
 from hookline.engine.torch_private.graph.dispatch import jagged_of, jagged_parts
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
@@ -177,6 +178,8 @@ def _put_hook(
     def lost() -> None:
         gradient(tap, tap, of_run, LOST, slot)
 
+    if not is_of_trace(tensor) and is_repeating_graph():
+        return tensor  # a backend that runs the graph as it is: the first run has the hook
     if shares_outputs():
         lost()
     elif tensor.requires_grad:

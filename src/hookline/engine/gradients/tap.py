@@ -44,9 +44,9 @@ from hookline.engine.torch_private.autograd import (
     outer_backward,
     version_counter,
 )
-from hookline.engine.torch_private.checkpoint import region_of, result_of
 from hookline.engine.torch_private.distributed import Source, source_of
 from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.engine.torch_private.graph.checkpoint import region_of, result_of
 from hookline.engine.torch_private.modes import is_of_older_vmap
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
@@ -363,7 +363,8 @@ class GradientTap(Tap):
                 self._put_on_source(current, source, hook, owner, number)
                 return
             if is_run_of_compiled(node):
-                hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
+                at_run = GradHook(self._at_compiled, hook, tensor.output_nr)
+                hook_node_before(node, at_run, owner, number)
                 return
             if self._put_in_region(current, node, tensor.output_nr, hook, owner):
                 return
@@ -401,7 +402,7 @@ class GradientTap(Tap):
         if outside is not None and outside.grad_fn is origin.node:
             self._put(current, outside, hook, owner)
         elif not self._put_in_region(current, origin.node, origin.number, hook, owner):
-            hook_node_before(origin.node, GradHook(_at_node, hook, origin.number))
+            hook_node_before(origin.node, GradHook(_at_node, hook, origin.number), owner)
         return True
 
     def _put_again(self, index: int, hook: GradHook, owner: int, outputs: Sequence[Any]) -> None:
@@ -424,7 +425,7 @@ class GradientTap(Tap):
             return
         counter = version_counter(source.alias)
         at_view = GradHook(self._at_source, hook, source.number, counter, counter._version)
-        hook_node_before(source.node, at_view)
+        hook_node_before(source.node, at_view, owner, number)
 
     def _at_source(
         self,

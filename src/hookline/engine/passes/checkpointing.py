@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookline.engine.passes.passes import THREAD, Pass, Passes
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.checkpoint import CheckpointPatch, aside
+from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, aside
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 

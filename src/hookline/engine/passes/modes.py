@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hookline.engine.torch_private.autograd import backward_number
-from hookline.engine.torch_private.checkpoint import is_recomputing
 from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.engine.torch_private.graph.checkpoint import is_recomputing
 from hookline.engine.torch_private.modes import (
     is_mapped,
     is_of_running_transform,

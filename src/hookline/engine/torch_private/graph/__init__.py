@@ -1,1 +1,1 @@
-"""Private names of torch for the nodes of autograd's graph, and for runs without numbers."""
+"""Private names of torch for autograd's nodes, checkpoints, and runs without numbers."""

@@ -224,15 +224,28 @@ def result_of(tensor: Tensor) -> tuple[Any, int]:
 
 def is_recomputing() -> bool:
     """Tell whether the calling hook runs in the recomputation of a checkpointed region."""
+    return _recomputed_by() is not None
+
+
+def is_repeating_graph() -> bool:
+    """Tell whether the calling code runs in a recomputation that only saves tensors again.
+
+    Gradients flow through the graph of the first run, not through that of the recomputation.
+    """
+    return _recomputed_by() == "recompute_fn"
+
+
+def _recomputed_by() -> str | None:
+    """Return torch's function that recomputes the innermost region; None without one."""
     if backward_number() == -1:
-        return False
+        return None
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name in _RECOMPUTES and code.co_filename == checkpointing.__file__:
-            return True
+            return str(code.co_name)
         frame = frame.f_back
-    return False
+    return None
 
 
 _RECOMPUTES = frozenset({"recompute_fn", "backward"})
