@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 import hookline as hl
-from hookline.engine.torch_private import autograd, checkpoint, fused_ops, hooks, modes
+from hookline.engine.torch_private import autograd, fused_ops, hooks, modes
 from hookline.engine.torch_private import modules as internals
+from hookline.engine.torch_private.graph import checkpoint
 from meeting import Meanwhile
 
 
