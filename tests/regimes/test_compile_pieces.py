@@ -259,3 +259,31 @@ def test_a_forward_that_was_compiled_and_put_in_its_own_place(is_whole, is_compi
             model(X)
         assert torch.equal(seen["0.act:input"], expected)
     assert vars(place)["forward"] is own
+
+
+def test_gradients_are_recorded_after_edits_under_each_name():
+    class Scaled(nn.Module):
+        def forward(self, x, y):
+            return x.sin() * y
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), Scaled()
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(self.middle(h), h)
+
+    def recorded(net):
+        with hl.record(net, "*", ports=("grad_input", "grad_output")) as run:
+            with hl.edit(net, "last:grad_input", lambda grad: grad * 2):
+                net(torch.ones(2, 3, requires_grad=True)).sum().backward()
+        return {str(site): value for site, value in run.items()}
+
+    net = Layers()
+    want = recorded(net)
+    for layer in (net.first, net.last):
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(recorded(net), want)

@@ -61,7 +61,6 @@ from hookline.engine.taps.forward import OutputTap as OutputTap
 from hookline.engine.torch_private.autograd import at_end_of_backward as at_end_of_backward
 from hookline.engine.torch_private.autograd import backward_number as backward_number
 from hookline.engine.torch_private.autograd import outer_backward as outer_backward
-from hookline.engine.torch_private.checkpoint import aside as aside
 from hookline.engine.torch_private.distributed import calls_of_sharded as calls_of_sharded
 from hookline.engine.torch_private.distributed import clone_locally as clone_locally
 from hookline.engine.torch_private.distributed import default_store as default_store
@@ -77,7 +76,10 @@ from hookline.engine.torch_private.distributed import split_over as split_over
 from hookline.engine.torch_private.distributed import split_parameters as split_parameters
 from hookline.engine.torch_private.distributed import unwrapped as unwrapped
 from hookline.engine.torch_private.dynamo import while_tracing as while_tracing
+from hookline.engine.torch_private.graph.checkpoint import aside as aside
+from hookline.engine.torch_private.modes import is_of_older_vmap as is_of_older_vmap
 from hookline.engine.torch_private.modes import is_wrapped as is_wrapped
+from hookline.engine.torch_private.modes import without_older_vmap as without_older_vmap
 from hookline.engine.torch_private.modules import PYTHON_NODE as PYTHON_NODE
 from hookline.util.hidden import hides as hides
 
@@ -133,6 +135,7 @@ __all__ = [
     "is_dtensor",
     "is_freed",
     "is_grouped",
+    "is_of_older_vmap",
     "is_transformed",
     "is_wrapped",
     "local_part",
@@ -159,4 +162,5 @@ __all__ = [
     "unwrapped",
     "while_tracing",
     "without_autocast",
+    "without_older_vmap",
 ]  # fmt: skip

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 import hookline as hl
-from hookline.engine.torch_private import autograd, checkpoint, hooks, modes
+from hookline.engine.torch_private import autograd, hooks, modes
 from hookline.engine.torch_private import modules as internals
-from hookline.engine.torch_private.graph import fused_ops
+from hookline.engine.torch_private.graph import checkpoint, fused_ops
 from meeting import Meanwhile
 
 

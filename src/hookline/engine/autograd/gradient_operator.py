@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from hookline.engine.torch_private.dynamo import (
     keep_in_graphs,
     shares_outputs,
 )
+from hookline.engine.torch_private.graph.checkpoint import is_repeating_graph
 from hookline.engine.torch_private.graph.dispatch import jagged_of, jagged_parts
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
@@ -177,6 +178,8 @@ def _put_hook(
     def lost() -> None:
         gradient(tap, tap, of_run, LOST, slot)
 
+    if not is_of_trace(tensor) and is_repeating_graph():
+        return tensor  # a backend that runs the graph as it is: the first run has the hook
     if shares_outputs():
         lost()
     elif tensor.requires_grad:
@@ -223,9 +226,7 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor.detach().new_empty(0)
 
 
-def outline(form: Any, slots: tuple[int, ...]) -> Any:
-    """Return the outline of a structure of emptied tensors, given their gradients' slots or -1."""
+def outline(form: Any, slots: Sequence[int | None]) -> Any:
+    """Return the outline of a structure of emptied tensors, given their gradients' slots."""
     numbers = {id(tensor): k for (_, tensor), k in zip(tree.tensors(form), slots, strict=True)}
-    return outlines.outline(
-        form, lambda tensor: None if numbers[id(tensor)] < 0 else numbers[id(tensor)]
-    )
+    return outlines.outline(form, lambda tensor: numbers[id(tensor)])

@@ -28,6 +28,7 @@ from hookline.engine.torch_private.autograd import (
     version_counter,
 )
 from hookline.engine.torch_private.hooks import tensor_hooks
+from hookline.engine.torch_private.modes import is_of_older_vmap
 from hookline.util.locks import fork_safe_lock
 
 Hook = Callable[[Tensor], Any]
@@ -197,12 +198,15 @@ class HookedView:
     def at_write(self, grads: tuple[Tensor | None, ...], _: Any) -> None:
         """Add the gradient that flows on from the node of the first write to the old value."""
         self._write_ran = True
-        if grads[0] is not None:
+        if grads[0] is not None and not is_of_older_vmap(grads[0]):
             self._ledger.add_from_base(grads[0])
 
     def at_base(self, grad: Tensor) -> Any:
         """Handle the gradient at the base, when all gradients have arrived: the tensor hook."""
         if self._is_settled or not self._is_written():
+            return None
+        if is_of_older_vmap(grad):  # it lacks the operations that tell the parts of a gradient
+            self._lost()
             return None
         whole, total, share = self._ledger.close(grad)
         if not self._is_known_in(backward_number()):

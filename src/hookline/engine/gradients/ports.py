@@ -32,8 +32,8 @@ from hookline.engine.torch_private.autograd import (
     outer_backward,
     version_counter,
 )
-from hookline.engine.torch_private.checkpoint import aside
 from hookline.engine.torch_private.dynamo import has_compiled_forward
+from hookline.engine.torch_private.graph.checkpoint import aside
 from hookline.errors import AttachError, StructureError, warn
 
 

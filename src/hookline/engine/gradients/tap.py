@@ -10,7 +10,7 @@ the graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -32,7 +32,7 @@ from hookline.engine.autograd.module_backward import CallGradients
 from hookline.engine.autograd.written_views import GradHook, HookedView, hook_value
 from hookline.engine.compile.in_graph import NO_PASS, GraphCapture, GraphGradient
 from hookline.engine.compile.runs import CompiledRun, run_of
-from hookline.engine.passes.modes import hides_gradients, refuse_mapped
+from hookline.engine.passes.modes import hides_gradients, map_batch, refuse_mapped
 from hookline.engine.passes.passes import Pass, Passes
 from hookline.engine.pytree import leaves, outlines, tree
 from hookline.engine.selection.site import Site
@@ -46,6 +46,8 @@ from hookline.engine.torch_private.autograd import (
 )
 from hookline.engine.torch_private.distributed import Source, source_of
 from hookline.engine.torch_private.dynamo import come_from_outside, next_hook, while_tracing
+from hookline.engine.torch_private.graph.checkpoint import region_of, result_of
+from hookline.engine.torch_private.modes import is_of_older_vmap
 from hookline.engine.torch_private.modules import PYTHON_NODE
 from hookline.errors import AttachError, StructureError, warn
 from hookline.util.stopwatch import STOPWATCH
@@ -97,11 +99,41 @@ class Call(NamedTuple):
         return self.current if again is None else again.pass_of_gradients()
 
 
-# Stands for a call in a recomputation whose gradients have been pending since the first run.
-NO_GRADIENT = PendingGradient(-1)
+class Early(NamedTuple):
+    """The tensors of a value that got their hooks in the first run of a reentrant checkpoint.
+
+    They came into the region from outside. Their whole gradients arrive outside, too: the second
+    run has only the region's share of them.
+
+    Attributes:
+        pending: the value. The second run adds the tensors that were made inside.
+        slots: the slots of these tensors, by their index among the value's tensors. Slots of early
+            tensors are negative, since the second run counts its own from 0.
+        results: the slots by `result_of` the tensors, since the second run may meet them again.
+    """
+
+    pending: PendingGradient
+    slots: Mapping[int, int]
+    results: Mapping[tuple[Any, int], int]
+
+
+class GraphValue(NamedTuple):
+    """A value whose gradients come out of a compiled graph.
+
+    Attributes:
+        pending: the value.
+        ignored: the slots whose gradients are ignored, because hooks outside of the graph get them.
+    """
+
+    pending: PendingGradient
+    ignored: frozenset[int | None]
+
 
 # Tensors that a graph got from outside: slot, tensor, and the hook's number in tracing order.
 Outside = tuple[tuple[int, Tensor, str], ...]
+
+# The slot of each tensor in a value, in a graph; None for a tensor that requires no gradient.
+Slots = tuple[int | None, ...]
 
 
 class GradientCallback:
@@ -178,19 +210,15 @@ class GradientTap(Tap):
         value = self.part(NO_PASS, value)
         is_on = torch.is_grad_enabled()
         found: list[Tensor] = []
-        slots: list[int] = []
-        # With gradients disabled, whether the whole value may come from before that.
-        is_early = True
+        slots: list[int | None] = []
         for _, tensor in tree.tensors(value):
-            slot = -1
+            slot = None
             if tensor.requires_grad:
                 slot = place_in(found, tensor)
                 if slot == len(found):
                     found.append(tensor)
-            elif not is_on and tensor.is_floating_point():
-                is_early = False
             slots.append(slot)
-        outside = self._hook_found(traced, found, is_on=is_on) if found and is_early else ()
+        outside = self._hook_found(traced, found, is_on=is_on) if found else ()
         # The structure of a value with parts, with empty tensors.
         form = None if isinstance(value, Tensor) else tree.map_tensors(emptied, value)
         traced.add((tuple(slots), form, is_on, outside))
@@ -230,36 +258,53 @@ class GradientTap(Tap):
         current.calls[self] = n_before + len(caught)
         self.ran = max(self.ran, n_before + len(caught))
         for call, known in enumerate(caught):
-            if known is None:
-                continue
-            slots, form, is_on, outside = known
-            pending = run.pending[self, call] = PendingGradient(n_before + call)
-            if form is not None:
-                pending.form = outline(form, slots)
-            if current.recomputation is not None and current.recomputation.waits_since_first(
-                self, pending.call
-            ):
-                run.pending[self, call] = NO_GRADIENT
-            elif not is_on:
-                self._collect_off(current, pending, outside)
-            else:
-                self._collect_on(current, pending, slots, outside)
+            if known is not None:
+                self._collect_call(current, run, call, known)
+
+    def _collect_call(self, current: Pass, run: CompiledRun, call: int, known: Any) -> None:
+        """Count one call's value whose gradients are pending in a graph."""
+        slots, form, is_on, outside = known
+        number = run.n_before[self] + call
+        early = self._early(current, number)
+        pending = PendingGradient(number) if early is None else early.pending
+        ignored: frozenset[int | None] = frozenset()
+        if current.recomputation is not None and current.recomputation.is_repetition:
+            ignored = frozenset(slots)
+        elif early is not None:  # the graph has only a share of these tensors' gradients
+            ignored = frozenset(slots[index] for index in early.slots)
+        run.pending[self, call] = GraphValue(pending, ignored)
+        outside = tuple([entry for entry in outside if entry[0] not in ignored])
+        if not is_on:
+            early = self._collect_off(current, pending, early, slots, outside)
+        if form is not None:
+            known_slots = {} if early is None else early.slots
+            numbers = [known_slots.get(k, slot) for k, slot in enumerate(slots)]
+            pending.form = outline(form, numbers)
+        if is_on:
+            self._collect_on(current, pending, slots, outside)
 
     def _collect_on(
-        self, current: Pass, pending: PendingGradient, slots: tuple[int, ...], outside: Outside
+        self, current: Pass, pending: PendingGradient, slots: Slots, outside: Outside
     ) -> None:
         is_again = current.recomputation is not None
         if not is_again or current.recomputation.has_gradients:
             self._wait_outside(current, pending, outside)
         if is_again:
             return
-        if max(slots, default=-1) >= 0:
+        if any(slot is not None for slot in slots):
             self.placed += 1
         else:
             self.needless += 1
             self.on.missing(current, pending)
 
-    def _collect_off(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
+    def _collect_off(
+        self,
+        current: Pass,
+        pending: PendingGradient,
+        early: Early | None,
+        slots: Slots,
+        outside: Outside,
+    ) -> Early | None:
         """Handle a value that flowed while gradients were disabled.
 
         A tensor that came into a reentrant checkpoint from outside gets its hooks now, as in
@@ -267,16 +312,19 @@ class GradientTap(Tap):
         gradient.
         """
         if current.recomputation is not None and not current.region.is_reentrant:
-            return
-        found = [tensor for _, tensor, _ in outside]
-        if not self._comes_later(current) or not self._is_from_outside(
-            current, pending.call, found
-        ):
-            return
+            return early
+        outside = tuple([entry for entry in outside if entry[1].grad_fn is not None])
+        if not self._comes_later(current) or not outside:
+            return early
         if self.on.inside is not None:
             self.lose(_FROM_BEFORE)
-        else:
-            self._wait_outside(current, pending, outside)
+            return early
+        places = {slot: -1 - slots.index(slot) for slot, _, _ in outside}
+        hooked = tuple([(places[slot], tensor, number) for slot, tensor, number in outside])
+        self._wait_outside(current, pending, hooked)
+        early = early or Early(pending, {}, {})
+        new = {index: places[slot] for index, slot in enumerate(slots) if slot in places}
+        return self._note_early(current, pending, {**early.slots, **new}, early.results)
 
     def _wait_outside(self, current: Pass, pending: PendingGradient, outside: Outside) -> None:
         """Hook the tensors that a graph got from outside; after the run, these tensors exist."""
@@ -315,11 +363,53 @@ class GradientTap(Tap):
                 self._put_on_source(current, source, hook, owner, number)
                 return
             if is_run_of_compiled(node):
-                hook_node_before(node, GradHook(self._at_compiled, hook, tensor.output_nr))
+                at_run = GradHook(self._at_compiled, hook, tensor.output_nr)
+                hook_node_before(node, at_run, owner, number)
+                return
+            if self._put_in_region(current, node, tensor.output_nr, hook, owner):
                 return
         view = hook_value(tensor, hook, self.lose, owner, number)
         if view is not None:
             self.note_view(current, view)
+
+    def _put_in_region(
+        self, current: Pass, node: Any, index: int, hook: GradHook, owner: int
+    ) -> bool:
+        """Register a hook on the tensor that the function of a reentrant checkpoint returned.
+
+        The gradient of the checkpoint's own output lacks the uses inside the function.
+
+        Args:
+            current: the pass.
+            node: a node of the graph.
+            index: the index of a tensor among the results of the node.
+            hook: the hook.
+            owner: the hook's owner.
+
+        Returns:
+            False if the node is not a checkpoint's, or the checkpoint's output must get the hook.
+        """
+        region = region_of(node)
+        if region is None or index >= len(region.made_inside):
+            return False
+        if region.made_inside[index]:
+            region.at_outputs.append(partial(self._put_again, index, hook, owner))
+            return True
+        origin = region.passed_on[index]
+        if origin is None:
+            return False
+        outside = origin.tensor()
+        if outside is not None and outside.grad_fn is origin.node:
+            self._put(current, outside, hook, owner)
+        elif not self._put_in_region(current, origin.node, origin.number, hook, owner):
+            hook_node_before(origin.node, GradHook(_at_node, hook, origin.number), owner)
+        return True
+
+    def _put_again(self, index: int, hook: GradHook, owner: int, outputs: Sequence[Any]) -> None:
+        """Register a hook on a tensor that a region's second run returns."""
+        current, tensor = self.in_thread.running, outputs[index]
+        if current is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
+            self._put(current, tensor, hook, owner)
 
     def _put_on_source(
         self, current: Pass, source: Source, hook: GradHook, owner: int, number: int | None
@@ -335,7 +425,7 @@ class GradientTap(Tap):
             return
         counter = version_counter(source.alias)
         at_view = GradHook(self._at_source, hook, source.number, counter, counter._version)
-        hook_node_before(source.node, at_view)
+        hook_node_before(source.node, at_view, owner, number)
 
     def _at_source(
         self,
@@ -378,11 +468,12 @@ class GradientTap(Tap):
         if run is None or current is None:
             self.fired += self.on.inside is not None and slot == 0
             return
-        pending = run.pending.get((self, call))
-        if pending is NO_GRADIENT:
+        value = run.pending.get((self, call))
+        if value is None:  # the gradient arrived before the run was collected
+            value = GraphValue(PendingGradient(run.n_before.get(self, 0) + call), frozenset())
+        pending, ignored = value
+        if slot in ignored:
             return
-        if pending is None:  # the gradient arrived before the run was collected
-            pending = PendingGradient(run.n_before.get(self, 0) + call)
         if self.on.inside is None:
             self.arrive(current, pending, slot, grad)
         else:
@@ -395,37 +486,93 @@ class GradientTap(Tap):
         if not is_on and not self._comes_later(current):
             return
         value = self.part(current, value)
+        early = self._early(current, call.number)
+        pending = PendingGradient(call.number) if early is None else early.pending
+        slots: dict[int, int] = {}
         if not is_on:
-            found = [tensor for _, tensor in tree.tensors(value) if tensor.is_floating_point()]
-            if not self._is_from_outside(current, call.number, found):
-                return
-        if current.recomputation is not None and current.recomputation.waits_since_first(
-            self, call.number
-        ):
-            return
-        pending = PendingGradient(call.number)
-        slots = self._hook_all(call, pending, value)
+            early = self._hook_early(call, pending, early, value)
+        if early is not None:
+            tensors = enumerate(tensor for _, tensor in tree.tensors(value))
+            slots = {id(tensor): early.slots[k] for k, tensor in tensors if k in early.slots}
+        if is_on:
+            results = {} if early is None else {**early.results}
+            self._hook_all(call, pending, value, slots, results)
         if not isinstance(value, Tensor):
             pending.form = outlines.outline(value, lambda tensor: slots.get(id(tensor)))
+        if not is_on:
+            return
         if slots:
-            self.placed += is_on and current.recomputation is None
+            self.placed += current.recomputation is None
         else:
             self.placed -= current.recomputation is not None
             self.count_needless(value)
             self.on.missing(call.first, pending)
 
-    def _hook_all(self, call: Call, pending: PendingGradient, value: Any) -> dict[int, int]:
-        """Hook each tensor of a value. Return the slots of the hooked tensors, by tensor id."""
-        slots: dict[int, int] = {}
-        for tensor in (value,) if isinstance(value, Tensor) else tree.distinct(value):
-            slot = len(slots)
-            hook = self._hook_for(call.first, pending, slot)
-            if not tensor.requires_grad or not self._hook_tensor(call, tensor, hook):
+    def _early(self, current: Pass, call: int) -> Early | None:
+        """Return the tensors of a call's value that got their hooks in the first run."""
+        again = current.recomputation
+        return None if again is None else again.early(self, call)
+
+    def _note_early(
+        self,
+        current: Pass,
+        pending: PendingGradient,
+        slots: Mapping[int, int],
+        results: Mapping[tuple[Any, int], int],
+    ) -> Early:
+        """Keep the tensors that have got their hooks in the first runs of a region."""
+        early = current.region.early[self, pending.call] = Early(pending, slots, results)
+        return early
+
+    def _hook_early(
+        self, call: Call, pending: PendingGradient, early: Early | None, value: Any
+    ) -> Early | None:
+        """Hook the tensors that came into a reentrant checkpoint from outside."""
+        slots = {} if early is None else {**early.slots}
+        results = {} if early is None else {**early.results}
+        n_before = len(slots)
+        for index, (_, tensor) in enumerate(tree.tensors(value)):
+            if tensor.grad_fn is None or index in slots:
                 continue
-            slots[id(tensor)] = slot
-            if self.on.awaits is not None:
-                self.on.awaits(call.current, pending, slot, tensor)
-        return slots
+            result = result_of(tensor)
+            if result not in results:
+                results[result] = -1 - index
+                self._hook_slot(call, pending, -1 - index, tensor)
+            slots[index] = results[result]
+        if len(slots) == n_before:
+            return early
+        return self._note_early(call.current, pending, slots, results)
+
+    def _hook_all(
+        self,
+        call: Call,
+        pending: PendingGradient,
+        value: Any,
+        slots: dict[int, int],
+        results: dict[tuple[Any, int], int],
+    ) -> None:
+        """Hook each tensor of a value. Add the slots of the hooked tensors, by tensor id."""
+        is_lone = isinstance(value, Tensor) and not results
+        for tensor in (value,) if isinstance(value, Tensor) else tree.distinct(value):
+            if id(tensor) in slots or not tensor.requires_grad:
+                continue
+            result = None if is_lone or tensor.grad_fn is None else result_of(tensor)
+            if result is not None and result in results:
+                slots[id(tensor)] = results[result]
+                continue
+            slot = len(slots)
+            if self._hook_slot(call, pending, slot, tensor):
+                slots[id(tensor)] = slot
+                if result is not None:
+                    results[result] = slot
+
+    def _hook_slot(self, call: Call, pending: PendingGradient, slot: int, tensor: Tensor) -> bool:
+        """Hook one tensor of a value, and tell whether it was hooked."""
+        if not self._hook_tensor(call, tensor, self._hook_for(call.first, pending, slot)):
+            return False
+        if self.on.awaits is not None:
+            self.on.awaits(call.current, pending, slot, tensor)
+        return True
 
     def _hook_tensor(self, call: Call, tensor: Tensor, hook: GradHook) -> bool:
         """Hook a tensor and tell whether it was hooked; a hook on a leaf would outlive the pass."""
@@ -454,16 +601,6 @@ class GradientTap(Tap):
         self.placed += current.recomputation is None
         if self.on.changes:
             region.at_late.add(self._late)
-        return True
-
-    def _is_from_outside(self, current: Pass, call: int, found: list[Tensor]) -> bool:
-        """Tell whether all of a value came into the checkpointed region from outside.
-
-        Then the value's whole gradient is wanted, not only the part that flows through the region.
-        """
-        if not found or any(tensor.grad_fn is None for tensor in found):
-            return False
-        current.region.waiting.add((self, call))
         return True
 
     def _again(self, current: Pass) -> Pass | None:
@@ -514,6 +651,8 @@ class GradientTap(Tap):
         if self.passes.closed:
             self._late()
             return None
+        if is_of_older_vmap(grad):
+            return map_batch(partial(self.arrive, current, pending, slot), grad)
         self._arrives(pending)
         try:
             new = self.on.arrived(current, pending, slot, grad)

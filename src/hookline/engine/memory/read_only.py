@@ -55,9 +55,12 @@ def call_read_only(
             returned None.
     """
     if is_dynamo_compiling():
-        _each_tensor(note_graph_version, value)
+        held = _graph_tensors(value)
+        for tensor in held:
+            note_graph_version(tensor)
         new = function(value)
-        _each_tensor(compare_graph_version, value)
+        for tensor in held:
+            compare_graph_version(tensor)
         if was_written_in_graph():
             raise refusal()
         return new
@@ -78,12 +81,11 @@ def call_read_only(
     return new
 
 
-def _each_tensor(act: Callable[[Tensor], None], value: Any) -> None:
+def _graph_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a value in compiled code; one that it holds twice comes twice."""
     if isinstance(value, Tensor):
-        act(value)
-        return
-    for _, part in tree.items(value) or ():
-        _each_tensor(act, part)
+        return [value]
+    return [tensor for _, part in tree.items(value) or () for tensor in _graph_tensors(part)]
 
 
 def _without_inference_tensors(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hookline.engine.passes.passes import THREAD, Pass, Passes
 from hookline.engine.pytree import tree
-from hookline.engine.torch_private.checkpoint import CheckpointPatch, aside
+from hookline.engine.torch_private.graph.checkpoint import CheckpointPatch, aside
 from hookline.errors import AttachError
 from hookline.util.locks import fork_safe_lock
 
@@ -40,14 +40,15 @@ class CheckpointedRegion:
     Attributes:
         changes: the changes of values, in order, and the hooks that left theirs as it was.
         calls: how often each tap that counts calls had run when the region began.
-        waiting: the calls whose gradients have been pending since the first run.
+        early: the tensors that came from outside and got their hooks in the first run, by tap and
+            call.
         runs: the numbers of the compiled code's runs; gradients come back under these numbers.
         at_late: functions to call when the recomputation comes after the line's end.
     """
 
     __slots__ = (
-        "_first", "at_late", "by_root", "calls", "changes", "is_reentrant", "number", "outer",
-        "passes", "runs", "waiting",
+        "_first", "at_late", "by_root", "calls", "changes", "early", "is_reentrant", "number",
+        "outer", "passes", "runs",
     )  # fmt: skip
 
     def __init__(
@@ -61,8 +62,8 @@ class CheckpointedRegion:
         self.outer: Any = current.region
         self.calls = dict(current.calls) if by_root is None else {}
         self.changes: list[Change] = []
-        # A copy: a call that is pending since this first run was not pending in the outer region's.
-        self.waiting: set[tuple[Any, int]] = set() if again is None else {*again.region.waiting}
+        # A copy: a tensor that is hooked in this first run was not hooked in the outer region's.
+        self.early: dict[tuple[Any, int], Any] = {} if again is None else {**again.region.early}
         self.at_late: set[Callable[[], None]] = set()
         self.runs: list[Tensor] = []
         # A weak reference: the graph holds the region, and recorded values may hold the graph.
@@ -160,9 +161,9 @@ class Recomputation:
         """
         return (self.first() if self.has_gradients else None) or self.current
 
-    def waits_since_first(self, tap: Any, call: int) -> bool:
-        """Tell whether a call's gradients have been pending since the first run."""
-        return (tap, call) in self.region.waiting
+    def early(self, tap: Any, call: int) -> Any:
+        """Return the tensors of a call that got their hooks in the first run; None without any."""
+        return self.region.early.get((tap, call))
 
     def root_begins(self) -> Pass:
         """Return the pass that this run of the root had in the first run."""

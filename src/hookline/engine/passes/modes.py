@@ -6,6 +6,7 @@ looked up at a site.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hookline.engine.torch_private.autograd import backward_number
-from hookline.engine.torch_private.checkpoint import is_recomputing
 from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.engine.torch_private.graph.checkpoint import is_recomputing
 from hookline.engine.torch_private.modes import (
     is_mapped,
     is_of_running_transform,
@@ -23,6 +24,8 @@ from hookline.engine.torch_private.modes import (
     tracer,
     transform,
     unwrapped,
+    with_older_vmap,
+    without_older_vmap,
 )
 from hookline.errors import AttachError
 
@@ -95,17 +98,40 @@ def refuse_mapped(name: str) -> None:
     )
 
 
-def plain(tensor: Tensor, *, keeps_graph: bool = False) -> Tensor:
+def map_batch(function: Callable[[Tensor], Tensor | None], example: Tensor) -> Tensor | None:
+    """Call a function on an example of torch's older vmap, as `torch.vmap` calls functions.
+
+    The older vmap lacks many operations, among them `detach`.
+
+    Returns:
+        The function's result as an example of the older vmap; None if the function returned None.
+    """
+    batch, levels = without_older_vmap(example)
+    results: list[Tensor | None] = []
+
+    def mapped(part: Tensor) -> Tensor:
+        results.append(function(part))
+        return part if results[0] is None else results[0]
+
+    for _ in levels:
+        mapped = torch.vmap(mapped, randomness="different")
+    new = mapped(batch)
+    if results[0] is None or not is_wrapped(results[0]):  # it does not depend on the example
+        return results[0]
+    return with_older_vmap(new, levels)
+
+
+def plain(tensor: Tensor, *, keeps_graph: bool = False, also_running: bool = False) -> Tensor:
     """Return a tensor without the wrappers of transforms that have ended.
 
     Under vmap a module sees one example. Its value then comes back with the batch dimension in
     front, the outermost vmap's first. While the transform runs, the tensor is left as the
-    transform's functions see it.
+    transform's functions see it, unless `also_running` is given.
     """
     if not is_wrapped(tensor):
         return tensor
     dimensions = []
-    while is_wrapped(tensor) and not is_of_running_transform(tensor):
+    while is_wrapped(tensor) and (also_running or not is_of_running_transform(tensor)):
         tensor, dimension = unwrapped(tensor)
         if dimension is not None:
             dimensions.append(dimension)

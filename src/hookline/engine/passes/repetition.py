@@ -43,9 +43,8 @@ class Repetition:
         """Return the pass that gradients of the repeated run belong to."""
         return self._pass
 
-    def waits_since_first(self, tap: Any, call: int) -> bool:
-        """Tell whether the gradients of a call have been pending since the first run: always."""
-        return True
+    def early(self, tap: Any, call: int) -> None:
+        """Return the tensors of a call that got hooks in a region's first run: none."""
 
 
 @contextmanager

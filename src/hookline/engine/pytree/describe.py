@@ -36,7 +36,7 @@ def difference(old: Any, new: Any, leaf: Leaf = ()) -> str | None:
         if isinstance(old, Tensor) or isinstance(new, Tensor) or (old is None) != (new is None):
             return f"expected {in_words(old)}{at}, got {in_words(new)}"
         return None
-    if old is new:
+    if not isinstance(old, tuple) and old is new:  # dynamo knows no identity of tuples
         return None
     parts_new = items(new)
     if type(old) is not type(new) or parts_new is None or len(parts_new) != len(parts):

@@ -70,23 +70,29 @@ def hook_gradient(
         # An in-place operation starts a new dictionary: torch resets it with the tensor's grad_fn.
         tensor._backward_hooks = hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)
-    elif number is not None:
-        _insert(hooks, key, hook)
-        return key
-    elif hooks:
-        # torch uses the plain dictionary's order, so later hooks must be put in again.
-        others = [
-            (k, h) for k, h in hooks.items()
-            if (type(k) is tuple and k[0] != owner)
-            or (type(k) is _Last and (k[0] != owner or not is_last))
-        ]  # fmt: skip
-        for other, _ in others:
-            del hooks[other]
-        hooks[key] = hook
-        hooks.update(others)
+    elif hooks or number is not None:
+        _add(hooks, key, hook, number)
         return key
     hooks[key] = hook
     return key
+
+
+def _add(hooks: HookDict, key: Any, hook: Callable[..., Any], number: int | None) -> None:
+    """Add a hook behind its owner's earlier hooks, and before the hooks of earlier owners."""
+    if number is not None:
+        _insert(hooks, key, hook)
+        return
+    # torch uses the plain dictionary's order, so later hooks must be put in again.
+    is_last = type(key) is _Last
+    others = [
+        (k, h) for k, h in hooks.items()
+        if (type(k) is tuple and k[0] != key[0])
+        or (type(k) is _Last and (k[0] != key[0] or not is_last))
+    ]  # fmt: skip
+    for other, _ in others:
+        del hooks[other]
+    hooks[key] = hook
+    hooks.update(others)
 
 
 def _insert(hooks: HookDict, key: Any, hook: Callable[..., Any]) -> None:
@@ -196,12 +202,22 @@ def is_written_by_compiled(tensor: Tensor) -> bool:
     )
 
 
-def hook_node_before(node: Any, hook: Callable[[tuple[Tensor | None, ...]], Any]) -> None:
+def hook_node_before(
+    node: Any,
+    hook: Callable[[tuple[Tensor | None, ...]], Any],
+    owner: int = 0,
+    number: int | None = None,
+) -> None:
     """Register a hook on the gradients that arrive at a node of the graph.
 
-    The hook lives as long as the graph. A result other than None replaces the gradients.
+    The hook lives as long as the graph. A result other than None replaces the gradients. Owner and
+    number order the hooks as in `hook_gradient`.
     """
-    node.register_prehook(hook)
+    handle = node.register_prehook(hook)
+    hooks: HookDict | None = handle.hooks_dict_ref()
+    if hooks is not None and hooks.pop(handle.id, None) is not None:
+        key: Any = (owner, next(_keys)) if number is None else (owner, next(_keys), number)
+        _add(hooks, key, hook, number)
 
 
 def hook_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> None:

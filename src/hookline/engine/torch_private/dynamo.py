@@ -312,5 +312,6 @@ def _note_version(context: Any) -> None:
 
 def _compare_version(context: Any) -> None:
     stand_in = context.get_local("tensor").as_fake()
-    if not stand_in.is_inference() and stand_in._version != _noted.pop(stand_in):
+    # Read and not removed: a value may hold the tensor several times.
+    if not stand_in.is_inference() and stand_in._version != _noted.get(stand_in):
         _written.append(True)

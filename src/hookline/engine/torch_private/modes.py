@@ -6,6 +6,7 @@ The modes are tracing and the transforms of torch.func.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -103,6 +104,36 @@ def is_of_running_transform(tensor: Tensor) -> bool:
     """Tell whether the transform that wrapped a tensor is still running."""
     level = _functorch.maybe_get_level(tensor)
     return any(one.level() == level for one in _functorch.get_interpreter_stack() or ())
+
+
+# Whether a tensor is one example of torch's older vmap, in which a batched backward runs:
+# `autograd.grad(is_grads_batched=True)`, `functional.jacobian(vectorize=True)`.
+is_of_older_vmap: Callable[[Tensor], bool] = getattr(
+    _functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
+_ABSENT = 2**31 - 1  # the size of a batch that a tensor is not part of
+_MOST_LEVELS = 64
+
+
+def without_older_vmap(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the whole batch that the older vmap has wrapped, and the levels of its dimensions.
+
+    The batch dimensions are in front, the outermost vmap's first.
+    """
+    levels = [
+        level for level in range(1, _MOST_LEVELS)
+        if torch._remove_batch_dim(tensor, level, _ABSENT, 0).shape[0] != _ABSENT
+    ]  # fmt: skip
+    for level in reversed(levels):
+        tensor = torch._remove_batch_dim(tensor, level, _ABSENT, 0)
+    return tensor, levels
+
+
+def with_older_vmap(batch: Tensor, levels: list[int]) -> Tensor:
+    """Wrap a batch as `without_older_vmap` found it."""
+    for level in levels:
+        batch = torch._add_batch_dim(batch, 0, level)
+    return batch
 
 
 def unwrapped(tensor: Tensor) -> tuple[Tensor, int | None]:

@@ -36,8 +36,8 @@ from hookline.engine.pytree import outlines, tree
 from hookline.engine.selection.site import Site, path_text
 from hookline.engine.taps.base import HookSpec, Order, call_frame, no_callback
 from hookline.engine.torch_private.autograd import at_end_of_backward, backward_number
-from hookline.engine.torch_private.checkpoint import aside
 from hookline.engine.torch_private.dynamo import while_tracing
+from hookline.engine.torch_private.graph.checkpoint import aside
 from hookline.errors import AttachError, StructureError
 from hookline.verbs.attach.returns import check_backward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,11 +24,15 @@ from hookline.engine import (
     backward_number,
     has_numbers,
     hook_value,
+    is_of_older_vmap,
+    is_wrapped,
     local_part,
     outer_backward,
+    plain,
+    without_older_vmap,
 )
-from hookline.engine.pytree import outlines
-from hookline.recordings import PartialGradients
+from hookline.engine.pytree import outlines, tree
+from hookline.recordings import PartialGradients, stamp
 from hookline.verbs.record.keep import Keeper
 
 
@@ -61,6 +66,12 @@ class KeepGradient(GradientCallback):
     def arrived(self, current: Pass, pending: PendingGradient, slot: int, grad: Tensor) -> None:
         """Keep the gradient of one tensor."""
         kept, was = self._kept(current, grad)
+        if is_wrapped(grad) and not current.is_transformed:
+            # Only the backward is batched. The whole batch must not be taken for a value of a later
+            # transform.
+            whole = partial(plain, keeps_graph=self.keeps_graph, also_running=True)
+            kept = tree.map_tensors(whole, kept)
+            was = stamp(kept)
         run = outer_backward()
         if pending.form is None:
             current.note((self._number, kept, was, pending.call, run, self._weight()))
@@ -130,6 +141,8 @@ class PlainGradTap(GradOutputTap):
         if self.passes.closed or grad is None:
             return
         self.fired += 1
+        if is_of_older_vmap(grad):
+            grad, _ = without_older_vmap(grad)
         if grad.requires_grad:
             grad = grad.detach()
         current.note((self.index, grad, grad._version, call, backward_number()))

@@ -1,1 +1,1 @@
-"""Private names of torch: nodes of autograd, fused operations, runs without numbers."""
+"""Private names of torch: autograd's nodes, checkpoints, fused operations, runs without numbers."""
