@@ -17,6 +17,7 @@ from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, MANIFEST, package_version, sealed, unsealed
 from hookline.stores.place import Place
+from hookline.stores.reading import reading
 from hookline.stores.shard_file import Shard
 
 FORMAT = "hookline-store"
@@ -87,12 +88,14 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
 
     Raises:
         FolderError: it is of another version, damaged, or not a store's.
+        UnreadableError: it cannot be read now.
     """
     try:
-        data = place.read(MANIFEST)
+        with reading(f"{place}/{MANIFEST}"):
+            data = place.read(MANIFEST)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise FolderError(f"{place} cannot be read: {first_line(error)}.") from error
     try:
         manifest = json.loads(data)

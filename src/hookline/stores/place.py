@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import sync
+from hookline.stores.reading import UnreadableError
 from hookline.util.open_regular import open_regular
 from hookline.util.own_process import OwnProcess
 
@@ -40,6 +41,7 @@ _LOCAL = "file://"  # fsspec would write such files without lock and sync
 _LEFT_BEHIND = re.compile(
     r"\.(shard-\d{8}\.safetensors|manifest\.json|names\.json)\.\d+\.[0-9a-f]{8}\.part"
 )
+_CHECK = "Check the address, the network and the credentials."
 _MOST_BUFFERS = 1024  # of one call: IOV_MAX of Linux and macOS
 
 
@@ -57,7 +59,7 @@ class Place(Protocol):
         """
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read a file, or a range of its bytes.
+        """Read a file, or a range of its bytes, which must not end behind the file.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -75,7 +77,11 @@ class Place(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Remove a file; a missing file is no error."""
+        """Remove a file; a missing file is no error.
+
+        Raises:
+            FolderError: it cannot be removed.
+        """
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return a range of a file's bytes, memory-mapped where the file lies on this machine."""
@@ -206,7 +212,12 @@ class LocalPlace:
 
     def remove(self, name: str) -> None:
         """Remove a file; a missing file is no error."""
-        (self.folder / name).unlink(missing_ok=True)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise FolderError(
+                f"cannot remove {self._shown / name}: {first_line(error)}.\nRemove it yourself."
+            ) from error
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return a range of a file's bytes, memory-mapped."""
@@ -317,13 +328,16 @@ class RemotePlace:
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
-        with self._reaching():
+        with self._reaching(name):
             return int(self._fs.size(self._path(name)))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        with self._reaching():
-            return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+        with self._reaching(name):
+            data = bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+            if stop is not None and len(data) < stop - start:
+                raise OSError(f"{name}: {len(data):,} of {stop - start:,} bytes came")
+            return data
 
     def write(self, name: str, chunks: Sequence[Any]) -> None:
         """Write an object in one request; an older one of that name is replaced."""
@@ -335,8 +349,12 @@ class RemotePlace:
 
     def remove(self, name: str) -> None:
         """Remove an object; a missing one is no error."""
-        with suppress(FileNotFoundError):
+        try:
             self._fs.rm_file(self._path(name))
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise self._unreachable(error) from error
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Download a range of an object's bytes."""
@@ -351,20 +369,22 @@ class RemotePlace:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Turn what the network raises into a FolderError; a missing object stays one."""
+    def _reaching(self, name: str) -> Iterator[None]:
+        """Turn what the network raises into an UnreadableError; a missing object stays one."""
         try:
             yield
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise self._unreachable(error) from error
+            raise UnreadableError(
+                f"{self.url}/{name} cannot be read: {type_and_line(error)}."
+                f"\n{_CHECK} The object was not removed."
+            ) from error
 
     def _unreachable(self, error: Exception) -> FolderError:
         return FolderError(
             f"{self.url} cannot be used: {type_and_line(error)}."
-            "\nCheck the address, the network and the credentials. What was written before is"
-            " whole; start again to go on."
+            f"\n{_CHECK} What was written before is whole; start again to go on."
         )
 
 

@@ -28,6 +28,7 @@ from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import Format, export
 from hookline.stores.manifest import read_manifest
 from hookline.stores.place import Place, place_of
+from hookline.stores.reading import reading
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
 from hookline.stores.shards import Form, Shards
 
@@ -200,7 +201,9 @@ class Store:
         """
         self._check_single("names")
         try:
-            found = json.loads(self._place.read(NAMES))
+            with reading(f"{self._place}/{NAMES}"):
+                data = self._place.read(NAMES)
+            found = json.loads(data)
             if not isinstance(found, list):
                 raise ValueError("it must be a list")
         except FileNotFoundError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, final
 
-from hookline.display.text import first_line, plural
+from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.engine import sharding
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
@@ -18,6 +18,7 @@ from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place
+from hookline.stores.reading import DamagedError
 from hookline.stores.shard_file import Shard, number_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.engines import Engine, read_elsewhere
@@ -225,6 +226,9 @@ class Extraction:
         """Note the shards that are whole; remove damaged ones, so that they are made again.
 
         All bytes are read, so each rank reads its share.
+
+        Raises:
+            UnreadableError: a shard cannot be read now. Nothing is removed.
         """
         names = [name for name in self._place.names() if number_of(name) is not None]
         digest = self._job.digest
@@ -236,20 +240,18 @@ class Extraction:
                 shard = read_shard(self._place, name, verify=True)
                 is_ours = (shard.number, shard.job) == (number_of(name), digest)
                 if not is_ours or not self._has_place(shard):
-                    raise ValueError("it must hold the batches of its number, of this job")
-            except OSError as error:  # perhaps for a moment only: nothing is removed for that
-                raise FolderError(
-                    f"{self._place} cannot be read: {name}: {first_line(error)}."
-                    "\nStart again when it can be read; nothing is lost."
-                ) from error
-            except DAMAGE:
+                    raise DamagedError("it must hold the batches of its number, of this job")
+            except FileNotFoundError:
+                return  # it went away meanwhile, and is made again
+            except DamagedError:
                 damaged.append(name)
-                self._place.remove(name)
-                return
-            self._shards[shard.number] = shard
+            else:
+                self._shards[shard.number] = shard
 
         _in_threads(look, names[self._ranks.me :: self._ranks.n])
         damaged.sort()
+        for name in damaged:  # only now: nothing is removed if a file could not be read
+            self._place.remove(name)
         if damaged:
             warn(
                 f"{plural(len(damaged), 'damaged shard')} in {self._place} will be made again:"
