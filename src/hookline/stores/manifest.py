@@ -64,7 +64,9 @@ def write_manifest(
     head = {
         "format": FORMAT, "version": VERSION, "checksum": "0" * 16, "hookline": package_version(),
     }  # fmt: skip
-    body: dict[str, Any] = {"environment": about, "job": job, "shards": None}
+    # Sorted: the job of a rank has come as JSON with sorted keys, that of one process has not.
+    described = json.loads(json.dumps({"environment": about, "job": job}, sort_keys=True))
+    body: dict[str, Any] = {**described, "shards": None}
     if shards is not None:
         # A list for each field: 10,000 shards are read in a fifth of the time of as many objects.
         body["shards"] = {

@@ -10,10 +10,8 @@ import errno
 import os
 import re
 import secrets
-import socket
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -24,17 +22,10 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import sync
+from hookline.stores.folder_lock import FolderLock
 from hookline.stores.reading import UnreadableError
 from hookline.util.open_regular import open_regular
-from hookline.util.own_process import OwnProcess
 
-try:
-    import fcntl
-except ImportError:  # not POSIX: no locks, so two writers are not noticed
-    fcntl = None  # type: ignore[assignment]
-
-_LOCK = ".lock"
-_ORPHANS_S = 15  # workers of torch's DataLoader look for their parent every 5 seconds
 _PART = ".part"
 _LOCAL = "file://"  # fsspec would write such files without lock and sync
 # Only a writer's own files: the folder may turn out to be one with other files in it.
@@ -132,7 +123,7 @@ class LocalPlace:
     def __init__(self, folder: Path) -> None:
         self._shown = folder
         self.folder = folder.absolute()  # the working directory may change during a run
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
 
     def __str__(self) -> str:
         return str(self._shown)
@@ -200,11 +191,8 @@ class LocalPlace:
         Raises:
             FolderError: it was moved, removed or replaced.
         """
-        if self._lock is None:
+        if self._lock is None or self._lock.is_in_place():
             return
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(os.fstat(self._lock), os.stat(self.folder / _LOCK)):
-                return
         raise FolderError(
             f"{self} must stay where it is while it is written, got another folder or none."
             "\nPut it back, and start again to go on."
@@ -236,56 +224,24 @@ class LocalPlace:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other writers out, and remove what killed ones have left."""
-        if fcntl is None:
-            yield
-            return
+        lock = FolderLock(self.folder, str(self))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            lock.acquire()
+        except FolderError:
+            raise
         except OSError as error:
             raise FolderError(
                 f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
             ) from error
-        process = OwnProcess()
         try:
-            self._acquire(handle)
             for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
                 (self.folder / name).unlink(missing_ok=True)
-            self._lock = handle
+            self._lock = lock
             yield
         finally:
             self._lock = None
-            # Closing does not release it where a process that was forked meanwhile runs on. Such a
-            # process must not release it itself.
-            if process.is_here:
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
-
-    def _acquire(self, handle: int) -> None:
-        """Lock the file, and write into it who holds it.
-
-        The workers of a killed writer's loader hold its lock for the seconds in which they notice.
-
-        Raises:
-            FolderError: another process holds the lock.
-        """
-        until = time.monotonic() + _ORPHANS_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = os.pread(handle, 256, 0).decode(errors="replace")
-                if not _has_died(holder) or time.monotonic() > until:
-                    raise FolderError(
-                        f"another process is writing to {self}{holder and f' ({holder})'}."
-                        "\nWait until it has ended, or give another folder."
-                    ) from None
-                time.sleep(0.1)
-            else:
-                break
-        with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, _holder(os.getpid()).encode(), 0)
+            lock.release()
 
 
 @final
@@ -386,24 +342,6 @@ class RemotePlace:
             f"{self.url} cannot be used: {type_and_line(error)}."
             f"\n{_CHECK} What was written before is whole; start again to go on."
         )
-
-
-def _holder(process: int) -> str:
-    return f"process {process} on {socket.gethostname()}"
-
-
-def _has_died(holder: str) -> bool:
-    """Tell whether the process that a lock names was on this machine, and is no more."""
-    found = re.match(r"process (\d+)", holder)
-    if found is None or holder != _holder(int(found[1])):
-        return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's
-        pass
-    return False
 
 
 def _write_first(handle: int, chunks: list[memoryview]) -> int:
