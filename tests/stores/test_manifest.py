@@ -9,7 +9,10 @@ from hookline.stores.place import LocalPlace
 
 
 def test_the_order_of_keys_changes_no_byte(tmp_path):
-    job = {"sites": ["b", "a"], "model": {"weights": "x", "type": "y"}, "columns": []}
+    job = {
+        "sites": ["b", "a"], "model": {"weights": "x", "type": "y"}, "options": {}, "data": {},
+        "batch_size": 4, "shard_batches": 1, "n_items": 0, "columns": [],
+    }  # fmt: skip
     places = [LocalPlace(tmp_path / name) for name in "ab"]
     write_manifest(places[0], job, environment(), [])
     as_sent = json.loads(json.dumps(job, sort_keys=True))

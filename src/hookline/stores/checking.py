@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, MANIFEST
+from hookline.recordings.reading import DamagedError, UnreadableError, reading
 from hookline.stores.batch_columns import ColumnForm
 from hookline.stores.job import Job
 from hookline.stores.manifest import read_manifest, write_manifest
 from hookline.stores.place import Place, place_of
-from hookline.stores.reading import DamagedError, UnreadableError, reading
 from hookline.stores.shard_file import LENGTH, OWN, Shard, name_of, number_of, read_shard
 from hookline.stores.store import NAMES
 

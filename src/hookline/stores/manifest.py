@@ -16,8 +16,9 @@ import torch
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, MANIFEST, package_version, sealed, unsealed
+from hookline.recordings.reading import reading
+from hookline.stores.manifest_form import check_manifest
 from hookline.stores.place import Place
-from hookline.stores.reading import reading
 from hookline.stores.shard_file import Shard
 
 FORMAT = "hookline-store"
@@ -113,6 +114,7 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
                 f" ({manifest.get('hookline', 'unknown')}), or extract it again."
             )
         unsealed(data)
+        check_manifest(manifest)
     except FolderError:
         raise
     except DAMAGE as error:

@@ -9,9 +9,9 @@ from typing import Any
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, StructureError
+from hookline.recordings.reading import DamagedError
 from hookline.stores.manifest import read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place, place_of
-from hookline.stores.reading import DamagedError
 from hookline.stores.shard_file import (
     Shard,
     head_size,

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import sync
+from hookline.recordings.reading import UnreadableError
 from hookline.stores.folder_lock import FolderLock
-from hookline.stores.reading import UnreadableError
 from hookline.util.open_regular import open_regular
 
 _PART = ".part"

@@ -25,10 +25,10 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from hookline.display.text import first_line
 from hookline.recordings.manifest import DAMAGE
+from hookline.recordings.reading import DamagedError, reading
 from hookline.recordings.tensor_file import DTYPES, flat_bytes
 from hookline.statistics import Moments
 from hookline.stores.place import Place
-from hookline.stores.reading import DamagedError, reading
 
 # Columns of the store itself. "@" begins no path of a module.
 ITEM, LENGTH, TOKEN = "@item", "@length", "@token"

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE
+from hookline.recordings.reading import reading
 from hookline.recordings.tensor_file import DTYPES
 from hookline.stores.gather_rows import Origins
 from hookline.stores.place import LocalPlace, Place
-from hookline.stores.reading import reading
 from hookline.stores.shard_file import (
     LENGTH,
     Shard,
@@ -199,6 +199,18 @@ class Shards:
         with self._lock, self._looking(shard):
             return self._hold(shard).shard
 
+    def check_form(self, form: Form) -> None:
+        """Check that each shard has the rows of a column that the manifest lists.
+
+        Raises:
+            FolderError: a shard has others, is gone or damaged.
+        """
+        for shard in range(len(self)):
+            with self._lock, self._looking(shard):
+                n_rows = (self.n_rows if form.per_token else self.n_items)[shard]
+                if n_rows:
+                    _checked(self._hold(shard).shard.spans.get(form.name), form, n_rows)
+
     def release(self) -> None:
         """Unmap all files. Arrays that are still referenced stay valid."""
         with self._lock:
@@ -229,13 +241,7 @@ class Shards:
         if span is None and not n_rows:  # all of its items were skipped
             empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
             return self.mapped_of(form.name).setdefault(shard, Mapped(empty, 0))
-        if span is None:
-            raise ValueError(f"it must hold {form.name!r}")
-        if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
-            raise ValueError(
-                f"{form.name!r} must be {form.dtype} of {[n_rows, *form.shape]}, got {span.dtype}"
-                f" of {list(span.shape)}"
-            )
+        span = _checked(span, form, n_rows)
         if held.data is None:
             data = self._download(shard, form.name, span)
         else:
@@ -330,3 +336,19 @@ def find(stops: list[int], index: int) -> tuple[int, int]:
     """Return the shard that holds a row, and the row's index in it."""
     shard = bisect_right(stops, index)
     return shard, index - (stops[shard - 1] if shard else 0)
+
+
+def _checked(span: Span | None, form: Form, n_rows: int) -> Span:
+    """Return the span of a column in a shard.
+
+    Raises:
+        ValueError: the shard has none, or of another form.
+    """
+    if span is None:
+        raise ValueError(f"it must hold {form.name!r}")
+    if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
+        raise ValueError(
+            f"{form.name!r} must be {form.dtype} of {[n_rows, *form.shape]}, got {span.dtype}"
+            f" of {list(span.shape)}"
+        )
+    return span

@@ -22,13 +22,13 @@ from hookline.errors import (
 )
 from hookline.recordings.index import closest, listed
 from hookline.recordings.manifest import DAMAGE, MANIFEST
+from hookline.recordings.reading import reading
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
 from hookline.stores.exports import Format, export
 from hookline.stores.manifest import read_manifest
 from hookline.stores.place import Place, place_of
-from hookline.stores.reading import reading
 from hookline.stores.shard_file import ITEM, LENGTH, OWN, TOKEN, number_of
 from hookline.stores.shards import Form, Shards
 
@@ -89,9 +89,9 @@ class Store:
                 name: Moments.from_json(fields) for name, fields in manifest["statistics"].items()
             }
             self.skipped = [(int(item), str(text)) for item, text in manifest["skipped"]]
-        except DAMAGE as error:
+            self._begin(shards)
+        except (*DAMAGE, SelectionError) as error:
             raise _damaged(place, f"its {MANIFEST}: {first_line(error)}") from error
-        self._begin(shards)
 
     def _begin(self, shards: Shards) -> None:
         self._shards = shards

@@ -8,9 +8,9 @@ from typing import Protocol, final
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
+from hookline.recordings.reading import DamagedError
 from hookline.stores.job import Job
 from hookline.stores.place import Place
-from hookline.stores.reading import DamagedError
 from hookline.stores.shard_file import Shard, name_of, read_shard
 from hookline.stores.writer import Writer
 from hookline.verbs.extract.collective_steps import Pulse, Ranks

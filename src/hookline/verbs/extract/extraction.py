@@ -14,11 +14,11 @@ from hookline.display.units import size
 from hookline.engine import sharding
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
 from hookline.recordings.manifest import DAMAGE, MANIFEST
+from hookline.recordings.reading import DamagedError
 from hookline.stores.identity import function_identity, model_identity
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, read_manifest, write_manifest
 from hookline.stores.place import LocalPlace, Place
-from hookline.stores.reading import DamagedError
 from hookline.stores.shard_file import Shard, number_of, read_shard
 from hookline.verbs.extract.collective_steps import Pulse, Ranks
 from hookline.verbs.extract.engines import Engine, read_elsewhere

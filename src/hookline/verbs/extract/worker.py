@@ -20,6 +20,7 @@ from hookline.stores.offload import Offload
 from hookline.stores.shard_file import Chunk
 from hookline.verbs.extract.inputs.sources import Batch, Source
 from hookline.verbs.extract.inputs.token_mask import Mask, tokens_of
+from hookline.verbs.extract.kept_state import KeptState
 from hookline.verbs.extract.seeding import seeded
 from hookline.verbs.record.prefix import Prefix
 
@@ -34,11 +35,14 @@ class Worker:
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
         gather: makes of each value what is stored, where ranks have parts of it: a collective.
+        state: what the model keeps from batch to batch; None where that is not looked at.
 
     Attributes:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
+        changing: the names of the state that each batch so far has changed. The model then runs to
+            its end in each batch: what is behind the last site may change the state.
     """
 
     def __init__(
@@ -48,8 +52,12 @@ class Worker:
         inputs: Any,
         mask: Mask,
         gather: Callable[[Any], Any] | None = None,
+        state: KeptState | None = None,
     ) -> None:
         self._prefix = prefix
+        self._state = state
+        self._may_stop = state is None
+        self.changing: list[str] = []
         self.forward: Callable[[Any], list[Site]] = prefix.run
         self._accelerators = prefix.devices() - {_CPU}
         self._gather = gather
@@ -105,7 +113,7 @@ class Worker:
         data = self._inputs_of(batch)
         tokens = tokens_of(data, self._mask, len(batch.items))
         with torch.no_grad():
-            missing = self.forward(tree.map_tensors(self._move, data))
+            missing = self._through(tree.map_tensors(self._move, data))
         taken = self._prefix.recording.take()
         for site in missing:
             taken[-1][site]  # raises, and says why
@@ -126,6 +134,16 @@ class Worker:
             None if per_token is None else per_token.ids,
             batch.skipped,
         )
+
+    def _through(self, inputs: Any) -> list[Site]:
+        """Run the model; to its end until a batch has changed no state."""
+        if self._may_stop or self._state is None:
+            return self.forward(inputs)
+        with self._prefix.to_the_end():
+            missing = self.forward(inputs)
+        self.changing = self._state.changed()
+        self._may_stop = not self.changing
+        return missing
 
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""

@@ -27,18 +27,20 @@ class DamagedError(ValueError):
 
 
 @contextmanager
-def reading(file: str) -> Iterator[None]:
+def reading(file: str, gone: tuple[type[OSError], ...] = (FileNotFoundError,)) -> Iterator[None]:
     """Turn the errors of reading a file into an `UnreadableError`.
 
-    A file that does not exist stays a FileNotFoundError. A pipe or a folder in the place of a file
-    stays a ValueError.
+    A pipe or a folder in the place of a file stays a ValueError.
 
     Args:
         file: the file with its place, for the message.
+        gone: the errors of a file that does not exist, which stay as they are.
     """
     try:
         yield
-    except (FileNotFoundError, FolderError):
+    except gone:
+        raise
+    except FolderError:
         raise
     except (OSError, RuntimeError, MemoryError) as error:
         raise UnreadableError(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hookline as hl
-from hookline.stores import reading as reading_module
-from hookline.stores.reading import UnreadableError, reading
+from hookline.recordings import reading as reading_module
+from hookline.recordings.reading import UnreadableError, reading
 
 
 @pytest.mark.parametrize(
