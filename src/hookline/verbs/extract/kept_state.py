@@ -78,8 +78,8 @@ def _marks(model: nn.Module) -> dict[str, Any]:
 
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a module itself, by name."""
-    for table in (module._parameters, module._buffers):
-        yield from ((name, value) for name, value in table.items() if value is not None)
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
     for name, value in vars(module).items():
         if name not in _OF_TORCH:
             yield from _parts(name, value, _MOST_DEPTH)
