@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -65,6 +66,70 @@ def test_a_damaged_shard_is_listed_and_removed(place, damage, what):
     with pytest.raises(hl.FolderError, match="is not finished: it holds 2 shards so far"):
         open_store(place)
     assert verify(place) == []
+
+
+UNREADABLE = [
+    *(
+        OSError(number, os.strerror(number))
+        for number in (errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOMEM)
+    ),
+    RuntimeError("unable to mmap 102400 bytes from file <x>: Cannot allocate memory (12)"),
+    MemoryError(),
+    TimeoutError("the network is down"),
+]
+
+
+@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: f"{type(error).__name__}{error}")
+@pytest.mark.parametrize("method", ["size", "read", "view"])
+def test_a_shard_that_cannot_be_read_is_not_removed(place, monkeypatch, method, error):
+    flip(place, name_of(0))  # what is damaged stays, too, until all could be read
+    before = {name: place.read(name) for name in place.names()}
+    real = getattr(type(place), method)
+
+    def fails(self, name, *range):
+        if name == name_of(1):
+            raise error
+        return real(self, name, *range)
+
+    monkeypatch.setattr(type(place), method, fails)
+    for check in (verify, repair):
+        with pytest.raises(hl.FolderError, match=r"shard-00000001\.safetensors cannot be read: "):
+            check(place)
+    monkeypatch.undo()
+    assert {name: place.read(name) for name in place.names()} == before
+
+
+def test_a_network_that_fails_is_not_damage(tmp_path, monkeypatch):
+    place = write_store(f"memory://{tmp_path}", {"a": VALUES})
+    before = {name: place.read(name) for name in place.names()}
+    files = type(place._fs)
+    for error in (PermissionError("no"), TimeoutError("late"), RuntimeError("lost"), b""):
+
+        def cat(self, path, start=None, end=None, *, answer=error, **_):
+            if isinstance(answer, bytes):
+                return answer  # the connection ended early
+            raise answer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "cat_file", cat)
+            with pytest.raises(hl.FolderError, match=r"cannot be read.*\nCheck the address, the"):
+                repair(place)
+    assert {name: place.read(name) for name in place.names()} == before
+
+
+def test_a_shard_that_is_gone_for_a_moment_is_not_removed(place, monkeypatch):
+    real, asked = type(place).size, []
+
+    def gone_once(self, name):
+        if name == name_of(1) and not asked:
+            asked.append(name)
+            raise FileNotFoundError(name)
+        return real(self, name)
+
+    monkeypatch.setattr(type(place), "size", gone_once)
+    (removed,) = repair(place).removed
+    assert str(removed) == f"{name_of(1)}: it is gone"
+    assert name_of(1) in place.names()
 
 
 def test_what_is_removed_is_made_again_by_the_same_extract(tmp_path):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hookline as hl
-from forks import child
 from hookline.stores import place as place_module
 from hookline.stores.place import LocalPlace, place_of
 
@@ -111,57 +106,6 @@ def test_a_lock_removes_only_what_a_writer_left(tmp_path):
         (tmp_path / name).write_bytes(b"a")
     with LocalPlace(tmp_path).locked():
         assert sorted(os.listdir(tmp_path)) == sorted([".lock", *others])
-
-
-def test_a_lock_ends_though_another_process_has_its_file(tmp_path):
-    place = LocalPlace(tmp_path)
-    with place.locked():
-        copy = os.dup(place._lock)  # as a process that is forked meanwhile has
-    try:
-        with LocalPlace(tmp_path).locked():
-            pass
-    finally:
-        os.close(copy)
-
-
-@pytest.mark.processes
-def test_a_forked_child_does_not_end_the_lock_of_its_parent(tmp_path):
-    lock = LocalPlace(tmp_path).locked()
-    lock.__enter__()
-    child(lambda: lock.__exit__(None, None, None))
-    with pytest.raises(hl.FolderError, match="another process"), LocalPlace(tmp_path).locked():
-        pass
-    lock.__exit__(None, None, None)
-
-
-def test_a_second_writer_is_told_who_the_first_is(tmp_path):
-    with LocalPlace(tmp_path).locked():
-        with pytest.raises(hl.FolderError, match=rf"another process .*\(process {os.getpid()} on "):
-            with LocalPlace(tmp_path).locked():
-                pass
-
-
-@pytest.mark.processes
-def test_the_lock_of_a_dead_writers_workers_is_waited_for(tmp_path, monkeypatch):
-    """They have its file open until they notice, seconds later."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    place = LocalPlace(tmp_path)
-    lines = place.locked()
-    lines.__enter__()
-    held = os.dup(place._lock)
-    (tmp_path / ".lock").write_text(f"process {child.pid} on {socket.gethostname()}")
-    waited = []
-
-    def release(seconds):
-        waited.append(seconds)
-        fcntl.flock(held, fcntl.LOCK_UN)
-
-    monkeypatch.setattr("hookline.stores.place.time.sleep", release)
-    with LocalPlace(tmp_path).locked():
-        assert waited
-    os.close(held)
-    lines.__exit__(None, None, None)
 
 
 def test_the_state_of_a_file_changes_with_it(tmp_path):

@@ -227,3 +227,42 @@ def test_threads_gather_from_what_others_drop(folder, monkeypatch):
     done.set()
     dropping.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("where", ["folder", "url"])
+def test_an_open_reader_reads_again_what_was_mended(where, tmp_path):
+    place = write_store(
+        tmp_path / "s" if where == "folder" else f"memory://{tmp_path}", {"a": VALUES}
+    )
+    whole = place.read(name_of(1))
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    place.write(name_of(1), [bytes(damaged)])
+    store = hl.open(str(place))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(
+            hl.FolderError, match=r"shard-00000001\.safetensors is damaged"
+        ) as caught:
+            store["a"][:]
+        errors.append(caught.value)  # holds the frames, and with them the damaged bytes
+    place.remove(name_of(1))
+    with pytest.raises(hl.FolderError, match=r"shard-00000001\.safetensors is gone"):
+        store["a"][:]
+    place.write(name_of(1), [whole])
+    assert torch.equal(store["a"][:], VALUES)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("mmap (12)")])
+def test_what_cannot_be_read_now_is_not_called_damaged(folder, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    store = hl.open(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlace, "view", fails)
+        with pytest.raises(
+            hl.FolderError, match=r"0\.safetensors cannot be read: .*\n(Close|Free)"
+        ):
+            store["a"][0]
+    assert torch.equal(store["a"][:], VALUES)

@@ -55,7 +55,7 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
         with os.fdopen(open_regular(path), "rb") as file:
             return bool(_head(file.fileno()))
     except PermissionError:
-        return path.exists()  # reading it says what is wrong
+        return os.path.exists(path)  # reading it says what is wrong
     except (OSError, TypeError, ValueError):
         return False
 

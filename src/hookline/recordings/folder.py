@@ -32,6 +32,7 @@ from hookline.recordings.target_folder import check_target, move_into_place, nam
 from hookline.recordings.tensor_file import write_tensors
 
 _FILE_BYTES = 2 * 1024**3
+_MOST_RUNS = 10**9  # of a key: `fc#pass999999999`
 _FILE_TENSORS = 100_000  # their header takes about 8 MB
 
 
@@ -193,7 +194,7 @@ def _read_contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
         if row["failed"] not in (None, True, False):
             raise ValueError("the failed state of a pass must be null, true or false")
         entries = [_read_entry(files, sites, *value) for value in row["values"]]
-        passes.append((int(row["number"]), row["failed"], entries))
+        passes.append((_number(row["number"]), row["failed"], entries))
     kept = manifest["report"]
     report = Report(
         name=str(kept["name"]),
@@ -226,10 +227,21 @@ def _read_entry(
         int(number),
         Stored(files, data, sites[number]),
         None,
-        None if call is None else int(call),
+        None if call is None else _number(call),
         None if backward is None else int(backward),
         None if weight is None else float(weight),
     )
+
+
+def _number(value: Any) -> int:
+    """Return the number of a pass or of a call, as a key may have it.
+
+    Raises:
+        ValueError: it is not such a number.
+    """
+    if type(value) is not int or not 0 <= value < _MOST_RUNS:
+        raise ValueError(f"the number of a pass or call must be from 0 up, got {value!r:.80}")
+    return value
 
 
 def _read_site(row: Mapping[str, Any]) -> Site:
@@ -238,7 +250,7 @@ def _read_site(row: Mapping[str, Any]) -> Site:
     is_sound = (
         all(isinstance(text, str) for text in texts)
         and all(isinstance(key, str | int) for key in leaf)
-        and (call is None or isinstance(call, int))
+        and (call is None or _number(call) == call)
         and row["port"] in PORTS
     )
     if not is_sound:

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from hookline.display.text import first_line
 from hookline.engine import Site
 from hookline.errors import FolderError
+from hookline.recordings.reading import reading
 from hookline.util.open_regular import open_regular
 
 FORMAT = "hookline-recording"
@@ -93,15 +94,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError, NotADirectoryError: the manifest does not exist.
-        FolderError: it has another version, is damaged, or belongs to another program.
+        FolderError: it has another version, is damaged, cannot be read now, or belongs to another
+            program.
     """
     path = folder / MANIFEST
     try:
-        data = read_regular(path)
+        with reading(str(path), (FileNotFoundError, NotADirectoryError)):
+            data = read_regular(path)
         manifest = json.loads(data, object_hook=_Sites().note)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except (*DAMAGE, OSError) as error:
+    except DAMAGE as error:
         raise FolderError(f"{path} cannot be read: {first_line(error)}.\n{REMEDY}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FolderError(

@@ -64,10 +64,10 @@ def _open_at_rest(path: Path) -> tuple[Recording, list[Contents]]:
     try:
         return _open(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if (path / MANIFEST).exists():
+        if os.path.exists(path / MANIFEST):
             raise FolderError(f"{path} is damaged: {first_line(error)}.\n{REMEDY}") from error
-        there = "the folder does not exist" if not path.exists() else f"it has no {MANIFEST}"
-        there = "it is a file" if path.is_file() else there
+        there = "the folder does not exist" if not os.path.exists(path) else f"it has no {MANIFEST}"
+        there = "it is a file" if os.path.isfile(path) else there
         raise FolderError(
             f"{path} is not a recording: {there}.\nGive the folder that run.save(...) wrote."
         ) from None

@@ -16,6 +16,7 @@ from hookline.engine import Site
 from hookline.errors import FolderError, OverwrittenError
 from hookline.recordings.encoding import decode, holds_shard
 from hookline.recordings.manifest import DAMAGE, REMEDY
+from hookline.recordings.reading import UnreadableError, reading
 from hookline.recordings.tensor_file import TensorFile
 
 
@@ -68,7 +69,8 @@ class Files:
     def _open(self, file: str) -> TensorFile:
         if Path(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"a tensor's file must lie in the folder, got {file!r}")
-        opened = TensorFile(self.folder / file, self._sums[file])
+        with reading(str(self.folder / file)):
+            opened = TensorFile(self.folder / file, self._sums[file])
         state, verified = self._verified.get(file, (None, opened.verified))
         if state == opened.state:
             opened.verified = verified
@@ -97,7 +99,7 @@ class Stored:
         """Read the value; repeated calls return the same tensors.
 
         Raises:
-            FolderError: the folder is gone or damaged.
+            FolderError: the folder is gone or damaged, or cannot be read now.
             OverwrittenError: one of its tensors was changed in place after it was read.
         """
         try:
@@ -136,7 +138,7 @@ class Stored:
     def _decode(self, get: Callable[[str], Tensor]) -> Any:
         try:
             return decode(self._data, get)
-        except OverwrittenError:
+        except (OverwrittenError, UnreadableError):
             raise
         except (*DAMAGE, OSError) as error:
             raise FolderError(

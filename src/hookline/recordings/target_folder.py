@@ -20,6 +20,7 @@ from pathlib import Path
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import FORMAT, MANIFEST, read_regular
+from hookline.util.own_handle import OwnHandle
 
 try:
     import fcntl
@@ -255,14 +256,19 @@ def _hold(folder: Path, stack: ExitStack, *, alone: bool, waiting: bool = True) 
         return False
     how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = OwnHandle(folder, os.O_RDONLY)
     except OSError:
         return False
-    stack.callback(os.close, handle)
+    stack.callback(handle.close)
     try:
         fcntl.flock(handle, how if waiting else how | fcntl.LOCK_NB)
     except OSError:
         return False
-    # Closing is not enough: a child forked in between also has the handle.
-    stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
+    stack.callback(_unlock, handle)
     return True
+
+
+def _unlock(handle: OwnHandle) -> None:
+    """Unlock a folder at once: a child that was just forked may not have closed its copy yet."""
+    if handle.is_open:
+        fcntl.flock(handle, fcntl.LOCK_UN)

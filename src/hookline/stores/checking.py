@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, MANIFEST
+from hookline.recordings.reading import DamagedError, UnreadableError, reading
 from hookline.stores.batch_columns import ColumnForm
 from hookline.stores.job import Job
 from hookline.stores.manifest import read_manifest, write_manifest
@@ -18,6 +19,7 @@ from hookline.stores.shard_file import LENGTH, OWN, Shard, name_of, number_of, r
 from hookline.stores.store import NAMES
 
 LOOP = "passes of a loop"  # the kind of data that cannot be run again
+_GONE = "it is gone"
 
 
 class Damage(NamedTuple):
@@ -74,7 +76,8 @@ def verify(where: str | os.PathLike[str] | Place) -> list[Damage]:
         the `name` of the file, and `what` is wrong, in words.
 
     Raises:
-        FolderError: it holds no store, or one of another version.
+        FolderError: it holds no store, or one of another version; or a file cannot be read now, so
+            that nothing is known of it.
     """
     place = _place(where)
     manifest, damage = _manifest(place)
@@ -108,9 +111,9 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
             if the manifest was made again.
 
     Raises:
-        FolderError: the folder holds no store, or one of another version. Or what is damaged cannot
-            be made again: both the manifest and a shard, or a shard of `hl.record(..., to=folder)`.
-            Nothing is changed.
+        FolderError: the folder holds no store, or one of another version. A file cannot be read
+            now. Or what is damaged cannot be made again: both the manifest and a shard, or a shard
+            of `hl.record(..., to=folder)`. Nothing is changed.
     """
     place = _place(where)
     # The lock would leave a file in a folder that holds something else.
@@ -132,8 +135,9 @@ def repair(where: str | os.PathLike[str] | Place) -> Repair:
                     f"{place} was recorded in a loop that cannot be run again, and is damaged:"
                     f" {damaged[0]}.\nRead the other shards: hl.open reads all that are whole."
                 )
-            for name, _ in damaged:
-                place.remove(name)
+            for name, what in damaged:
+                if what != _GONE:  # a file that was not read is not removed
+                    place.remove(name)
             write_manifest(place, manifest["job"], manifest["environment"])
         return Repair(damaged, manifest=False)
 
@@ -156,14 +160,18 @@ def _manifest(place: Place) -> tuple[dict[str, Any] | None, list[Damage]]:
         manifest = read_manifest(place)
     except FolderError as error:
         # Damage has the error that was met as its cause; another version has none.
-        if not isinstance(error.__cause__, DAMAGE):
+        if isinstance(error, UnreadableError) or not isinstance(error.__cause__, DAMAGE):
             raise
         return None, [Damage(MANIFEST, f"it is damaged: {first_line(error.__cause__)}")]
-    return manifest, [Damage(MANIFEST, "it is gone")] if manifest is None else []
+    return manifest, [Damage(MANIFEST, _GONE)] if manifest is None else []
 
 
 def _shards(place: Place, manifest: Mapping[str, Any] | None) -> tuple[list[Shard], list[Damage]]:
-    """Read all shards: those that are whole, and those that are damaged or gone."""
+    """Read all shards: those that are whole, and those that are damaged or gone.
+
+    Raises:
+        UnreadableError: a shard cannot be read now.
+    """
     written = None if manifest is None else manifest["shards"]
     there = {name for name in place.names() if number_of(name) is not None}
     expected = set() if written is None else {name_of(k) for k in range(len(written["seals"]))}
@@ -174,12 +182,10 @@ def _shards(place: Place, manifest: Mapping[str, Any] | None) -> tuple[list[Shar
             if written is not None:
                 _check_listed(shard, name, written)
             if name_of(shard.number) != name:
-                raise ValueError(f"it must hold shard {number_of(name)}, got {shard.number}")
+                raise DamagedError(f"it must hold shard {number_of(name)}, got {shard.number}")
         except FileNotFoundError:
-            damaged.append(Damage(name, "it is gone"))
-        except FolderError:  # the network: the shard may well be whole
-            raise
-        except (*DAMAGE, OSError) as error:
+            damaged.append(Damage(name, _GONE))
+        except DamagedError as error:
             damaged.append(Damage(name, f"it is damaged: {first_line(error)}"))
         else:
             whole.append(shard)
@@ -190,18 +196,20 @@ def _check_listed(shard: Shard, name: str, written: Mapping[str, Any]) -> None:
     """Compare a shard with what the manifest says of it.
 
     Raises:
-        ValueError: they differ.
+        DamagedError: they differ.
     """
     number = number_of(name) or 0
     if number >= len(written["seals"]):
-        raise ValueError("the manifest does not list it")
+        raise DamagedError("the manifest does not list it")
     if shard.seal != written["seals"][number]:
-        raise ValueError(f"its seal must be {written['seals'][number]}, got {shard.seal}")
+        raise DamagedError(f"its seal must be {written['seals'][number]}, got {shard.seal}")
 
 
 def _names(place: Place) -> list[Damage]:
     try:
-        found = json.loads(place.read(NAMES))
+        with reading(f"{place}/{NAMES}"):
+            data = place.read(NAMES)
+        found = json.loads(data)
     except FileNotFoundError:
         return []
     except DAMAGE as error:

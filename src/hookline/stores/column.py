@@ -305,7 +305,7 @@ class Column:
     def _slice(self, rows: slice, rest: tuple[Any, ...]) -> NDArray[Any]:
         """Copy the rows of a slice, shard by shard."""
         span = range(*rows.indices(self._length))
-        found = np.empty((len(span), *self._shape_of(rest)), self._numpy_dtype)
+        found = self._empty(len(span), rest)
         target = found
         if span.step < 0:
             span, target = span[::-1], found[::-1]
@@ -324,7 +324,7 @@ class Column:
             first = int(rows[0]) if n_rows else 0
             return self._slice(slice(first, first + n_rows), rest)
         if n_rows > _MOST_AT_ONCE:
-            found = np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
+            found = self._empty(n_rows, rest)
             for start in range(0, n_rows, _MOST_AT_ONCE):
                 part = slice(start, start + _MOST_AT_ONCE)
                 found[part] = self._gather(rows[part], rest)
@@ -346,12 +346,20 @@ class Column:
     def _gather_by_shard(
         self, rows: NDArray[np.int64], shards: NDArray[np.int64], rest: tuple[Any, ...]
     ) -> NDArray[Any]:
-        found = np.empty((len(rows), *self._shape_of(rest)), self._numpy_dtype)
+        found = self._empty(len(rows), rest)
         for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
             array = self.array(shard)[(slice(None), *rest)]
             found[places] = array[rows[places] - self._starts[shard]]
         return found
+
+    def _empty(self, n_rows: int, rest: tuple[Any, ...]) -> NDArray[Any]:
+        """Make room for rows; what cannot exist is the manifest's fault, not the memory's."""
+        try:
+            return np.empty((n_rows, *self._shape_of(rest)), self._numpy_dtype)
+        except (MemoryError, ValueError):
+            self._shards.check_form(self._form)
+            raise
 
     def _shape_of(self, rest: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the shape of what further indices pick of a row."""

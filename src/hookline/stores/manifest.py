@@ -19,6 +19,8 @@ import torch
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE, MANIFEST, package_version, sealed, unsealed
+from hookline.recordings.reading import reading
+from hookline.stores.manifest_form import check_manifest
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard
 
@@ -80,7 +82,9 @@ def write_manifest(
     head = {
         "format": FORMAT, "version": VERSION, "checksum": "0" * 16, "hookline": package_version(),
     }  # fmt: skip
-    body: dict[str, Any] = {"environment": about, "job": job, "shards": None}
+    # Sorted: the job of a rank has come as JSON with sorted keys, that of one process has not.
+    described = json.loads(json.dumps({"environment": about, "job": job}, sort_keys=True))
+    body: dict[str, Any] = {**described, "shards": None}
     if shards is not None:
         # A list for each field: 10,000 shards are read in a fifth of the time of as many objects.
         body["shards"] = {
@@ -104,12 +108,14 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
 
     Raises:
         FolderError: it is of another version, damaged, or not a store's.
+        UnreadableError: it cannot be read now.
     """
     try:
-        data = place.read(MANIFEST)
+        with reading(f"{place}/{MANIFEST}"):
+            data = place.read(MANIFEST)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise FolderError(f"{place} cannot be read: {first_line(error)}.") from error
     try:
         manifest = json.loads(data)
@@ -125,6 +131,7 @@ def read_manifest(place: Place) -> dict[str, Any] | None:
                 f" ({manifest.get('hookline', 'unknown')}), or extract it again."
             )
         unsealed(data)
+        check_manifest(manifest)
     except FolderError:
         raise
     except DAMAGE as error:

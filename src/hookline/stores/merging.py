@@ -9,7 +9,7 @@ from typing import Any
 
 from hookline.display.text import first_line, plural
 from hookline.errors import FolderError, StructureError
-from hookline.recordings.manifest import DAMAGE
+from hookline.recordings.reading import DamagedError
 from hookline.stores.first_batch import difference
 from hookline.stores.job import exact
 from hookline.stores.manifest import read_manifest, write_manifest
@@ -219,7 +219,7 @@ def _one_behind_the_other(
 def _read(place: Place, name: str) -> Shard:
     try:
         return read_shard(place, name, verify=True)
-    except (*DAMAGE, OSError) as error:
+    except (DamagedError, FileNotFoundError) as error:
         raise FolderError(
             f"{place}/{name} is gone or damaged: {first_line(error)}.\nRemove what is damaged with"
             f" `hookline store repair {place}`, then start the same hl.extract again."

@@ -73,6 +73,13 @@ def _holds_a_store(folder: str | os.PathLike[str]) -> bool:
             return f'"{FORMAT}"'.encode() in file.read(_HEAD_BYTES)
     except FileNotFoundError:
         # The manifest of a store may be lost; what its shards are is in their names.
-        return path.is_dir() and any(number_of(name) is not None for name in os.listdir(path))
+        return _has_shards(path)
     except (OSError, TypeError, ValueError):
         return False  # opening a recording says what is wrong
+
+
+def _has_shards(folder: Path) -> bool:
+    try:
+        return any(number_of(name) is not None for name in os.listdir(folder))
+    except OSError:  # it is a file, or may not be listed
+        return False

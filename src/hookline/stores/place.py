@@ -10,10 +10,8 @@ import errno
 import os
 import re
 import secrets
-import socket
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -24,22 +22,17 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line, type_and_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import sync
+from hookline.recordings.reading import UnreadableError
+from hookline.stores.folder_lock import FolderLock
 from hookline.util.open_regular import open_regular
-from hookline.util.own_process import OwnProcess
 
-try:
-    import fcntl
-except ImportError:  # not POSIX: no locks, so two writers are not noticed
-    fcntl = None  # type: ignore[assignment]
-
-_LOCK = ".lock"
-_ORPHANS_S = 15  # workers of torch's DataLoader look for their parent every 5 seconds
 _PART = ".part"
 _LOCAL = "file://"  # fsspec would write such files without lock and sync
 # Only a writer's own files: the folder may turn out to be one with other files in it.
 _LEFT_BEHIND = re.compile(
     r"\.(shard-\d{8}\.safetensors|manifest\.json|names\.json)\.\d+\.[0-9a-f]{8}\.part"
 )
+_CHECK = "Check the address, the network and the credentials."
 _MOST_BUFFERS = 1024  # of one call: IOV_MAX of Linux and macOS
 
 
@@ -57,7 +50,7 @@ class Place(Protocol):
         """
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Read a file, or a range of its bytes.
+        """Read a file, or a range of its bytes, which must not end behind the file.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -75,7 +68,11 @@ class Place(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Remove a file; a missing file is no error."""
+        """Remove a file; a missing file is no error.
+
+        Raises:
+            FolderError: it cannot be removed.
+        """
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return a range of a file's bytes, memory-mapped where the file lies on this machine."""
@@ -126,7 +123,7 @@ class LocalPlace:
     def __init__(self, folder: Path) -> None:
         self._shown = folder
         self.folder = folder.absolute()  # the working directory may change during a run
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
 
     def __str__(self) -> str:
         return str(self._shown)
@@ -194,11 +191,8 @@ class LocalPlace:
         Raises:
             FolderError: it was moved, removed or replaced.
         """
-        if self._lock is None:
+        if self._lock is None or self._lock.is_in_place():
             return
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(os.fstat(self._lock), os.stat(self.folder / _LOCK)):
-                return
         raise FolderError(
             f"{self} must stay where it is while it is written, got another folder or none."
             "\nPut it back, and start again to go on."
@@ -206,7 +200,12 @@ class LocalPlace:
 
     def remove(self, name: str) -> None:
         """Remove a file; a missing file is no error."""
-        (self.folder / name).unlink(missing_ok=True)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise FolderError(
+                f"cannot remove {self._shown / name}: {first_line(error)}.\nRemove it yourself."
+            ) from error
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Return a range of a file's bytes, memory-mapped."""
@@ -225,56 +224,24 @@ class LocalPlace:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other writers out, and remove what killed ones have left."""
-        if fcntl is None:
-            yield
-            return
+        lock = FolderLock(self.folder, str(self))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            lock.acquire()
+        except FolderError:
+            raise
         except OSError as error:
             raise FolderError(
                 f"cannot write to {self}: {first_line(error)}.\n{_remedy(error)}"
             ) from error
-        process = OwnProcess()
         try:
-            self._acquire(handle)
             for name in filter(_LEFT_BEHIND.fullmatch, os.listdir(self.folder)):
                 (self.folder / name).unlink(missing_ok=True)
-            self._lock = handle
+            self._lock = lock
             yield
         finally:
             self._lock = None
-            # Closing does not release it where a process that was forked meanwhile runs on. Such a
-            # process must not release it itself.
-            if process.is_here:
-                fcntl.flock(handle, fcntl.LOCK_UN)
-            os.close(handle)
-
-    def _acquire(self, handle: int) -> None:
-        """Lock the file, and write into it who holds it.
-
-        The workers of a killed writer's loader hold its lock for the seconds in which they notice.
-
-        Raises:
-            FolderError: another process holds the lock.
-        """
-        until = time.monotonic() + _ORPHANS_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = os.pread(handle, 256, 0).decode(errors="replace")
-                if not _has_died(holder) or time.monotonic() > until:
-                    raise FolderError(
-                        f"another process is writing to {self}{holder and f' ({holder})'}."
-                        "\nWait until it has ended, or give another folder."
-                    ) from None
-                time.sleep(0.1)
-            else:
-                break
-        with suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, _holder(os.getpid()).encode(), 0)
+            lock.release()
 
 
 @final
@@ -317,13 +284,16 @@ class RemotePlace:
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes."""
-        with self._reaching():
+        with self._reaching(name):
             return int(self._fs.size(self._path(name)))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a file, or a range of its bytes."""
-        with self._reaching():
-            return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+        with self._reaching(name):
+            data = bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+            if stop is not None and len(data) < stop - start:
+                raise OSError(f"{name}: {len(data):,} of {stop - start:,} bytes came")
+            return data
 
     def write(self, name: str, chunks: Sequence[Any]) -> None:
         """Write an object in one request; an older one of that name is replaced."""
@@ -335,8 +305,12 @@ class RemotePlace:
 
     def remove(self, name: str) -> None:
         """Remove an object; a missing one is no error."""
-        with suppress(FileNotFoundError):
+        try:
             self._fs.rm_file(self._path(name))
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise self._unreachable(error) from error
 
     def view(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Download a range of an object's bytes."""
@@ -351,39 +325,23 @@ class RemotePlace:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Turn what the network raises into a FolderError; a missing object stays one."""
+    def _reaching(self, name: str) -> Iterator[None]:
+        """Turn what the network raises into an UnreadableError; a missing object stays one."""
         try:
             yield
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise self._unreachable(error) from error
+            raise UnreadableError(
+                f"{self.url}/{name} cannot be read: {type_and_line(error)}."
+                f"\n{_CHECK} The object was not removed."
+            ) from error
 
     def _unreachable(self, error: Exception) -> FolderError:
         return FolderError(
             f"{self.url} cannot be used: {type_and_line(error)}."
-            "\nCheck the address, the network and the credentials. What was written before is"
-            " whole; start again to go on."
+            f"\n{_CHECK} What was written before is whole; start again to go on."
         )
-
-
-def _holder(process: int) -> str:
-    return f"process {process} on {socket.gethostname()}"
-
-
-def _has_died(holder: str) -> bool:
-    """Tell whether the process that a lock names was on this machine, and is no more."""
-    found = re.match(r"process (\d+)", holder)
-    if found is None or holder != _holder(int(found[1])):
-        return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's
-        pass
-    return False
 
 
 def _write_first(handle: int, chunks: list[memoryview]) -> int:

@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from hookline.display.text import first_line
+from hookline.recordings.manifest import DAMAGE
+from hookline.recordings.reading import DamagedError, reading
 from hookline.recordings.tensor_file import DTYPES, flat_bytes
 from hookline.statistics import Moments
 from hookline.stores.place import Place
@@ -310,15 +313,24 @@ def read_shard(place: Place, name: str, *, verify: bool = False) -> Shard:
         verify: compare the bytes of all columns with their checksums, too.
 
     Raises:
-        OSError: the file cannot be read. ValueError, KeyError, TypeError: it is damaged.
+        FileNotFoundError: the file does not exist.
+        UnreadableError: the file cannot be read now.
+        DamagedError: the bytes of the file were read, and are wrong.
     """
+    try:
+        with reading(f"{place}/{name}"):
+            return _read_shard(place, name, verify=verify)
+    except DAMAGE as error:
+        raise DamagedError(first_line(error)) from error
+
+
+def _read_shard(place: Place, name: str, *, verify: bool) -> Shard:
     size = place.size(name)
-    first = place.read(name, 0, 8)
+    first = place.read(name, 0, min(8, size))
     end = head_size(first)
     if not 8 < end <= size:
         raise ValueError(f"it must be as long as its header says, got {size} bytes")
     shard = decode(first + place.read(name, 8, end), size)
-    if verify:
-        for span in shard.spans.values():
-            check(span, place.view(name, span.start, span.stop))
+    for span in shard.spans.values() if verify else ():
+        check(span, place.view(name, span.start, span.stop))
     return shard

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple, final
 from weakref import WeakValueDictionary
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from hookline.display.text import first_line
 from hookline.errors import FolderError
 from hookline.recordings.manifest import DAMAGE
+from hookline.recordings.reading import reading
 from hookline.recordings.tensor_file import DTYPES
 from hookline.stores.gather_rows import Origins
 from hookline.stores.place import LocalPlace, Place
@@ -166,13 +168,8 @@ class Shards:
         found = self.mapped_of(form.name).get(shard)
         if found is not None:
             return found
-        with self._lock:
-            try:
-                return self._read(shard, form)
-            except FolderError:
-                raise
-            except (*DAMAGE, OSError) as error:
-                raise self._damaged(shard, error) from error
+        with self._lock, self._looking(shard):
+            return self._read(shard, form)
 
     def stops_of_items(self, shard: int) -> NDArray[np.int64]:
         """Return the row after the last of each item of a shard, counted within the shard."""
@@ -199,19 +196,43 @@ class Shards:
         Raises:
             FolderError: the shard is gone or damaged.
         """
-        with self._lock:
-            try:
-                return self._hold(shard).shard
-            except FolderError:
-                raise
-            except (*DAMAGE, OSError) as error:
-                raise self._damaged(shard, error) from error
+        with self._lock, self._looking(shard):
+            return self._hold(shard).shard
+
+    def check_form(self, form: Form) -> None:
+        """Check that each shard has the rows of a column that the manifest lists.
+
+        Raises:
+            FolderError: a shard has others, is gone or damaged.
+        """
+        for shard in range(len(self)):
+            with self._lock, self._looking(shard):
+                n_rows = (self.n_rows if form.per_token else self.n_items)[shard]
+                if n_rows:
+                    _checked(self._hold(shard).shard.spans.get(form.name), form, n_rows)
 
     def release(self) -> None:
         """Unmap all files. Arrays that are still referenced stay valid."""
         with self._lock:
             for shard in list(self._held):
                 self._drop(shard)
+
+    @contextmanager
+    def _looking(self, shard: int) -> Iterator[None]:
+        """Forget a shard that turns out to be damaged: once it is mended, it is read again.
+
+        Raises:
+            FolderError: the shard is gone or damaged, or cannot be read now.
+        """
+        try:
+            with reading(self.name(shard)):
+                yield
+        except FolderError:
+            raise
+        except FileNotFoundError as error:
+            raise self._damaged(shard, "is gone") from error
+        except DAMAGE as error:
+            raise self._damaged(shard, f"is damaged: {first_line(error)}") from error
 
     def _read(self, shard: int, form: Form) -> Mapped:
         held = self._hold(shard)
@@ -220,13 +241,7 @@ class Shards:
         if span is None and not n_rows:  # all of its items were skipped
             empty = np.empty((0, *form.shape), numpy_dtype(DTYPES[form.dtype]))
             return self.mapped_of(form.name).setdefault(shard, Mapped(empty, 0))
-        if span is None:
-            raise ValueError(f"it must hold {form.name!r}")
-        if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
-            raise ValueError(
-                f"{form.name!r} must be {form.dtype} of {[n_rows, *form.shape]}, got {span.dtype}"
-                f" of {list(span.shape)}"
-            )
+        span = _checked(span, form, n_rows)
         if held.data is None:
             data = self._download(shard, form.name, span)
         else:
@@ -236,6 +251,7 @@ class Shards:
             try:
                 check(span, data)
             except ValueError as error:
+                self._alive.pop((shard, form.name), None)  # an error's frames may keep it alive
                 raise ValueError(f"{form.name!r}: {error}") from None
             verified.add(form.name)
         array = array_of(span, data)
@@ -258,7 +274,8 @@ class Shards:
             size, first = len(data), data[:8].tobytes()
             read = data[: head_size(first)].tobytes()
         else:
-            size, first = place.size(file), place.read(file, 0, 8)
+            size = place.size(file)
+            first = place.read(file, 0, min(8, size))
             read = first + place.read(file, 8, min(head_size(first), size))
         if size != self.sizes[shard]:
             raise ValueError(f"it must be {self.sizes[shard]:,} bytes long, got {size:,}")
@@ -297,7 +314,7 @@ class Shards:
             self._drop(next(one for one in self._downloaded if one != shard))
 
     def _drop(self, shard: int) -> None:
-        del self._held[shard]
+        self._held.pop(shard, None)
         self._downloaded.pop(shard, None)
         self._stops.pop(shard, None)
         self._origins.clear()
@@ -307,13 +324,11 @@ class Shards:
     def _file(self, shard: int) -> str:
         return name_of(self.numbers[shard])
 
-    def _damaged(self, shard: int, error: BaseException) -> FolderError:
-        place = self.places[shard]
-        what = "is gone" if isinstance(error, FileNotFoundError) else "is damaged"
-        why = "" if isinstance(error, FileNotFoundError) else f": {first_line(error)}"
+    def _damaged(self, shard: int, what: str) -> FolderError:
+        self._drop(shard)
         return FolderError(
-            f"{self.name(shard)} {what}{why}.\nRemove what is damaged with `hookline store repair"
-            f" {place}`, then start the same hl.extract again."
+            f"{self.name(shard)} {what}.\nRemove what is damaged with `hookline store repair"
+            f" {self.places[shard]}`, then start the same hl.extract again."
         )
 
 
@@ -321,3 +336,19 @@ def find(stops: list[int], index: int) -> tuple[int, int]:
     """Return the shard that holds a row, and the row's index in it."""
     shard = bisect_right(stops, index)
     return shard, index - (stops[shard - 1] if shard else 0)
+
+
+def _checked(span: Span | None, form: Form, n_rows: int) -> Span:
+    """Return the span of a column in a shard.
+
+    Raises:
+        ValueError: the shard has none, or of another form.
+    """
+    if span is None:
+        raise ValueError(f"it must hold {form.name!r}")
+    if span.dtype != form.dtype or span.shape != (n_rows, *form.shape):
+        raise ValueError(
+            f"{form.name!r} must be {form.dtype} of {[n_rows, *form.shape]}, got {span.dtype}"
+            f" of {list(span.shape)}"
+        )
+    return span

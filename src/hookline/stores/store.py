@@ -25,6 +25,7 @@ from hookline.errors import (
 )
 from hookline.recordings.index import closest, listed
 from hookline.recordings.manifest import DAMAGE, MANIFEST
+from hookline.recordings.reading import reading
 from hookline.statistics import Moments, merged
 from hookline.stores.column import Column
 from hookline.stores.data_sets import Shuffle, ShuffledRows, StoreDataset
@@ -92,9 +93,9 @@ class Store:
                 name: Moments.from_json(fields) for name, fields in manifest["statistics"].items()
             }
             self.skipped = [(int(item), str(text)) for item, text in manifest["skipped"]]
-        except DAMAGE as error:
+            self._begin(shards)
+        except (*DAMAGE, SelectionError) as error:
             raise _damaged(place, f"its {MANIFEST}: {first_line(error)}") from error
-        self._begin(shards)
 
     def _begin(self, shards: Shards) -> None:
         self._shards = shards
@@ -205,7 +206,9 @@ class Store:
         """
         self._check_single("names")
         try:
-            found = json.loads(self._place.read(NAMES))
+            with reading(f"{self._place}/{NAMES}"):
+                data = self._place.read(NAMES)
+            found = json.loads(data)
             if not isinstance(found, list):
                 raise ValueError("it must be a list")
         except FileNotFoundError:

@@ -73,6 +73,8 @@ def extract(rank, folder, kind, rows=ROWS, **options):
 def test_ranks_make_the_store_of_one_process(ranks, tmp_path, whole, kind):
     ranks.run(__file__, "extract", str(tmp_path), kind)
     assert files(tmp_path / "s") == files(whole)
+    manifests = [(folder / "manifest.json").read_bytes() for folder in (tmp_path / "s", whole)]
+    assert manifests[0] == manifests[1]
     store = hl.open(tmp_path / "s", verify=True)
     assert store.items[:].tolist() == list(range(50))
     assert store.statistics == hl.open(whole).statistics

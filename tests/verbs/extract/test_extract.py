@@ -749,7 +749,7 @@ def test_a_second_writer_is_refused(model, tmp_path):
     from hookline.stores.place import place_of
 
     with place_of(tmp_path / "s").locked():
-        with pytest.raises(hl.FolderError, match="another process is writing"):
+        with pytest.raises(hl.FolderError, match=r"this process is writing to .* already"):
             hl.extract(model, ROWS, "stem", tmp_path / "s")
     hl.extract(model, ROWS, "stem", tmp_path / "s")
 
@@ -893,17 +893,32 @@ def test_a_last_batch_of_one_number_is_stored(tmp_path):
     assert store["first"][:].tolist() == [0, 2, 4]
 
 
-def test_a_shard_that_cannot_be_read_for_now_is_not_removed(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(24, "Too many open files"),
+        RuntimeError("unable to mmap 9 bytes from file <x>: Too many open files (24)"),
+    ],
+)
+@pytest.mark.parametrize("method", ["read", "view"])
+def test_a_shard_that_cannot_be_read_for_now_is_not_removed(
+    model, tmp_path, monkeypatch, method, error
+):
     from hookline.stores.place import LocalPlace
 
     hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
+    damaged = tmp_path / "s" / "shard-00000000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     before = files(tmp_path / "s")
+    real = getattr(LocalPlace, method)
 
-    def view(*_):
-        raise OSError(24, "Too many open files")
+    def fails(place, name, *range):
+        if name == "shard-00000002.safetensors":
+            raise error
+        return real(place, name, *range)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalPlace, "view", view)
-        with pytest.raises(hl.FolderError, match=r"Too many open files(.|\n)*nothing is lost"):
+        patch.setattr(LocalPlace, method, fails)
+        with pytest.raises(hl.FolderError, match=r"2\.safetensors cannot be read(.|\n)*ulimit -n"):
             hl.extract(model, ROWS, "stem", tmp_path / "s", **SMALL)
     assert files(tmp_path / "s") == before

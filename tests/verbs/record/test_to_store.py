@@ -159,7 +159,7 @@ def test_a_forked_child_writes_nothing_and_says_so_once(net, tmp_path):
     assert [f"not written to {tmp_path / 's'}" in one for one in told] == [True]
     assert n_own == 2
     assert os.listdir(tmp_path / "s") == [".lock"]
-    with pytest.raises(hl.FolderError, match="another process is writing"):
+    with pytest.raises(hl.FolderError, match="this process is writing"):
         hl.record(net, "0", to=tmp_path / "s")
     net(X[:3])
     line.remove()

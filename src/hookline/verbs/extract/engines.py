@@ -8,7 +8,7 @@ from typing import Protocol, final
 
 from hookline.display.text import first_line
 from hookline.errors import FolderError
-from hookline.recordings.manifest import DAMAGE
+from hookline.recordings.reading import DamagedError
 from hookline.stores.job import Job
 from hookline.stores.place import Place
 from hookline.stores.shard_file import Shard, name_of, read_shard
@@ -77,14 +77,15 @@ def read_elsewhere(place: Place, number: int, job: str) -> Shard:
     """Read the description of a shard that another process has written.
 
     Raises:
-        FolderError: it is not there, or of another job than the one with this digest.
+        FolderError: it is not there, cannot be read now, or is of another job than the one with
+            this digest.
     """
     try:
         shard = read_shard(place, name_of(number))
         if shard.job != job:
-            raise ValueError("it is of another job")
+            raise DamagedError("it is of another job")
         return shard
-    except (*DAMAGE, OSError) as error:
+    except (DamagedError, FileNotFoundError) as error:
         raise FolderError(
             f"{place} must be a folder that all machines share, got no {name_of(number)} that can"
             f" be read here: {first_line(error)}.\nGive a folder of a network file system, or a"

@@ -11,12 +11,13 @@ from typing import Any, TypeVar, final
 
 from torch import nn
 
-from hookline.display.text import first_line, plural
+from hookline.display.text import plural
 from hookline.display.units import size
 from hookline.engine import path_text, sharding
 from hookline.engine.identity import function_identity, model_identity
 from hookline.errors import FolderError, InputError, RanksError, StructureError, warn
 from hookline.recordings.manifest import DAMAGE, MANIFEST
+from hookline.recordings.reading import DamagedError
 from hookline.stores.first_batch import difference
 from hookline.stores.job import SHARD_BYTES, Job, batches_per_shard
 from hookline.stores.manifest import environment, read_manifest, write_manifest
@@ -313,6 +314,9 @@ class Extraction:
         """Note the shards that are whole; remove damaged ones, so that they are made again.
 
         All bytes are read, so each rank reads its share.
+
+        Raises:
+            UnreadableError: a shard cannot be read now. Nothing is removed.
         """
         names = [name for name in self._place.names() if number_of(name) is not None]
         digest = self._job.digest
@@ -324,20 +328,18 @@ class Extraction:
                 shard = read_shard(self._place, name, verify=True)
                 is_ours = (shard.number, shard.job) == (number_of(name), digest)
                 if not is_ours or not self._has_place(shard):
-                    raise ValueError("it must hold the batches of its number, of this job")
-            except OSError as error:  # perhaps for a moment only: nothing is removed for that
-                raise FolderError(
-                    f"{self._place} cannot be read: {name}: {first_line(error)}."
-                    "\nStart again when it can be read; nothing is lost."
-                ) from error
-            except DAMAGE:
+                    raise DamagedError("it must hold the batches of its number, of this job")
+            except FileNotFoundError:
+                return  # it went away meanwhile, and is made again
+            except DamagedError:
                 damaged.append(name)
-                self._place.remove(name)
-                return
-            self._shards[shard.number] = shard
+            else:
+                self._shards[shard.number] = shard
 
         _in_threads(look, names[self._ranks.me :: self._ranks.n])
         damaged.sort()
+        for name in damaged:  # only now: nothing is removed if a file could not be read
+            self._place.remove(name)
         if damaged:
             warn(
                 f"{plural(len(damaged), 'damaged shard')} in {self._place} will be made again:"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from hookline.engine.pytree import tree
 from hookline.errors import warn
 from hookline.verbs.extract.inputs.batches import Source
 from hookline.verbs.extract.inputs.token_mask import DEFAULT_MASK
+from hookline.verbs.extract.kept_state import KeptState
 from hookline.verbs.extract.options import Extracting
 from hookline.verbs.extract.worker import Worker
 from hookline.verbs.record.float32 import measured
@@ -57,18 +57,23 @@ class Setup:
         kept: Keep = {"copy": True} if is_split else {"keep": keep, "dtype": dtype, "copy": True}
         prefix = Prefix(self.model, self.selector, "extract", kept)
         mode = in_eval_mode(prefix.modules) if options.get("eval", True) else nullcontext()
-        before = _versions(self.model)
+        # Weights that are sharded change as they are gathered.
+        state = None if sharding(self.model) else KeptState(self.model)
         with prefix, mode:
             mask = options.get("mask", DEFAULT_MASK)
             gather = _Gather(keep, dtype) if is_split else None
-            yield Worker(prefix, self.source, options.get("inputs"), mask, gather)
-        after = _versions(self.model)
-        changed = [name for name, version in before.items() if after.get(name) != version]
+            worker = Worker(prefix, self.source, options.get("inputs"), mask, gather, state)
+            yield worker
+        changed = worker.changing or (state.changed() if state else [])
         if changed:
+            remedy = (
+                "Extract in one process, without an interruption, or reset it before each batch."
+                if options.get("eval", True)
+                else "Extract again without eval=False, and train the model afterwards."
+            )
             warn(
                 f"{', '.join(changed[:_MOST_NAMED])}{', …' * (len(changed) > _MOST_NAMED)} changed"
-                " while the model ran: rows depend on when they were made."
-                "\nExtract again without eval=False, and train the model afterwards."
+                f" while the model ran: rows may depend on the batches before them.\n{remedy}"
             )
 
 
@@ -95,14 +100,6 @@ class _Gather:
     def _converted(self, tensor: Tensor) -> Tensor:
         is_converted = self.dtype is not None and tensor.is_floating_point()
         return tensor.to(self.dtype) if is_converted else tensor
-
-
-def _versions(model: nn.Module) -> dict[str, int]:
-    """Return what changes when a parameter or buffer is written to; of sharded weights nothing."""
-    if sharding(model):
-        return {}
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return {name: tensor._version for name, tensor in named if not tensor.is_inference()}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from hookline.stores.shard_file import Chunk
 from hookline.verbs.extract.inputs.call_hint import note_inputs
 from hookline.verbs.extract.inputs.sources import Batch, Source
 from hookline.verbs.extract.inputs.token_mask import Mask, tokens_of
+from hookline.verbs.extract.kept_state import KeptState
 from hookline.verbs.extract.seeding import seeded
 from hookline.verbs.record.prefix import Prefix
 
@@ -36,11 +37,14 @@ class Worker:
         inputs: a function of a batch that returns the model's inputs; None gives the whole batch.
         mask: the mask of the tokens of a batch, as in `hl.extract`.
         gather: makes of each value what is stored, where ranks have parts of it: a collective.
+        state: what the model keeps from batch to batch; None where that is not looked at.
 
     Attributes:
         forward: runs the model on a batch, and returns the sites that it did not reach.
         offload: brings values to the CPU.
         forms: the form of each column, once a batch was run.
+        changing: the names of the state that each batch so far has changed. The model then runs to
+            its end in each batch: what is behind the last site may change the state.
     """
 
     def __init__(
@@ -50,8 +54,12 @@ class Worker:
         inputs: Any,
         mask: Mask,
         gather: Callable[[Any], Any] | None = None,
+        state: KeptState | None = None,
     ) -> None:
         self._prefix = prefix
+        self._state = state
+        self._may_stop = state is None
+        self.changing: list[str] = []
         self.forward: Callable[[Any], list[Site]] = prefix.run
         self._accelerators = prefix.devices() - {_CPU}
         self._gather = gather
@@ -152,11 +160,21 @@ class Worker:
 
     def _forward_moved(self, data: Any) -> list[Site]:
         try:
-            return self.forward(data)
+            return self._through(data)
         except TypeError as error:
             if self._inputs is None:
                 note_inputs(self._prefix.modules[0], data, error)
             raise
+
+    def _through(self, inputs: Any) -> list[Site]:
+        """Run the model; to its end until a batch has changed no state."""
+        if self._may_stop or self._state is None:
+            return self.forward(inputs)
+        with self._prefix.to_the_end():
+            missing = self.forward(inputs)
+        self.changing = self._state.changed()
+        self._may_stop = not self.changing
+        return missing
 
     def first_inputs(self) -> Any:
         """Return what the model takes of the first batch."""

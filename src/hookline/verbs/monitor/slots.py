@@ -339,6 +339,11 @@ class Slots:
             modules = [one for one in self._sites.values() if one.order[0] < self.n_modules]
         return not modules or any(one.is_off or one.name in taken for one in modules)
 
+    def has_path(self, path: str) -> bool:
+        """Tell whether a module has a path."""
+        with self.lock:
+            return any(one.site.path == path for one in self._sites.values())
+
     def has_values(self) -> bool:
         """Tell whether a value came in this step."""
         with self.lock:

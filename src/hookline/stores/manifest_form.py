@@ -1,0 +1,128 @@
+"""Check that a manifest has the form that hookline writes, field by field.
+
+A checksum that is right says that the file is the one that was written, not who wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hookline.recordings.tensor_file import DTYPES
+
+_MOST = 2**62  # of rows, and of the bytes of a row: NumPy counts in 63 bits
+_WORDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
+_LISTS = ("batches", "items", "rows", "sizes")
+
+
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Check the fields of a store's manifest.
+
+    Args:
+        manifest: the manifest, as JSON gives it.
+
+    Raises:
+        ValueError: a field is missing or of another form. The message names it.
+    """
+    _part(manifest, "environment", dict)
+    columns = _checked_job(_part(manifest, "job", dict))
+    if manifest.get("shards") is None:
+        return
+    shards = _part(manifest, "shards", dict)
+    _check_shards(shards)
+    _check_counts(shards, columns)
+    _part(manifest, "statistics", dict)
+    _part(manifest, "skipped", list)
+
+
+def _checked_job(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Check the fields of a job, and return its columns."""
+    for name in ("model", "options", "data"):
+        _part(job, name, dict, "job.")
+    _check_texts(_part(job, "sites", list, "job."), "job.sites")
+    for name in ("batch_size", "shard_batches"):
+        _check_number(_any(job, name, "job."), f"job.{name}")
+    if _any(job, "n_items", "job.") is not None:
+        _check_number(job["n_items"], "job.n_items")
+    columns: list[dict[str, Any]] = _part(job, "columns", list, "job.")
+    for number, column in enumerate(columns):
+        where = f"job.columns[{number}]"
+        if not isinstance(column, dict):
+            raise _wrong(where, "an object", column)
+        _check_column(column, f"{where}.")
+    return columns
+
+
+def _check_column(column: Mapping[str, Any], where: str) -> None:
+    _part(column, "name", str, where)
+    if _part(column, "dtype", str, where) not in DTYPES:
+        raise _wrong(f"{where}dtype", "a dtype of safetensors", column["dtype"])
+    if _part(column, "per", str, where) not in ("item", "token"):
+        raise _wrong(f"{where}per", "'item' or 'token'", column["per"])
+    shape = _part(column, "shape", list, where)
+    for size in shape:
+        _check_number(size, f"{where}shape")
+    if math.prod(size for size in shape if size) * DTYPES[column["dtype"]].itemsize > _MOST:
+        raise _wrong(f"{where}shape", "the shape of a row that fits into memory", shape)
+
+
+def _check_shards(shards: Mapping[str, Any]) -> None:
+    """Check the lists of the shards. They are long, so Python looks at none of their elements."""
+    for name in _LISTS:
+        numbers = _part(shards, name, list, "shards.")
+        if not {*map(type, numbers)} <= {int} or min(numbers, default=0) < 0:
+            wrong = next(one for one in numbers if type(one) is not int or one < 0)
+            raise _wrong(f"shards.{name}", "a list of numbers from 0 up", wrong)
+        if sum(numbers) > _MOST:
+            raise _wrong(f"shards.{name}", "numbers of things that can exist", max(numbers))
+    _check_texts(_part(shards, "seals", list, "shards."), "shards.seals")
+    lengths = {name: len(shards[name]) for name in (*_LISTS, "seals")}
+    if len({*lengths.values()}) > 1:
+        raise _wrong("shards", "lists with an entry for each shard", lengths)
+
+
+def _check_counts(shards: Mapping[str, Any], columns: list[dict[str, Any]]) -> None:
+    """Check that the files can hold as many rows as are listed."""
+    is_ragged = any(column["per"] == "token" for column in columns)
+    if not is_ragged and shards["rows"] != shards["items"]:
+        raise ValueError("shards.rows must be shards.items where rows are items")
+    n_bytes = {"item": 16 if is_ragged else 8, "token": 0}  # the store's own columns
+    for column in columns:
+        row_bytes = math.prod(column["shape"]) * DTYPES[column["dtype"]].itemsize
+        n_bytes[column["per"]] += row_bytes
+    wanted = sum(shards["items"]) * n_bytes["item"] + sum(shards["rows"]) * n_bytes["token"]
+    if wanted > sum(shards["sizes"]):
+        raise ValueError(
+            f"shards.sizes must add up to {wanted:,} bytes for the listed rows, got"
+            f" {sum(shards['sizes']):,}"
+        )
+
+
+def _any(parent: Mapping[str, Any], name: str, where: str = "") -> Any:
+    if name not in parent:
+        raise ValueError(f"{where}{name} must be there")
+    return parent[name]
+
+
+def _part(parent: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
+    """Return a field, which must be an object, a list or a text."""
+    value = _any(parent, name, where)
+    if not isinstance(value, kind):
+        raise _wrong(f"{where}{name}", _WORDS[kind], value)
+    return value
+
+
+def _check_number(value: Any, where: str) -> None:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise _wrong(where, "a number from 0 up", value)
+
+
+def _check_texts(values: list[Any], where: str) -> None:
+    if not {*map(type, values)} <= {str}:
+        wrong = next(value for value in values if type(value) is not str)
+        raise _wrong(where, "a list of texts", wrong)
+
+
+def _wrong(where: str, wanted: str, got: Any) -> ValueError:
+    return ValueError(f"{where} must be {wanted}, got {got!r:.80}")

@@ -1,0 +1,70 @@
+"""File descriptors of one process: a forked child closes its copies.
+
+A lock by `flock` lasts until the last copy of its descriptor is closed. Workers of a DataLoader
+outlive a killed process by seconds, or for ever, and would keep its locks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import final
+
+_opening = threading.RLock()  # held while a process forks: no descriptor is opened unnoticed
+_handles: weakref.WeakSet[OwnHandle] = weakref.WeakSet()
+
+
+@final
+class OwnHandle:
+    """A file descriptor that a forked child closes as its first act.
+
+    >>> handle = OwnHandle(Path("/dev/null"), os.O_RDONLY)
+    >>> handle.close()
+    >>> handle.is_open
+    False
+
+    Args:
+        path: the file or folder.
+        flags: the flags of `os.open`.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    __slots__ = ("__weakref__", "_number")
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._number = -1
+        with _opening:
+            self._number = os.open(path, flags, 0o666)
+            _handles.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether the descriptor is open in this process."""
+        return self._number >= 0
+
+    def fileno(self) -> int:
+        """Return the descriptor; -1 once it is closed."""
+        return self._number
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        number, self._number = self._number, -1
+        _handles.discard(self)
+        if number >= 0:
+            os.close(number)
+
+
+def _close_all() -> None:
+    for handle in list(_handles):
+        handle.close()
+    _opening.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_close_all
+    )

@@ -1,0 +1,50 @@
+"""A file descriptor that forked children do not keep."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import pytest
+
+from forks import child, forked
+from hookline.util.own_handle import OwnHandle
+
+
+@pytest.mark.processes
+def test_a_forked_child_has_no_copy(tmp_path):
+    handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+    number = handle.fileno()
+
+    def look():
+        handle.close()  # closes nothing more
+        try:
+            os.fstat(number)
+        except OSError:
+            return handle.is_open, handle.fileno()
+
+    assert child(look) == (False, -1)
+    assert handle.is_open
+    handle.close()
+    handle.close()
+    assert not handle.is_open
+
+
+@pytest.mark.processes
+def test_a_lock_ends_with_its_process_though_a_child_lives(tmp_path):
+    (reading, writing), (from_here, to_child) = os.pipe(), os.pipe()
+    handle = OwnHandle(tmp_path / "x", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def wait():
+        os.write(writing, b"here")
+        return os.read(from_here, 1)
+
+    answer = forked(wait)
+    assert os.read(reading, 4) == b"here"
+    handle.close()
+    other = OwnHandle(tmp_path / "x", os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(to_child, b"e")
+    assert answer() == b"e"
+    other.close()
