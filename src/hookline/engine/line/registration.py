@@ -195,7 +195,8 @@ class Registrations(Attachment):
 
         Args:
             kind: "forward_pre", "forward" (which gets kwargs), "after" (a forward hook that is
-                always called), or the kind of a registration hook or a step hook.
+                always called), "backward" (before each run of autograd), or the kind of a
+                registration hook or a step hook.
             hook: the hook.
         """
         hooks, *marks = global_hook_dicts(kind)

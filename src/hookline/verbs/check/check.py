@@ -112,7 +112,8 @@ class CheckLine(VerbLine[Line]):
             raise raised.error()
         if error is None and not outcome.is_told:
             outcome.is_told = True
-            swallowed = [one for one in self.findings if not one.vanished]
+            told = outcome.warned
+            swallowed = [one for one in self.findings if not one.vanished and one not in told]
             if swallowed:
                 warn(
                     f"hl.check: {swallowed[0].message.splitlines()[0]}"

@@ -140,14 +140,23 @@ class Finding:
         return escape_invisible(path_text(self.path) + call)
 
     @property
+    def is_loss(self) -> bool:
+        """Tell whether the loss itself is not finite, and its gradients are."""
+        return self.kind == "loss" and self.path == "loss"
+
+    @property
     def message(self) -> str:
         """The message of the error: two lines."""
         where = f" at {self.line}" if self.line else ""
         by = self.function or self.operation
-        verb = "made" if self.kind in ("forward", "backward") else "read"
+        verb = "made" if self.kind in ("forward", "backward", "loss") else "read"
         made = f", {verb} by {by}{where}" if by else where and f", {verb}{where}"
+        if self.kind == "loss" and not self.is_loss:
+            made = ": the loss made it" + (f", by {by}{where}" if by else "")
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        if self.kind == "loss":
+        if self.is_loss:
+            what = "the loss"
+        elif self.kind == "loss":
             what = f"the gradient of the output {self.site}"
         elif self.kind == "backward":
             what = f"gradients in the backward of {self.site}"
@@ -160,11 +169,10 @@ class Finding:
         else:
             what = f"the {self.kind} {self.site}"
         type_name = f" ({self.module_type})" if self.module_type else ""
-        loss = ": the loss made it" if self.kind == "loss" else ""
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (
             f"{what}{type_name} must be finite, got {self._counts()} {step}"
-            f"{rank}{made}{loss}.\n{self._remedy()}"
+            f"{rank}{made}.\n{self._remedy()}"
         )
 
     def _counts(self) -> str:
