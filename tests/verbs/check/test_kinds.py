@@ -314,6 +314,7 @@ def test_a_value_made_in_the_loss(name, has_optimizer):
     finding = finding_of(model, work)
     assert (finding.kind, finding.step) == ("loss", 0)
     assert (finding.function, finding.operation) == (operation, f"aten.{operation}")
+    assert finding.line.text == "function(model(X)).backward()"
 
 
 # The losses that are finite, and whose gradients are not: the node of the graph.
@@ -331,7 +332,7 @@ def test_a_gradient_made_in_the_loss(name):
     model = Around(torch.tanh)
     finding = finding_of(model, lambda: function(model(X)).backward())
     assert (finding.kind, finding.function) == ("loss", node)
-    assert "the loss made it" in finding.message
+    assert f"the loss made it, by {node} at {__file__}" in finding.message
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "by labels"])
@@ -448,6 +449,10 @@ def set_item(number):
     return write
 
 
+def set_tensor(x):
+    return set_item(torch.tensor(NAN))(x)
+
+
 # What the model does with its last values; the model's output may hold infinities or NaN.
 MEANT = {
     "masked attention": lambda x: scores(x).masked_fill(upper(x), -INF).softmax(-1) @ x,
@@ -468,7 +473,7 @@ MEANT = {
     "where tensor": lambda x: torch.where(PAD, torch.tensor(NAN), x),
     "where list": lambda x: torch.where(PAD, torch.tensor([0, NAN, 0, 0]), x),
     "set NaN": set_item(NAN),
-    "set tensor": lambda x: set_item(torch.tensor(NAN))(x),
+    "set tensor": set_tensor,
     "index fill": lambda x: x.index_fill(1, torch.tensor([1]), NAN),
     "full": lambda x: (x, torch.full((2,), NAN)),
     "new tensor": lambda x: (x, x.new_tensor([NAN, 1])),

@@ -150,7 +150,9 @@ class BackwardChecks:
     def _loss_here(self) -> LossGraph | None:
         """Return the loss whose backward runs in this thread, or for it in a thread of autograd."""
         mine = [one for one in self._losses if one.thread == threading.get_ident()]
-        return (mine or (self._losses if len(self._losses) == 1 else []) or [None])[-1]
+        if not mine and len(self._losses) == 1:
+            mine = self._losses
+        return mine[-1] if mine else None
 
     def _backward_ends(self, number: int, loss: LossGraph | None) -> None:
         runs = self._runs.pop(number, [])

@@ -193,7 +193,9 @@ class ForwardChecks:
             current.note = current.log.append
             run.output = None
             if run.first_node is not None:
-                self.node_numbers.add(run.first_node, is_finite=run.is_output_finite)
+                self.node_numbers.add(
+                    run.first_node, is_finite=run.is_output_finite, called_at=run.called_at
+                )
             if not run.has_grad:
                 run.drop()
         if finding is None or finding.vanished:

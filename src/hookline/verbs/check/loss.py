@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import bisect
 import re
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from hookline.engine import local_part
-from hookline.engine.torch_private.graph.nodes import next_number, nodes_of_loss, saved_by
+from hookline.engine.torch_private.graph.nodes import (
+    next_number,
+    nodes_of_loss,
+    number_of,
+    saved_by,
+)
 from hookline.verbs.check.finding import Measured, SourceLine
 from hookline.verbs.check.finiteness import Kind, is_measurable, kinds_in
+from hookline.verbs.check.loss_line import CalledAt, line_of_loss, users_frame
 from hookline.verbs.check.origins import line_of_forward, measured
 
 # A loss of more operations is not looked through.
@@ -61,7 +68,7 @@ class Fault:
         is_of_backward: whether the loss is finite, and an operation of its backward is named.
     """
 
-    __slots__ = ("function", "inputs", "line", "notes", "operation", "tensor")
+    __slots__ = ("function", "inputs", "line", "node", "notes", "operation", "tensor")
 
     def __init__(
         self,
@@ -72,6 +79,7 @@ class Fault:
         *,
         is_of_backward: bool = False,
     ) -> None:
+        self.node = node
         name = "" if node is None else _forward_name(node)
         self.tensor, self.notes = tensor, notes
         self.function = (node.name() if is_of_backward else name) or None if node else None
@@ -89,36 +97,57 @@ class NodeNumbers:
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: dict[int, list[tuple[int, int, bool]]] = {}
+        self._runs: dict[int, list[_RunNodes]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Tell whether no run of this thread has made nodes."""
         return not self._runs.get(threading.get_ident())
 
-    def add(self, first: int, *, is_finite: bool) -> None:
+    def add(self, first: int, *, is_finite: bool, called_at: CalledAt | None = None) -> None:
         """Add a run of this thread that ends now.
 
         Args:
             first: the number of its first node.
             is_finite: whether its output is known to be finite.
+            called_at: the line that called the model.
         """
         after = next_number()
         if after > first:
             runs = self._runs.setdefault(threading.get_ident(), [])
-            runs.append((first, after, is_finite))
+            runs.append(_RunNodes(first, after, is_finite, called_at))
             del runs[:-_MOST_RUNS]
 
     def find(self, number: int) -> bool | None:
         """Return whether the output of a node's run is known to be finite; None without a run."""
+        run = self.last_before(number)
+        return run.is_finite if run is not None and number < run.after else None
+
+    def last_before(self, number: int) -> _RunNodes | None:
+        """Return the last run of this thread that began before a node."""
         runs = self._runs.get(threading.get_ident(), [])
         index = bisect.bisect_right(runs, number, key=_first_of)
-        first, after, is_finite = runs[index - 1] if index else (0, 0, False)
-        return is_finite if first <= number < after else None
+        return runs[index - 1] if index else None
 
 
-def _first_of(run: tuple[int, int, bool]) -> int:
-    return run[0]
+class _RunNodes(NamedTuple):
+    """The numbers of the nodes of one run.
+
+    Attributes:
+        first: the first number.
+        after: the number after the last one.
+        is_finite: whether the run's output is known to be finite.
+        called_at: the line that called the model.
+    """
+
+    first: int
+    after: int
+    is_finite: bool
+    called_at: CalledAt | None
+
+
+def _first_of(run: _RunNodes) -> int:
+    return run.first
 
 
 @final
@@ -138,13 +167,14 @@ class LossGraph:
     """
 
     __slots__ = (
-        "_given", "_handles", "_is_output_finite", "_nodes", "_numbers", "_passed", "_room",
-        "fault", "is_accumulating", "is_nan", "thread", "value",
+        "_frame", "_given", "_handles", "_is_output_finite", "_nodes", "_numbers", "_passed",
+        "_room", "fault", "is_accumulating", "is_nan", "thread", "value",
     )  # fmt: skip
 
     def __init__(self, roots: Sequence[Any], numbers: NodeNumbers) -> None:
         self.thread = threading.get_ident()
         self.is_accumulating = False
+        self._frame = users_frame(sys._getframe(1))
         self.fault: Fault | None = None
         self._numbers, self._is_output_finite = numbers, True
         self._handles: list[Any] = []
@@ -159,7 +189,7 @@ class LossGraph:
         self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
         loss = next((one for one, kind in zip(tensors, kinds, strict=True) if kind), None)
         if loss is not None:
-            self.fault = _Values(self._nodes, loss, self._is_output_finite).fault()
+            self.fault = self._at_line(_Values(self._nodes, loss, self._is_output_finite).fault())
         else:
             for node in self._nodes:
                 self._handles.append(node.register_hook(self._hook(node)))
@@ -183,7 +213,7 @@ class LossGraph:
         """Remove all hooks from the graph, and release its gradients."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self._nodes, self._frame = [], [], None
         self._given, self._passed = {}, []
 
     def fault_of_backward(self) -> Fault | None:
@@ -194,8 +224,21 @@ class LossGraph:
             if bad and any(kinds_in(one.detach()) for one in given):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
-                return Fault(node, bad[0], given, is_of_backward=True)
+                return self._at_line(Fault(node, bad[0], given, is_of_backward=True))
         return None
+
+    def _at_line(self, fault: Fault) -> Fault:
+        """Add the line to a fault, if the graph does not know it."""
+        node, frame = fault.node, self._frame
+        if fault.line is None and node is not None and frame is not None:
+            run = self._numbers.last_before(number_of(node))
+            called_at = None if run is None else run.called_at
+
+            def reaches(later: Any) -> bool:
+                return node in nodes_of_loss([later], self._is_of_run, _MOST_NODES)
+
+            fault.line = line_of_loss(frame, node, called_at, reaches)
+        return fault
 
 
 @final
@@ -217,7 +260,11 @@ class _Values:
             for name, tensor in saved_by(node):
                 if tensor.grad_fn is not None:
                     self._known.setdefault((tensor.grad_fn, tensor.output_nr), tensor.detach())
-                elif is_measurable(tensor) and not name.startswith("total"):
+                elif (
+                    is_measurable(tensor)
+                    and not tensor.requires_grad
+                    and not name.startswith("total")
+                ):
                     self._constants.setdefault(node, []).append(tensor.detach())
         with torch.no_grad():
             for node in nodes:
@@ -347,7 +394,8 @@ def _reduced(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tens
 
 
 def _other(node: Any, inputs: list[Any], index: int) -> Any:
-    return inputs[index] if inputs[index] is not None else (node._saved_self, node._saved_other)[index]
+    saved = (node._saved_self, node._saved_other)[index] if inputs[index] is None else None
+    return saved if inputs[index] is None else inputs[index]
 
 
 def _unary(name: str) -> Callable[[Any, list[Any]], Tensor]:

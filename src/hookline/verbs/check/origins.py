@@ -396,7 +396,8 @@ def _kind_of(number: Real) -> Kind:
     return Kind.NONE
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
+    """Tell whether a file is of torch or hookline."""
     return filename.startswith((_OURS, _TORCHS, "<"))
 
 
@@ -405,7 +406,7 @@ def _line_of_code() -> SourceLine | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not _is_ours(code.co_filename):
+        if not is_ours(code.co_filename):
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             return SourceLine(code.co_filename, frame.f_lineno, code.co_name, text)
         frame = frame.f_back  # type: ignore[assignment]
@@ -419,7 +420,7 @@ def line_of_forward(traceback: list[str]) -> SourceLine | None:
         filename, number, function = [*place.removeprefix(_TRACEBACK_LINE).split(", "), "", ""][:3]
         filename = filename.rstrip('"')
         lineno = number.removeprefix("line ")
-        if lineno.isdigit() and not _is_ours(filename):
+        if lineno.isdigit() and not is_ours(filename):
             source = (text.strip().splitlines() or [""])[0]
             return SourceLine(filename, int(lineno), function.removeprefix("in "), source)
     return None

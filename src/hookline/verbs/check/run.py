@@ -17,6 +17,7 @@ from hookline.engine.torch_private.graph.nodes import next_number
 from hookline.engine.torch_private.modules import buffers, unwrap
 from hookline.util.locks import fork_safe_lock
 from hookline.verbs.check.finiteness import Measure
+from hookline.verbs.check.loss_line import CalledAt, users_frame
 from hookline.verbs.shared.random_states import RandomStates, generators_of
 from hookline.verbs.shared.run_model import restore_state
 
@@ -39,6 +40,7 @@ class Run:
             the number of the site, a tensor that is not finite if any element is not, and the
             function that measured it; None where compiled code did.
         first_node: the number of its first node; None where the root was not called.
+        called_at: the line that called the root.
         output: the root's output, while its pass ends; None where it is not known.
         is_output_finite: whether the root's output was finite, by its sums.
         args: the root's arguments; None where they are not known.
@@ -48,8 +50,8 @@ class Run:
 
     __slots__ = (
         "_autocast", "_before", "_generators", "_is_inference", "_is_sharded", "_is_transformed",
-        "_random", "_tensors", "args", "first_node", "gradients", "has_grad", "is_output_finite", "kwargs",
-        "output", "step", "sums",
+        "_random", "_tensors", "args", "called_at", "first_node", "gradients", "has_grad",
+        "is_output_finite", "kwargs", "output", "step", "sums",
     )  # fmt: skip
 
     def __init__(self, step: int, *, is_sharded: bool, is_transformed: bool) -> None:
@@ -58,6 +60,7 @@ class Run:
         self._is_sharded = is_sharded
         self.sums: list[tuple[int, Tensor, Measure | None]] = []
         self.first_node: int | None = None
+        self.called_at: CalledAt | None = None
         self.output: Any = None
         self.is_output_finite = False
         self.args: tuple[Any, ...] | None = None
@@ -72,6 +75,9 @@ class Run:
     def begin(self, frame: FrameType, root: nn.Module, changing: ChangingBuffers) -> None:
         """Keep references to the root's arguments, and the random state."""
         self.first_node = next_number()
+        caller = users_frame(frame)
+        if caller is not None:
+            self.called_at = CalledAt(caller.f_code, caller.f_lineno)
         local = frame.f_locals
         owner = local.get("self", local.get("optimized"))
         owner = local["held"]() if owner is None and "held" in local else owner

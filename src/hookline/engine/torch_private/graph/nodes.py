@@ -119,9 +119,7 @@ def traced_node() -> tuple[int, str, list[str]] | None:
     return number_of(node), node.name(), node.metadata.get("traceback_", [])
 
 
-def nodes_of_loss(
-    roots: Iterable[Any], is_of_run: Callable[[int], bool], most: int
-) -> list[Any]:
+def nodes_of_loss(roots: Iterable[Any], is_of_run: Callable[[int], bool], most: int) -> list[Any]:
     """Walk over the graph below some nodes, down to the nodes that were made in runs of a model.
 
     Args:
