@@ -392,7 +392,7 @@ def test_a_run_that_does_not_repeat_itself(by, has_grad):
     assert "the run did not repeat itself, first at last" in str(finding)
 
 
-def test_another_nan_of_the_repeated_run_is_not_taken_for_the_first():
+def test_another_nan_of_the_repeated_run_in_the_same_module():
     n = iter(range(9))
     model = Around(lambda x: x.log() if next(n) else x * 0 / (x * 0))
     finding = finding_of(model, lambda: model(X - 100))
@@ -408,7 +408,7 @@ def test_a_backward_of_a_run_that_does_not_repeat_itself():
     assert "the run did not repeat itself" in str(finding)
 
 
-def test_a_nan_that_vanishes_in_a_run_that_does_not_repeat_itself():
+def test_a_nan_that_vanishes_in_such_a_run():
     n = iter(range(9))
     model = Around(lambda x: x, at="leaf")
     model.mid.function = lambda x: x / 0 * 0 if next(n) in (1, 3) else x

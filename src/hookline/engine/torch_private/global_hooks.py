@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hookline.engine.torch_private.backward_begins import BACKWARD_HOOKS
-
 # The dictionary of each kind of process-wide hook, then the dictionaries of its flags.
 _GLOBAL_HOOKS = {
     "forward_pre": ("_global_forward_pre_hooks",),
@@ -23,13 +21,9 @@ _GLOBAL_HOOKS = {
 def global_hook_dicts(kind: str) -> list[Any]:
     """Return the dictionary of a kind of process-wide hook, then the dictionaries of its flags.
 
-    The kind "backward" is not torch's: its hooks are called before each run of autograd.
-
     They are written to directly. torch's own functions may be interrupted before they return a
     handle, and then leave the flag for kwargs behind.
     """
-    if kind == "backward":
-        return [BACKWARD_HOOKS]
     name = "torch.optim.optimizer" if kind.startswith("step") else "torch.nn.modules.module"
     place = sys.modules[name]
     return [getattr(place, name) for name in _GLOBAL_HOOKS[kind]]

@@ -18,6 +18,14 @@ SINCE_START = (
     "it was finite when the check began, and no step used a gradient that was not finite; look at"
     " the learning rate, the optimizer's eps, and what else writes weights"
 )
+# The tensor that the message of a finding names, by its kind.
+_WHAT = {
+    "loss": "the gradient of the output {site}",
+    "backward": "gradients in the backward of {site}",
+    "forward": "the output of {site}",
+    "gradient": "the gradient of {site}",
+    "constant": "a tensor besides parameters, buffers and inputs",
+}
 
 
 @final
@@ -86,19 +94,19 @@ class Finding:
     site as text, and `finding.message` the message of the error.
 
     Args:
-        kind: where the value was made: "forward" or "backward" of a module, or "loss", the gradient
-            of the model's output. Or the tensor that held it: "parameter", "buffer", "input",
+        kind: where the value was made: "forward" or "backward" of a module, or "loss", all code
+            between the model's output and `backward()`. Or the tensor that held it: "parameter", "buffer", "input",
             "gradient" (of a parameter) or "constant" (any other tensor).
         path: the path of the module that made it, or of the parameter, buffer or input that held
-            it.
+            it. For a loss, "loss" if the loss is NaN and the gradients are finite.
         module_type: the class of that module.
         call: the number of the module's call within the pass, from 0; None where there is none.
         step: the number of the pass, from 0 for each line; None before the first.
         n_nan: the number of NaNs.
         n_inf: the number of infinities.
         n_total: the number of elements of the tensor that was made or held.
-        operation: the operation that made it, such as "aten.log.default", or that read it first;
-            None if not known.
+        operation: the operation that made it, such as "aten.log.default", or that read it first; of
+            a loss without the overload, such as "aten.log". None if not known.
         function: the function that was called, such as "log"; in a backward the node of the graph,
             such as "LogBackward0"; None if not known.
         line: the nearest line of code outside torch; None if not known.
@@ -108,7 +116,7 @@ class Finding:
         suspect: the parameter, buffer or input that is the likely cause; None without one.
         passed_on: the sites that passed the value on, in the order in which they ran.
         vanished: whether the value was gone before the pass ended, so that nothing was raised.
-        rank: the rank that made it, in a distributed job.
+        rank: the rank that made it, in a distributed job; None if not known.
         notes: further remarks, as text.
         file: the file that keeps the inputs, for `hookline replay`; None if no file was written.
     """
@@ -154,20 +162,8 @@ class Finding:
         if self.kind == "loss" and not self.is_loss:
             made = ": the loss made it" + (f", by {by}{where}" if by else "")
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        if self.is_loss:
-            what = "the loss"
-        elif self.kind == "loss":
-            what = f"the gradient of the output {self.site}"
-        elif self.kind == "backward":
-            what = f"gradients in the backward of {self.site}"
-        elif self.kind == "forward":
-            what = f"the output of {self.site}"
-        elif self.kind == "gradient":
-            what = f"the gradient of {self.site}"
-        elif self.kind == "constant":
-            what = "a tensor besides parameters, buffers and inputs"
-        else:
-            what = f"the {self.kind} {self.site}"
+        what = "the loss" if self.is_loss else _WHAT.get(self.kind, "the {kind} {site}")
+        what = what.format(kind=self.kind, site=self.site)
         type_name = f" ({self.module_type})" if self.module_type else ""
         step = "before the first step" if self.step is None else f"in step {self.step}"
         return (

@@ -40,7 +40,7 @@ from hookline.verbs.check.finiteness import (
     without_infinity,
 )
 from hookline.verbs.check.loss import NodeNumbers
-from hookline.verbs.check.origins import measured
+from hookline.verbs.check.origins import Origin, measured
 from hookline.verbs.check.outcome import Checked, Outcome
 from hookline.verbs.check.ranks import shared
 from hookline.verbs.check.replay import Replay
@@ -258,34 +258,25 @@ class ForwardChecks:
         Returns:
             The finding; or why there is none although there should be; or neither.
         """
-        likeness = replay.likeness
-        calls = [call.origin for call in replay.calls if call.origin is not None]
-        made = [one for one in [*calls, replay.origin] if one is not None]
-        made = [one for one in made if one not in replay.masks and likeness.proves(one.number)]
-        kinds = _kinds_of(run.output)
-        difference = likeness.difference
-        if kinds is not None and replay.root_kinds not in (None, kinds):
-            difference = difference or path_text("")
+        made = replay.proven_origins()
+        difference = _unexplained_difference(replay, run, made)
         if difference is not None:
-            # An operation of the repeated run explains only a value that the first run returned.
-            has_left = not run.is_output_finite if kinds is None else bool(kinds & ~Kind.MINUS_INF)
-            if not has_left or replay.origin not in made:
-                return None, f"the run did not repeat itself, first at {difference}"
+            return None, f"the run did not repeat itself, first at {difference}"
         sites = {number: self._outputs[number] for number in (run.sums[k][0] for k in suspects)}
-        if made:
-            # What leaves the model counts. Without numbers in its output, everything does.
-            leaving = replay.origin if replay.has_numbers else made[0]
-            origin = leaving or min(made, key=lambda one: one.number)
-            finding = replay.finding(origin, "forward")
-            if leaving is not None:
-                finding = self._outcome.keep(replay, origin, finding)
-            for site in sites.values() if leaving is None else ():
-                site.is_excused = True
-            return finding.with_(vanished=leaving is None), None
+        if not made:
+            for output in sites.values():
+                calls = [one for one in replay.calls if one.node.path == output.site.path]
+                output.measure = _measure_beside(all_kinds(one.kinds for one in calls))
+            return None, None
+        # What leaves the model counts. Without numbers in its output, everything does.
+        leaving = replay.origin if replay.has_numbers else made[0]
+        origin = leaving or min(made, key=lambda one: one.number)
+        finding = replay.finding(origin, "forward")
+        if leaving is not None:
+            return self._outcome.keep(replay, origin, finding), None
         for output in sites.values():
-            calls_there = [one for one in replay.calls if one.node.path == output.site.path]
-            output.measure = _measure_beside(all_kinds(one.kinds for one in calls_there))
-        return None, None
+            output.is_excused = True
+        return finding.with_(vanished=True), None
 
     def _unexplained(self, run: Run, suspects: list[int], why: str) -> Finding | None:
         """Describe what was seen in a run that cannot be repeated, or does not repeat itself.
@@ -347,6 +338,22 @@ def _keeping_output(callback: SplitCallback) -> SplitCallback:
             current.opened[RUN][0].output = value
 
     return callback._replace(callback=see_and_keep)
+
+
+def _unexplained_difference(replay: Replay, run: Run, made: list[Origin]) -> str | None:
+    """Return the first output that differs from the first run's; None if none that matters does.
+
+    Args:
+        replay: the repeated run.
+        run: the first run.
+        made: who made what is not finite before the difference.
+    """
+    kinds, difference = _kinds_of(run.output), replay.likeness.difference
+    if kinds is not None and replay.root_kinds not in (None, kinds):
+        difference = difference or path_text("")
+    # An operation of the repeated run explains only a value that the first run returned.
+    has_left = not run.is_output_finite if kinds is None else bool(kinds & ~Kind.MINUS_INF)
+    return None if has_left and replay.origin in made else difference
 
 
 def _measurable(value: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hookline.engine import local_part
+from hookline.engine.torch_private.autograd import hook_node
 from hookline.engine.torch_private.graph.nodes import (
     next_number,
     nodes_of_loss,
@@ -192,7 +193,7 @@ class LossGraph:
             self.fault = self._at_line(_Values(self._nodes, loss, self._is_output_finite).fault())
         else:
             for node in self._nodes:
-                self._handles.append(node.register_hook(self._hook(node)))
+                self._handles.append(hook_node(node, self._hook(node)))
 
     def _is_of_run(self, number: int) -> bool:
         is_finite = self._numbers.find(number)

@@ -55,36 +55,48 @@ def line_of_loss(
     if called_at == CalledAt(frame.f_code, frame.f_lineno):
         return _line(frame, frame.f_lineno)  # the model, the loss and its backward
     statements = list(_statements(frame.f_code))
-    stored = _stored(statements)
-    number, known = number_of(node), []
-    for name, value in frame.f_locals.items():
-        if (
-            isinstance(value, Tensor)
-            and value.grad_fn is not None
-            and len(stored.get(name, ())) == 1
-        ):
-            known.append((number_of(value.grad_fn), value.grad_fn, stored[name][0]))
-    later = [one for one in known if one[0] >= number and reaches(one[1])]
-    here = _at(statements, frame.f_lineno)
-    statement = min(later, key=_first)[2] if later else here
-    earlier = [one for one in known if one[0] < number]
-    before = max(earlier, key=_first)[2] if earlier else None
+    known, number = _known(frame, statements), number_of(node)
+    later = [one for one in known if one.number >= number and reaches(one.node)]
+    earlier = [one for one in known if one.number < number]
+    statement = later[0].statement if later else _at(statements, frame.f_lineno)
+    before = [earlier[-1].statement] if earlier else []
     if called_at is not None and called_at.code is frame.f_code:
         call = _at(statements, called_at.lineno)
-        before = call if before is None or (call and call.lineno > before.lineno) else before
-    if statement is None or before is None or not _is_next(statements, before, statement):
+        before += [] if call is None else [call]
+    last = max(before, key=lambda one: one.lineno, default=None)
+    if statement is None or last is None or not _is_next(statements, last, statement):
         return None
     return _line(frame, statement.lineno)
+
+
+class _Known(NamedTuple):
+    """Hold a variable that one statement stores.
+
+    Attributes:
+        number: the number of the node that made its value.
+        node: the node.
+        statement: the statement.
+    """
+
+    number: int
+    node: Any
+    statement: ast.stmt
+
+
+def _known(frame: FrameType, statements: list[ast.stmt]) -> list[_Known]:
+    """Return the variables that hold tensors of a graph, by the numbers of their nodes."""
+    stored, known = _stored(statements), []
+    for name, value in frame.f_locals.items():
+        places = stored.get(name, [])
+        if isinstance(value, Tensor) and value.grad_fn is not None and len(places) == 1:
+            known.append(_Known(number_of(value.grad_fn), value.grad_fn, places[0]))
+    return sorted(known, key=lambda one: one.number)
 
 
 def _line(frame: FrameType, lineno: int) -> SourceLine:
     code = frame.f_code
     text = linecache.getline(code.co_filename, lineno).strip()
     return SourceLine(code.co_filename, lineno, code.co_name, text)
-
-
-def _first(known: tuple[int, Any, ast.stmt]) -> int:
-    return known[0]
 
 
 def _statements(code: CodeType) -> Iterator[ast.stmt]:

@@ -189,6 +189,15 @@ class Replay:
             not_finite=[weight for weight, mark in pairs_of_weights if mark is not None],
         )
 
+    def proven_origins(self) -> list[Origin]:
+        """Return who made what is not finite in outputs, as far as the first run was the same."""
+        made = [*(call.origin for call in self.calls), self.origin]
+        return [
+            origin for origin in made
+            if origin is not None and origin not in self.masks
+            and self.likeness.proves(origin.number)
+        ]  # fmt: skip
+
     @property
     def root_kinds(self) -> Kind | None:
         """Return the kinds of numbers in the root's output that are not finite, if it was seen."""
