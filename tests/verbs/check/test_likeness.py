@@ -51,7 +51,7 @@ def test_of_compiled_code_only_nan_is_compared():
     assert compared(likeness_of((1, 2.0), measure=None), ("a", math.nan)) == "a"
 
 
-def test_an_operation_counts_up_to_the_last_value_that_both_runs_have():
+def test_an_operation_counts_up_to_the_last_value_in_common():
     likeness = likeness_of((1, math.nan), (2, 1.0))
     compared(likeness, ("a", math.nan), ("b", 2.0))
     assert likeness.difference == "b"

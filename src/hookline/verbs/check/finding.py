@@ -95,8 +95,8 @@ class Finding:
 
     Args:
         kind: where the value was made: "forward" or "backward" of a module, or "loss", all code
-            between the model's output and `backward()`. Or the tensor that held it: "parameter", "buffer", "input",
-            "gradient" (of a parameter) or "constant" (any other tensor).
+            between the model's output and `backward()`. Or the tensor that held it: "parameter",
+            "buffer", "input", "gradient" (of a parameter) or "constant" (any other tensor).
         path: the path of the module that made it, or of the parameter, buffer or input that held
             it. For a loss, "loss" if the loss is NaN and the gradients are finite.
         module_type: the class of that module.
