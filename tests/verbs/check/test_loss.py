@@ -76,6 +76,20 @@ def test_an_input_that_the_graph_does_not_keep_is_mentioned():
     assert "does not keep the operation's input" in str(finding)
 
 
+def test_a_loss_of_many_operations_names_none():
+    model = linear()
+
+    def work():
+        loss = (model(X) * 0).log().sum()
+        for _ in range(70):
+            loss = loss + 1
+        loss.backward()
+
+    finding = finding_of(model, work)
+    assert (finding.kind, finding.operation) == ("loss", None)
+    assert "the operation is not known: the loss is of more than 64 operations" in finding.notes
+
+
 def test_a_label_that_is_nan_is_mentioned():
     model = linear()
     finding = finding_of(model, lambda: F.mse_loss(model(X), X * math.nan).backward())

@@ -116,7 +116,10 @@ class BackwardChecks:
         numbers = self._forward.node_numbers
         if numbers.is_empty or not self._passes.is_ours():
             return _nothing
-        loss = LossGraph(roots, numbers)
+        try:
+            loss = LossGraph(roots, numbers)
+        except (RuntimeError, NotImplementedError):  # a tensor without these operations
+            return _nothing
         loss.is_accumulating = self._nan_loss is not None and self._judged.are_same(self._weights)
         self._losses.append(loss)
 

@@ -189,7 +189,9 @@ class LossGraph:
         grad_fns = [one.grad_fn for one in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
         loss = next((one for one, kind in zip(tensors, kinds, strict=True) if kind), None)
-        if loss is not None:
+        if loss is not None and not self._nodes and not self._is_of_run(number_of(loss.grad_fn)):
+            self.fault = Fault(None, loss, notes=(_TOO_MANY,))
+        elif loss is not None:
             self.fault = self._at_line(_Values(self._nodes, loss, self._is_output_finite).fault())
         else:
             for node in self._nodes:
@@ -350,6 +352,7 @@ class _Values:
 
 
 _FROM_OUTPUT = "an output of the model or a weight was not finite, and the loss has passed it on"
+_TOO_MANY = f"the operation is not known: the loss is of more than {_MOST_NODES} operations"
 _TOO_LITTLE = (
     "the operation is not known: the loss's graph keeps too few of its values; the line of each"
     " operation is kept with torch.autograd.set_detect_anomaly(True, check_nan=False)"
