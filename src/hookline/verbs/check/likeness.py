@@ -95,7 +95,7 @@ def _are_same(first: Tensor, again: Tensor, output: Any, *, is_compiled: bool) -
         return True
     if not (first.isfinite() and again.isfinite()):
         return False
-    parts = [flat(one) for _, one in tree.tensors(output) if is_measurable(one)]
-    size = sum(float(one.abs().double().sum()) for one in parts)
-    is_half = any(one.dtype.itemsize <= 2 for one in parts)
+    parts = [flat(tensor) for _, tensor in tree.tensors(output) if is_measurable(tensor)]
+    size = sum(float(tensor.abs().double().sum()) for tensor in parts)
+    is_half = any(tensor.dtype.itemsize <= 2 for tensor in parts)
     return abs(float(again - first)) <= size * (_ROUNDING_OF_HALF if is_half else _ROUNDING)

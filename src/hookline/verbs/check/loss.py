@@ -87,7 +87,7 @@ class Fault:
         self.operation = f"aten.{name}" if hasattr(torch.ops.aten, name or "-") else None
         self.line: SourceLine | None = None if node is None else line_of_forward(_trace(node))
         self.inputs: tuple[Measured, ...] = tuple(
-            measured(f"[{k}]", one.detach()) for k, one in enumerate(inputs)
+            measured(f"[{k}]", tensor.detach()) for k, tensor in enumerate(inputs)
         )
 
 
@@ -182,13 +182,13 @@ class LossGraph:
         self._given: dict[Any, Sequence[Tensor | None]] = {}
         self._passed: list[tuple[Any, Sequence[Tensor | None]]] = []
         self._room = _MOST_BYTES
-        tensors = [one for one in roots if isinstance(one, Tensor) and _is_small(one)]
+        tensors = [tensor for tensor in roots if isinstance(tensor, Tensor) and _is_small(tensor)]
         self.value = _number(tensors[0]) if len(tensors) == len(roots) == 1 else None
-        kinds = [kinds_in(one.detach()) for one in tensors]
+        kinds = [kinds_in(tensor.detach()) for tensor in tensors]
         self.is_nan = any(kind & Kind.NAN for kind in kinds)
-        grad_fns = [one.grad_fn for one in tensors]
+        grad_fns = [tensor.grad_fn for tensor in tensors]
         self._nodes = nodes_of_loss(grad_fns, self._is_of_run, _MOST_NODES)
-        loss = next((one for one, kind in zip(tensors, kinds, strict=True) if kind), None)
+        loss = next((root for root, kind in zip(tensors, kinds, strict=True) if kind), None)
         if loss is not None and not self._nodes and not self._is_of_run(number_of(loss.grad_fn)):
             self.fault = Fault(None, loss, notes=(_TOO_MANY,))
         elif loss is not None:
@@ -204,7 +204,7 @@ class LossGraph:
 
     def _hook(self, node: Any) -> Callable[..., None]:
         def keep(passed: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-            size = sum(one.nbytes for one in (*passed, *given) if one is not None)
+            size = sum(tensor.nbytes for tensor in (*passed, *given) if tensor is not None)
             if size <= self._room:
                 self._room -= size
                 self._given[node] = given
@@ -222,9 +222,9 @@ class LossGraph:
     def fault_of_backward(self) -> Fault | None:
         """Return the first operation in the loss's backward that made what is not finite."""
         for node, passed in self._passed:
-            bad = [one for one in passed if one is not None and kinds_in(one.detach())]
-            given = [one for one in self._given[node] if one is not None]
-            if bad and any(kinds_in(one.detach()) for one in given):
+            bad = [tensor for tensor in passed if tensor is not None and kinds_in(tensor.detach())]
+            given = [tensor for tensor in self._given[node] if tensor is not None]
+            if bad and any(kinds_in(tensor.detach()) for tensor in given):
                 return None  # it was given that, by an operation whose gradients are not known
             if bad:
                 return self._at_line(Fault(node, bad[0], given, is_of_backward=True))
@@ -299,7 +299,11 @@ class _Values:
             return None
         if node not in self._nodes:
             return Kind.NONE if self._is_output_finite else None
-        inputs = [self._kinds(one) for one in node.next_functions if one[0] is not None]
+        inputs = [
+            self._kinds(edge_before)
+            for edge_before in node.next_functions
+            if edge_before[0] is not None
+        ]
         is_moving = _MOVING.fullmatch(node.name()) is not None
         return Kind.NONE if is_moving and inputs and not any(_is_bad(k) for k in inputs) else None
 
@@ -310,12 +314,12 @@ class _Values:
             node = edge[0]
             if node not in self._nodes:
                 return Fault(None, self._loss, notes=(_FROM_OUTPUT,))
-            edges = [one for one in node.next_functions if one[0] is not None]
+            edges = [below for below in node.next_functions if below[0] is not None]
             before = self._known_bad(edges)
             if before is None:
                 break
             edge = before
-        is_kept = all(self._kinds(one) is not None for one in edges)
+        is_kept = all(self._kinds(below) is not None for below in edges)
         if not is_kept and _HARMLESS.fullmatch(node.name()):
             return Fault(None, self._loss, notes=(_TOO_LITTLE,))
         return self._made_by(node, edges, is_kept=is_kept)
@@ -330,7 +334,7 @@ class _Values:
                 return edge
             if kinds is None and edge not in seen and edge[0] in self._nodes:
                 seen.add(edge)
-                waiting += [one for one in edge[0].next_functions if one[0] is not None]
+                waiting += [below for below in edge[0].next_functions if below[0] is not None]
         return None
 
     def _is_meant(self, edge: tuple[Any, int], kinds: Kind) -> bool:
@@ -338,10 +342,10 @@ class _Values:
         return is_filled and not kinds & Kind.NAN
 
     def _made_by(self, node: Any, edges: list[tuple[Any, int]], *, is_kept: bool) -> Fault:
-        inputs = [one for one in map(self._input, edges) if one is not None]
+        inputs = [tensor for tensor in map(self._input, edges) if tensor is not None]
         constants = self._constants.get(node, [])
         notes: tuple[str, ...] = ()
-        if any(kinds_in(one) for one in constants):
+        if any(kinds_in(tensor) for tensor in constants):
             notes = ("an input of the operation that needs no gradient was not finite",)
         elif not is_kept:
             notes = ("the graph does not keep the operation's input; what it was computed from, as"
@@ -391,7 +395,7 @@ def _whole(number: int) -> int:
 def _reduced(function: Callable[..., Tensor]) -> Callable[[Any, list[Any]], Tensor]:
     def compute(node: Any, inputs: list[Any]) -> Tensor:
         dims = node._saved_dim
-        dims = [_whole(one) for one in (dims if isinstance(dims, tuple) else (dims,))]
+        dims = [_whole(dim) for dim in (dims if isinstance(dims, tuple) else (dims,))]
         return function(inputs[0], dims, keepdim=node._saved_keepdim)
 
     return compute
@@ -417,11 +421,11 @@ def _mean(node: Any, inputs: list[Any]) -> Tensor:
 
 
 def _nll(node: Any, inputs: list[Any]) -> Tensor:
-    found: Tensor = torch.ops.aten.nll_loss(
+    loss: Tensor = torch.ops.aten.nll_loss(
         inputs[0], node._saved_target, node._saved_weight, _whole(node._saved_reduction),
         _whole(node._saved_ignore_index),
     )  # fmt: skip
-    return found
+    return loss
 
 
 # What the operations of a few nodes returned, by what they were given.

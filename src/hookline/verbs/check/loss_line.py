@@ -56,14 +56,14 @@ def line_of_loss(
         return _line(frame, frame.f_lineno)  # the model, the loss and its backward
     statements = list(_statements(frame.f_code))
     known, number = _known(frame, statements), number_of(node)
-    later = [one for one in known if one.number >= number and reaches(one.node)]
-    earlier = [one for one in known if one.number < number]
+    later = [variable for variable in known if variable.number >= number and reaches(variable.node)]
+    earlier = [variable for variable in known if variable.number < number]
     statement = later[0].statement if later else _at(statements, frame.f_lineno)
     before = [earlier[-1].statement] if earlier else []
     if called_at is not None and called_at.code is frame.f_code:
         call = _at(statements, called_at.lineno)
         before += [] if call is None else [call]
-    last = max(before, key=lambda one: one.lineno, default=None)
+    last = max(before, key=lambda place: place.lineno, default=None)
     if statement is None or last is None or not _is_next(statements, last, statement):
         return None
     return _line(frame, statement.lineno)
@@ -90,7 +90,7 @@ def _known(frame: FrameType, statements: list[ast.stmt]) -> list[_Known]:
         places = stored.get(name, [])
         if isinstance(value, Tensor) and value.grad_fn is not None and len(places) == 1:
             known.append(_Known(number_of(value.grad_fn), value.grad_fn, places[0]))
-    return sorted(known, key=lambda one: one.number)
+    return sorted(known, key=lambda variable: variable.number)
 
 
 def _line(frame: FrameType, lineno: int) -> SourceLine:
@@ -107,9 +107,9 @@ def _statements(code: CodeType) -> Iterator[ast.stmt]:
     except (SyntaxError, ValueError):
         return
     functions = [
-        one for one in ast.walk(tree)
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name == code.co_name
-        and code.co_firstlineno in {one.lineno, *(d.lineno for d in one.decorator_list)}
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name
+        and code.co_firstlineno in {node.lineno, *(part.lineno for part in node.decorator_list)}
     ]  # fmt: skip
     if functions or code.co_name == "<module>":
         yield from _simple(functions[0] if functions else tree)
@@ -137,17 +137,21 @@ def _stored(statements: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 
 def _at(statements: list[ast.stmt], lineno: int) -> ast.stmt | None:
     """Return the statement at a line; None if there are several."""
-    there = [one for one in statements if one.lineno <= lineno <= (one.end_lineno or one.lineno)]
-    return there[0] if len({one.lineno for one in there}) == 1 else None
+    there = [
+        statement
+        for statement in statements
+        if statement.lineno <= lineno <= (statement.end_lineno or statement.lineno)
+    ]
+    return there[0] if len({statement.lineno for statement in there}) == 1 else None
 
 
 def _is_next(statements: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> bool:
     """Tell whether no other statement between two can have run an operation of the loss."""
     if before.lineno == statement.lineno:
         return True
-    between = [one for one in statements if before.lineno < one.lineno < statement.lineno]
-    works = [one for one in between if any(isinstance(part, _WORKS) for part in ast.walk(one))]
+    between = [work for work in statements if before.lineno < work.lineno < statement.lineno]
+    works = [work for work in between if any(isinstance(part, _WORKS) for part in ast.walk(work))]
     does_work = any(isinstance(part, _WORKS) for part in ast.walk(statement))
     is_later = before.lineno < statement.lineno
     # The value of an expression that is a statement is dropped.
-    return is_later and does_work and all(isinstance(one, ast.Expr) for one in works)
+    return is_later and does_work and all(isinstance(work, ast.Expr) for work in works)
